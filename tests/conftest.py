@@ -32,6 +32,7 @@ from support.engines import gpu_model, simulated_engines
 from support.seeds import VARIABLE
 from support.shapes import check_boundary
 from support.targets import VOCAB
+from support.texts import letters_folder
 from support.weights import rewrite
 
 from specjax.engine.compiled import CompiledPrograms
@@ -98,6 +99,12 @@ def checkpoints(tmp_path_factory) -> Checkpoints:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def letters(checkpoints) -> Path:
+    """The folder of a tiny target with a tokenizer, of 96 tokens."""
+    return letters_folder(checkpoints)
 
 
 @pytest.fixture(scope="session")

@@ -1,86 +1,105 @@
-"""Options of an LLM of another type or range are refused by name, value and remedy; simulated."""
+"""Options of an LLM of another type or range are refused by name and value, before any work."""
 
 import math
 
 import numpy as np
 import pytest
-from support.engines import SIZES
+from support.engines import SIZES, make_llm
 from support.refusals import label, refusal
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder, simulated_llm
+from support.texts import VOCAB, simulated_llm
 
-from specjax import SamplingParams, SpeculativeConfig
+from specjax import LLM, SamplingParams
+from specjax.device.models.registry import load_model
 
-
-@pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
+nan = math.nan
 
 
-FLAGS = "enable_prefix_caching", "async_scheduling", "exact", "verbose"
-COUNTS = (
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens"),
-    *("page_size", "num_pages", "num_snapshots", "max_logprobs"),
-)
-BAD_OPTIONS = [
-    *((name, value, ["True or False"]) for name in FLAGS for value in ("no", 1, None)),
-    *((name, value, ["integer"]) for name in COUNTS for value in ("4", 4.0, True, -1, math.nan)),
-    *(("seed", value, ["integer of 64 bits"]) for value in (True, "1", None, 1.0)),
+@pytest.fixture
+def no_work(monkeypatch, compilations):
+    """Refusals come before weights are read and steps compiled."""
+    monkeypatch.setattr(
+        "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
+    )
+    with compilations.none_expected():
+        yield
+
+
+NO_COUNT = ["4", 4.0, True, -1, nan]
+BAD_OPTIONS = {
+    **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "exact"), ["no", 1, None]),
+    "verbose": ["no", 1, None],
+    "max_model_len": [0, 513, *NO_COUNT],  # of 512
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "page_size"), [0, *NO_COUNT]),
+    **dict.fromkeys(("max_num_scheduled_tokens", "num_pages"), [0, *NO_COUNT]),
+    **dict.fromkeys(("num_snapshots", "max_logprobs"), NO_COUNT),
+    "seed": [True, "1", None, 1.0, -(2**63) - 1, 2**64],
+    "gpu_memory_utilization": ["0.9", None, True, 90, nan, -0.5, 0.0, 1.1],
+    "tensor_parallel_size": ["1", 2, 0, None],
+    "compilation_cache": [5, True, ["a"]],
+    "logprobs_mode": [["raw"], 5, "cooked", None],
+    "dtype": [None, 5, np.float32, "fp8", "half", "float16", "bf16", ["float32"]],
+    "kernels": [None, True, "cuda"],
+    "scheduling_policy": [None, "lifo"],
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+@pytest.mark.usefixtures("no_work")
+def test_an_option_out_of_range(letters, name):
+    for value in BAD_OPTIONS[name]:
+        do = lambda value=value: make_llm(letters, **{name: value})  # noqa: E731
+        refusal(do, f"{name}={value!r}")
+
+
+FEW = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "decode_batches": (6,)}
+SMALL = {"prefill_shapes": ((1, 8),)}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+BAD_SETS = [
+    *(({"decode_batches": sizes}, ["decode_batches"]) for sizes in (4, "4", (4.0,), (0, 4), ())),
+    *(({"prefill_shapes": x}, ["prefill_shapes"]) for x in (5, "ab", ((2.0, 32),), (24,))),
+    (FEW | {"decode_batches": (1, 4)}, ["decode_batches=(1, 4)", "max_num_seqs=6", "add 6"]),
+    (FEW | {"decode_batches": (1, 4)}, ["max_num_seqs to 4"]),
+    (FEW | SMALL, ["prefill_shapes=((1, 8),)", "add (3, 8)", "max_num_batched_tokens=24", "to 8"]),
+    (FEW | {"prefill_shapes": ((1, 8), (2, 10))}, ["20 tokens of the 24", "add (3, 10)"]),
+    ({"num_pages": 3, "page_size": 16}, ["num_pages=3", "max_model_len=128", "8 pages"]),
+    ({"speculative_config": {}}, ["lacks"]),
+    ({"speculative_config": NGRAM | {"model": "a"}}, ["model='a'"]),
+    ({"speculative_config": NGRAM | {"method": "eagle", "model": "no/such"}}, ["no/such"]),
     *(
-        ("gpu_memory_utilization", value, ["(0, 1]", "GPU's memory"])
-        for value in ("0.9", None, True, 90, math.nan, -0.5)
+        ({"speculative_config": NGRAM | {f"prompt_lookup_{end}": value}}, [f"_{end}={value!r}"])
+        for end, value in (("max", 0), ("min", 0), ("max", "3"))
     ),
-    *(("tensor_parallel_size", value, ["use 1"]) for value in ("1", 2, 0, None)),
-    *(("compilation_cache", value, ["folder's path", "None"]) for value in (5, True, ["a"])),
-    *(("logprobs_mode", value, ["raw, processed"]) for value in (["raw"], 5)),
-    *(("dtype", value, ["auto, float32"]) for value in (None, 5, np.float32, "fp8")),
-    *(("kernels", value, ["auto, reference"]) for value in (None, True)),
-    *(("scheduling_policy", value, ["fcfs, priority"]) for value in (None, "lifo")),
-    *(("decode_batches", value, ["decode_batches"]) for value in (4, "4", (4.0,), (0, 4))),
-    *(("prefill_shapes", value, ["prefill_shapes"]) for value in (5, "ab", ((2.0, 32),))),
+    (
+        {"speculative_config": NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}},
+        ["_min=4", "_max=2"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    "name, value, words",
-    [pytest.param(*one, id=f"{one[0]}-{label(one[1])}") for one in BAD_OPTIONS],
-)
-def test_an_option_out_of_range(folder, name, value, words):
-    shown = [name] if isinstance(value, tuple | str) else [f"{name}={value!r}"]
-    refusal(lambda: simulated_llm(folder, **{name: value}), *shown, *words)
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0", "at least 1"]),
-        ({"prompt_lookup_min": 0}, ["prompt_lookup_min=0", "at least 1"]),
-        ({"prompt_lookup_max": "3"}, ["prompt_lookup_max='3'", "integer"]),
-        ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, ["_min=4", "_max=2", "lower"]),
-        ({"model": "folder"}, ["model='folder'", "leave it out"]),
-    ],
-    ids=label,
-)
-def test_prompt_lookup_out_of_range(folder, fields, words):
-    refusal(lambda: simulated_llm(folder, "ngram", speculation=fields), *words)
+@pytest.mark.parametrize("options, words", BAD_SETS, ids=label)
+@pytest.mark.usefixtures("no_work")
+def test_options_that_do_not_go_together(letters, options, words):
+    refusal(lambda: LLM(letters, **SIZES | {"decode_batches": None} | options), *words)
 
 
 @pytest.mark.parametrize("model", [None, 5, b"demo-llama", ["demo-llama"]], ids=label)
 def test_a_model_of_another_type(model):
-    refusal(lambda: simulated_llm(model), f"model={model!r}", "folder, hub id or demo", "params")
+    refusal(lambda: simulated_llm(model), f"model={model!r}", "params")
 
 
-def test_a_missing_field_of_speculation_is_to_be_added():
-    words = "speculative_config lacks", "num_speculative_tokens", "add"
-    refusal(lambda: SpeculativeConfig.of({"method": "ngram"}), *words)
+def test_params_go_with_a_model_value(letters):
+    model, params = load_model(letters, np.dtype(np.float32))
+    refusal(lambda: LLM(model), "params")
+    refusal(lambda: LLM(letters, params=params), "params")
 
 
-def test_numpy_numbers_are_options(folder):
+def test_numpy_numbers_are_options(letters):
     sizes = {name: np.int64(size) for name, size in SIZES.items() if type(size) is int}
     numbers = {"seed": np.uint32(3), "gpu_memory_utilization": np.float32(0.5)}
     params = SamplingParams(temperature=1.0, max_tokens=5)
     outputs = []
     for options in {**sizes, **numbers}, {"seed": 3, "gpu_memory_utilization": 0.5}:
-        with simulated_llm(folder, script=TextScript(VOCAB), **options) as llm:
+        with simulated_llm(letters, script=TextScript(VOCAB), **options) as llm:
             outputs.append(llm.generate([1, 2], params)[0].outputs[0].token_ids)
     assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""Speculation that cannot be configured is refused by name, value and remedy."""
+"""Speculation that cannot be configured is refused by name and value."""
 
 import json
 import math
@@ -11,134 +11,55 @@ from specjax import SpeculativeConfig
 from specjax.checks import parse_table
 
 nan = math.nan
+DRAFTER = {"method": "eagle3", "model": "folder"}
+GOOD = DRAFTER | {"num_speculative_tokens": 3}
 SYNTHETIC = {"verification": "synthetic"}
 RATES = "synthetic_acceptance_rates"
 LENGTH = "synthetic_acceptance_length"
 TABLE = "num_speculative_tokens_per_batch_size"
 PATH = {"dynamic_config_path": "profile.json"}
 
+BAD_VALUES = {
+    "method": [5, "eagle2"],
+    "model": [None, 5],
+    "num_speculative_tokens": [0, -1, 2.5, 3.0, "3", True, None, 65],
+    "verification": ["typical", None, ["block"]],
+    "draft_sample_method": ["best"],
+    "aux_id_convention": ["x"],
+    "adaptive": [1, None],
+    "dynamic_config_path": [5, "", True],
+    "dynamic_config_force": [1, True],  # without a profile
+    TABLE: [[], (), "1-4:3", {1: 3}, 3],
+}
+NO_RATES = [(0.5, 0.4), (), (0.5, 0.6, 0.1), (1.1, 0.6, 0.1), (0.5, 0.1, -0.1), (0.5, nan, 0.1)]
+NO_RATES += [("0.5", 0.2, 0.1), 0.5, "abc"]
+BAD_SETS = [
+    *(({name: x}, [f"{name}={x!r}"]) for name, values in BAD_VALUES.items() for x in values),
+    *((SYNTHETIC | {RATES: rates}, [RATES, rates]) for rates in NO_RATES),
+    *((SYNTHETIC | {LENGTH: x}, [LENGTH, x, "1..4"]) for x in (0.9, 4.1, nan, "2", True)),
+    (SYNTHETIC, [RATES, LENGTH]),
+    (SYNTHETIC | {RATES: (0.5,) * 3, LENGTH: 2.0}, [RATES, LENGTH]),
+    (SYNTHETIC | {"adaptive": True, RATES: (0.5,) * 4}, [RATES, "3 rates"]),
+    (
+        SYNTHETIC | PATH | {"num_speculative_tokens": None, LENGTH: 2.0},
+        ["'synthetic'", "num_speculative_tokens", "dynamic_config_path"],
+    ),
+    ({RATES: (0.5,) * 3}, [RATES, "verification='synthetic'", "'seed_exact'"]),
+    ({LENGTH: 2.0, "verification": "block"}, ["_length", "verification='synthetic'", "'block'"]),
+    ({"num_spec_tokens": 3}, ["num_spec_tokens", "num_speculative_tokens"]),
+    ({"adaptive": True, "num_speculative_tokens": 0}, ["num_speculative_tokens=0"]),
+    (PATH | {"num_speculative_tokens": -1}, ["num_speculative_tokens=-1"]),
+    (PATH | {"dynamic_config_force": 1}, ["dynamic_config_force=1"]),
+    ({TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "adaptive"]),
+    (PATH | {TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "dynamic_config_path", "adaptive"]),
+]
 
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"verification": "typical"}, ["verification='typical'", "seed_exact, rejection, block"]),
-        ({"verification": None}, ["verification=None", "rejection"]),
-        ({"verification": ["block"]}, ["verification=['block']", "rejection"]),
-        (SYNTHETIC, [RATES, LENGTH, "needs"]),
-        (SYNTHETIC | {RATES: (0.5,) * 3, LENGTH: 2.0}, [RATES, LENGTH]),
-        ({RATES: (0.5,) * 3}, [RATES, "verification='synthetic'", "'seed_exact'"]),
-        (
-            {LENGTH: 2.0, "verification": "block"},
-            ["_length", "verification='synthetic'", "'block'"],
-        ),
-        (SYNTHETIC | {RATES: (0.5, 0.4)}, [RATES, "(0.5, 0.4)", "3 rates"]),
-        (SYNTHETIC | {RATES: ()}, [RATES, "3 rates"]),
-        (SYNTHETIC | {RATES: (0.5, 0.6, 0.1)}, [RATES, "none above"]),
-        (SYNTHETIC | {RATES: (1.1, 0.6, 0.1)}, [RATES, "[0, 1]"]),
-        (SYNTHETIC | {RATES: (0.5, 0.1, -0.1)}, [RATES, "[0, 1]"]),
-        (SYNTHETIC | {RATES: (0.5, nan, 0.1)}, [RATES, "[0, 1]"]),
-        (SYNTHETIC | {RATES: ("0.5", 0.2, 0.1)}, [RATES, "0.5", "[0, 1]"]),
-        (SYNTHETIC | {RATES: 0.5}, [RATES, "0.5", "3 rates"]),
-        (SYNTHETIC | {RATES: "abc"}, [RATES, "abc", "3 rates"]),
-        (SYNTHETIC | {LENGTH: 0.9}, [LENGTH, "0.9", "1..4"]),
-        (SYNTHETIC | {LENGTH: 4.1}, [LENGTH, "4.1", "1..4"]),
-        (SYNTHETIC | {LENGTH: nan}, [LENGTH, "nan", "1..4"]),
-        (SYNTHETIC | {LENGTH: "2"}, [LENGTH, "2", "1..4"]),
-        (SYNTHETIC | {LENGTH: True}, [LENGTH, "True", "1..4"]),
-        ({"num_speculative_tokens": 0}, ["num_speculative_tokens=0", "at least 1"]),
-        ({"num_speculative_tokens": 3.0}, ["num_speculative_tokens=3.0"]),
-        ({"num_speculative_tokens": "3"}, ["num_speculative_tokens='3'"]),
-        ({"num_speculative_tokens": True}, ["num_speculative_tokens=True"]),
-        ({"num_speculative_tokens": None}, ["num_speculative_tokens=None", "at least 1"]),
-        ({"adaptive": True, "num_speculative_tokens": 0}, ["num_speculative_tokens=0"]),
-        ({"adaptive": 1}, ["adaptive=1", "True or False"]),
-        ({"adaptive": None}, ["adaptive=None", "True or False"]),
-        (PATH | {"num_speculative_tokens": -1}, ["num_speculative_tokens=-1", "at least 1"]),
-        ({"dynamic_config_path": 5}, ["dynamic_config_path=5", "profile's path"]),
-        ({"dynamic_config_path": ""}, ["dynamic_config_path=''", "profile's path"]),
-        ({"dynamic_config_path": True}, ["dynamic_config_path=True", "profile's path"]),
-        (PATH | {"dynamic_config_force": 1}, ["dynamic_config_force=1", "True or False"]),
-        ({"dynamic_config_force": True}, ["dynamic_config_force=True", "name the profile"]),
-        ({TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "adaptive", "keep one"]),
-        (
-            PATH | {TABLE: [[1, 4, 3]], "adaptive": True},
-            [f"{TABLE} and dynamic_config_path and adaptive", "keep one"],
-        ),
-        (
-            SYNTHETIC | PATH | {"num_speculative_tokens": None, LENGTH: 2.0},
-            ["'synthetic'", "needs", "num_speculative_tokens", "dynamic_config_path"],
-        ),
-        (SYNTHETIC | {"adaptive": True, RATES: (0.5,) * 4}, [RATES, "3 rates"]),
-        ({"model": None}, ["speculative_config.model=None"]),
-        ({"model": 5}, ["speculative_config.model=5"]),
-        ({"method": 5}, ["method=5", "eagle3"]),
-    ],
-    ids=label,
-)
+
+@pytest.mark.parametrize("fields, words", BAD_SETS, ids=label)
 def test_bad_speculative_config(fields, words):
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": 3}
-    refusal(lambda: SpeculativeConfig(**good | fields), *words)
-    refusal(lambda: SpeculativeConfig.of(good | fields), *words)
-
-
-@pytest.mark.parametrize(
-    "table, words",
-    [
-        ([], [f"{TABLE}=[]", "[lo, hi, K]"]),
-        ((), [f"{TABLE}=()", "[lo, hi, K]"]),
-        ("1-4:3", [f"{TABLE}='1-4:3'", "[lo, hi, K]"]),
-        ({1: 3}, [f"{TABLE}={{1: 3}}", "[lo, hi, K]"]),
-        (3, [f"{TABLE}=3", "[lo, hi, K]"]),
-        ([1, 4, 3], ["[0]=1", "three integers"]),
-        (["143"], ["[0]='143'", "three integers"]),
-        ([[1, 4]], ["[0]=[1, 4]", "three integers"]),
-        ([[1, 4, 3], [5, 8, 2, 1]], ["[1]=[5, 8, 2, 1]", "three integers"]),
-        ([[1, 4, 3.0]], ["[0]=[1, 4, 3.0]", "three integers"]),
-        ([[1, 4, "3"]], ["[0]=[1, 4, '3']", "three integers"]),
-        ([[1, 4, True]], ["[0]=[1, 4, True]", "three integers"]),
-        ([[1, nan, 3]], ["[0]=[1, nan, 3]", "three integers"]),
-        ([[0, 4, 3]], ["[0]=[0, 4, 3]", "1 <= lo <= hi"]),
-        ([[4, 1, 3]], ["[0]=[4, 1, 3]", "1 <= lo <= hi"]),
-        ([[1, 4, 3], [6, 5, 2]], ["[1]=[6, 5, 2]", "1 <= lo <= hi"]),
-        ([[2, 4, 3]], ["[0]=[2, 4, 3]", "begin at batch size 1"]),
-        ([[1, 4, 3], [4, 8, 2]], ["[1]=[4, 8, 2]", "above batch size 4", "overlaps"]),
-        ([[1, 4, 3], [9, 12, 1], [5, 8, 2]], ["[2]=[5, 8, 2]", "above batch size 12"]),
-        ([[1, 4, -1]], ["[0]=[1, 4, -1]", "0..3"]),
-        ([[1, 4, 3], [5, 8, 4]], ["[1]=[5, 8, 4]", "0..3", "num_speculative_tokens"]),
-    ],
-    ids=label,
-)
-def test_bad_tables(table, words):
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": 3}
-    refusal(lambda: parse_table(table, 3), *words)
-    refusal(lambda: SpeculativeConfig(**good, **{TABLE: table}), *words)
-
-
-def test_a_table_is_kept_as_tuples_of_integers():
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": 3}
-    expected = ((1, 4, 3), (5, 5, 2), (9, 64, 0))  # with a gap, 6 to 8
-    for table in [list(map(list, expected)), expected, np.array(expected)]:
-        config = SpeculativeConfig.of(good | {TABLE: table})
-        assert config.num_speculative_tokens_per_batch_size == expected == parse_table(table, 3)
-        assert json.dumps(config.num_speculative_tokens_per_batch_size)
-        assert hash(config) == hash(SpeculativeConfig.of(good | {TABLE: expected}))
-
-
-def test_how_many_drafts_dynamic_speculation_may_leave_out():
-    drafter = {"method": "eagle3", "model": "folder"}
-    assert SpeculativeConfig.of(drafter | {"adaptive": True}).num_speculative_tokens == 5
-    resumed = drafter | PATH | {"adaptive": True}
-    assert SpeculativeConfig.of(resumed).num_speculative_tokens is None  # the profile says it
-    two = drafter | {"num_speculative_tokens": 2}
-    assert SpeculativeConfig.of(two | {"adaptive": True}).num_speculative_tokens == 2
-    # Until the profile is read.
-    assert SpeculativeConfig.of(drafter | PATH).num_speculative_tokens is None
-    assert SpeculativeConfig.of(two | PATH).num_speculative_tokens == 2
-    assert SpeculativeConfig.of(drafter | PATH | {"dynamic_config_force": True})
-    rates = SYNTHETIC | {RATES: (0.5,) * 5, "adaptive": True}
-    assert SpeculativeConfig.of(drafter | rates).synthetic_rates == (0.5,) * 5
-    for fields in {}, {"adaptive": False}, {"dynamic_config_path": None}, {TABLE: [[1, 4, 3]]}:
-        refusal(lambda f=fields: SpeculativeConfig.of(drafter | f), "lacks", "num_speculative")
+    if "num_spec_tokens" not in fields:
+        refusal(lambda: SpeculativeConfig(**GOOD | fields), *words)
+    refusal(lambda: SpeculativeConfig.of(GOOD | fields), *words)
 
 
 @pytest.mark.parametrize("config", [5, "eagle3", ["eagle3"]], ids=label)
@@ -146,22 +67,69 @@ def test_speculative_config_of_another_type(config):
     refusal(lambda: SpeculativeConfig.of(config), "speculative_config", repr(config))
 
 
+NO_ENTRY = [1, 4], [1, 4, 3.0], [1, 4, "3"], [1, 4, True], [1, nan, 3], [0, 4, 3], [4, 1, 3]
+BAD_TABLES = [
+    *(([entry], [f"[0]={entry!r}"]) for entry in ("143", *NO_ENTRY)),
+    ([1, 4, 3], ["[0]=1"]),
+    *(([[1, 4, 3], entry], [f"[1]={entry!r}"]) for entry in ([5, 8, 2, 1], [6, 5, 2])),
+    ([[2, 4, 3]], ["[0]=[2, 4, 3]", "size 1"]),
+    ([[1, 4, 3], [4, 8, 2]], ["[1]=[4, 8, 2]", "size 4"]),
+    ([[1, 4, 3], [9, 12, 1], [5, 8, 2]], ["[2]=[5, 8, 2]", "size 12"]),
+    ([[1, 4, -1]], ["[0]=[1, 4, -1]", "0..3"]),
+    ([[1, 4, 3], [5, 8, 4]], ["[1]=[5, 8, 4]", "0..3"]),
+]
+
+
+@pytest.mark.parametrize("table, words", BAD_TABLES, ids=label)
+def test_bad_tables(table, words):
+    refusal(lambda: parse_table(table, 3), *words)
+    refusal(lambda: SpeculativeConfig(**GOOD, **{TABLE: table}), *words)
+
+
+def test_a_table_is_kept_as_tuples_of_integers():
+    expected = ((1, 4, 3), (5, 5, 2), (9, 64, 0))  # with a gap, 6 to 8
+    for table in [list(map(list, expected)), expected, np.array(expected)]:
+        config = SpeculativeConfig.of(GOOD | {TABLE: table})
+        assert config.num_speculative_tokens_per_batch_size == expected == parse_table(table, 3)
+        assert json.dumps(config.num_speculative_tokens_per_batch_size)
+        assert hash(config) == hash(SpeculativeConfig.of(GOOD | {TABLE: expected}))
+
+
+def test_speculative_config_as_a_value_or_a_mapping():
+    config = SpeculativeConfig(**GOOD)
+    assert SpeculativeConfig.of(GOOD) == SpeculativeConfig.of(config) == config
+    for missing in GOOD:
+        rest = {key: value for key, value in GOOD.items() if key != missing}
+        refusal(lambda rest=rest: SpeculativeConfig.of(rest), "lacks", missing)
+
+
+def test_how_many_drafts_dynamic_speculation_may_leave_out():
+    def drafts(**fields):
+        return SpeculativeConfig.of(DRAFTER | fields).num_speculative_tokens
+
+    assert drafts(adaptive=True) == 5
+    assert drafts(adaptive=True, num_speculative_tokens=2) == 2
+    # Until the profile is read.
+    assert drafts(**PATH) is drafts(**PATH, adaptive=True) is None
+    assert drafts(**PATH, dynamic_config_force=True) is None
+    assert drafts(**PATH, num_speculative_tokens=2) == 2
+    rates = SYNTHETIC | {RATES: (0.5,) * 5, "adaptive": True}
+    assert SpeculativeConfig.of(DRAFTER | rates).synthetic_rates == (0.5,) * 5
+    for fields in {"adaptive": False}, {"dynamic_config_path": None}, {TABLE: [[1, 4, 3]]}:
+        refusal(lambda fields=fields: drafts(**fields), "lacks", "num_speculative_tokens")
+
+
 def test_numpy_numbers_in_a_speculative_config():
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": np.int64(3)}
-    rates = SpeculativeConfig(**good, **SYNTHETIC, synthetic_acceptance_rates=np.full(3, 0.5))
-    assert rates.synthetic_rates == (0.5, 0.5, 0.5)
-    length = SpeculativeConfig(**good, **SYNTHETIC, synthetic_acceptance_length=np.float32(2.5))
+    good = GOOD | SYNTHETIC | {"num_speculative_tokens": np.int64(3)}
+    assert SpeculativeConfig.of(good | {RATES: np.full(3, 0.5)}).synthetic_rates == (0.5, 0.5, 0.5)
+    length = SpeculativeConfig.of(good | {LENGTH: np.float32(2.5)})
     assert length.synthetic_rates == (1.0, 0.5, 0.0)
     assert json.dumps(length.synthetic_rates)
 
 
-def test_many_drafts_are_warned_of_and_more_are_refused():
-    """They would be compiled for minutes before anything is said."""
-    drafter = {"method": "eagle3", "model": "folder"}
-    assert SpeculativeConfig(**drafter, num_speculative_tokens=16).num_speculative_tokens == 16
-    with pytest.warns(UserWarning, match="num_speculative_tokens=17: every draft is compiled into"):
-        SpeculativeConfig(**drafter, num_speculative_tokens=17)
-    refusal(
-        lambda: SpeculativeConfig(**drafter, num_speculative_tokens=65),
-        *("num_speculative_tokens=65", "exceeds 64", "lower it"),
-    )
+def test_many_drafts_are_warned_of():
+    """They would be compiled for minutes before anything is said; more than 64 are refused."""
+    assert SpeculativeConfig(**DRAFTER, num_speculative_tokens=16)
+    for many in 17, 64:
+        with pytest.warns(UserWarning, match=f"num_speculative_tokens={many}"):
+            SpeculativeConfig(**DRAFTER, num_speculative_tokens=many)

@@ -3,13 +3,13 @@
 import asyncio
 import inspect
 import re
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from typing import get_type_hints
 
 import pytest
 from support.engines import SIZES, simulated_engines
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder
+from support.texts import VOCAB
 
 from specjax import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, SpeculativeConfig
 from specjax.serving.options import DEFAULTS, LLMOptions
@@ -19,21 +19,16 @@ LONG = 480  # tokens, of models of 512
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints):
-    return str(letters_folder(checkpoints))
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    with simulated_engines(TextScript(VOCAB)), LLM(**asdict(EngineArgs(folder, **SIZES))) as llm:
+def expected(letters):
+    with simulated_engines(TextScript(VOCAB)), LLM(**asdict(EngineArgs(letters, **SIZES))) as llm:
         assert llm.engine.config.page_size == SIZES["page_size"]
         return llm.generate([1, 2, 3], PARAMS)[0].outputs[0].token_ids
 
 
-def run(folder, script, **options):
+def run(letters, script, **options):
     """What a coroutine function returns of an AsyncLLM."""
     with simulated_engines(TextScript(VOCAB)):
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **SIZES | options))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=letters, **SIZES | options))
     try:
         return asyncio.run(asyncio.wait_for(script(llm), 60))
     finally:
@@ -45,63 +40,60 @@ def test_they_are_the_options_of_the_llm():
     types = get_type_hints(LLMOptions)
     assert list(types) == list(DEFAULTS) == [name for name in documented if name in types]
     assert not types.keys() - set(documented)
-    for args in EngineArgs, AsyncEngineArgs:
-        assert is_dataclass(args)
-        made = asdict(args(model="folder", max_num_seqs=3))
-        changed = {"model": "folder", "max_num_seqs": 3}
-        if args is AsyncEngineArgs:
-            changed |= {"max_num_requests": None, "verbose": False}
-        assert made == DEFAULTS | changed
+    more = {"max_num_requests": None, "verbose": False}
+    for args, own in (EngineArgs, {}), (AsyncEngineArgs, more):
+        given = {"model": "folder", "max_num_seqs": 3}
+        assert asdict(args(**given)) == DEFAULTS | own | given
         assert args("a") == args(model="a") != args("b")
-        assert "model='a'" in repr(args("a")) and len(fields(args)) == len(made)
 
 
-def test_a_value_among_them_is_its_fields(folder):
+def test_a_value_among_them_is_its_fields(letters):
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    made = asdict(EngineArgs(folder, speculative_config=config))["speculative_config"]
+    made = asdict(EngineArgs(letters, speculative_config=config))["speculative_config"]
     assert SpeculativeConfig.of(made) == config
 
 
 def test_options_are_checked_where_they_are_written():
-    with pytest.raises(TypeError, match="unknown option 'max_seqs'; did you mean 'max_num_seqs'"):
+    with pytest.raises(TypeError, match="'max_seqs'; did you mean 'max_num_seqs'"):
         EngineArgs("folder", max_seqs=3)
-    with pytest.raises(ValueError, match="quantization='fp8' is not supported"):
+    with pytest.raises(ValueError, match="quantization='fp8'"):
         AsyncEngineArgs("folder", quantization="fp8")
-    with pytest.warns(UserWarning, match="without effect here: enforce_eager, enable_log_requests"):
+    with pytest.warns(UserWarning, match="enforce_eager, enable_log_requests"):
         args = AsyncEngineArgs("folder", enforce_eager=True, enable_log_requests=True)
     assert args == AsyncEngineArgs("folder")
 
 
-def test_a_script_that_streams(folder, expected):
+def test_a_script_that_streams(letters, expected):
     async def script(llm):
         prompt = {"prompt_token_ids": [1, 2, 3]}
         outputs = llm.generate(request_id="one", prompt=prompt, sampling_params=PARAMS)
         *_, last = [output async for output in outputs]
-        with pytest.raises(ValueError, match="max_num_requests=0"):
-            AsyncLLM.from_engine_args(AsyncEngineArgs(folder, max_num_requests=0))
         return last
 
-    assert run(folder, script, max_num_requests=2).outputs[0].token_ids == expected
+    assert run(letters, script, max_num_requests=2).outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep(folder, expected, level):
+def test_sleep(letters, expected, level):
     async def script(llm):
         assert not await llm.is_sleeping()
+        request = await llm._ask(lambda: llm._llm.make_request([1, 2, 3], PARAMS))
         await llm.sleep(level)
         assert await llm.is_sleeping()
         with pytest.raises(RuntimeError, match="asleep; call wake_up"):
             await llm.generate([1, 2, 3], PARAMS)
+        with pytest.raises(RuntimeError, match="asleep; call wake_up"):
+            await llm._ask(llm._llm.start, request)  # which waited for a turn
         await llm.wake_up()
         assert not await llm.is_sleeping()
-        with pytest.raises(ValueError, match="level=3 must be 1"):
+        with pytest.raises(ValueError, match="level=3"):
             await llm.sleep(3)
         return await llm.generate([1, 2, 3], PARAMS)
 
-    assert run(folder, script).outputs[0].token_ids == expected
+    assert run(letters, script).outputs[0].token_ids == expected
 
 
-def test_no_sleep_while_requests_run(folder, expected):
+def test_no_sleep_while_requests_run(letters, expected):
     async def script(llm):
         stream = llm.generate([1, 2, 3], SamplingParams(n=8, max_tokens=LONG, ignore_eos=True))
         async for _ in stream:
@@ -115,21 +107,10 @@ def test_no_sleep_while_requests_run(folder, expected):
         return await llm.generate([1, 2, 3], PARAMS)
 
     sizes = {"max_model_len": LONG + 16, "num_pages": None}
-    assert run(folder, script, **sizes).outputs[0].token_ids == expected
+    assert run(letters, script, **sizes).outputs[0].token_ids == expected
 
 
-def test_who_waited_for_a_turn_learns_of_the_sleep(folder):
-    async def script(llm):
-        request = await llm._ask(lambda: llm._llm.make_request([1, 2, 3], PARAMS))
-        await llm.sleep()
-        with pytest.raises(RuntimeError, match="asleep; call wake_up"):
-            await llm._ask(llm._llm.start, request)
-        await llm.wake_up()
-
-    run(folder, script)
-
-
-def test_a_tokenizer_and_a_profile(folder, tmp_path):
+def test_a_tokenizer_and_a_profile(letters, tmp_path):
     async def script(llm):
         tokenizer = llm.get_tokenizer()
         assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
@@ -142,4 +123,4 @@ def test_a_tokenizer_and_a_profile(folder, tmp_path):
             with pytest.raises(RuntimeError, match="AsyncLLM is closed"):
                 await ask()
 
-    run(folder, script)
+    run(letters, script)

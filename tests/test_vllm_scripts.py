@@ -1,15 +1,13 @@
-"""Scripts written with vLLM's names run when only their import line changes.
-
-Their engines have one size, plain but for the script that drafts. What a script would print is
-held against the tokens that the LLM gives without vLLM's names, or against what it asked for.
-"""
+"""What vLLM's scripts may write is taken, or refused before anything is generated; simulated."""
 
 import asyncio
 import json
-import re
 
 import pytest
-from support.engines import SIZES
+from support.engines import SIZES, simulated_engines
+from support.refusals import refusal
+from support.scripts import TextScript
+from support.texts import VOCAB, letters_folder, simulated_llm
 
 from specjax import (
     LLM,
@@ -20,221 +18,237 @@ from specjax import (
     TextPrompt,
     TokensPrompt,
 )
-from specjax.checkpoint.demo import demo_folder
-from specjax.engine.metric_reader import Counter, Vector
+from specjax.serving.vllm_options import ONE_VALUE, PASSED_OVER, take_vllm_options
+from specjax.text.generation_config import read_default_params
 
-MODEL = str(demo_folder("demo-llama"))
-PROMPTS = ["Question: What is 2 + 3?\nAnswer:", "Question: Who is Anna?\nAnswer:"]
-PREFIX = "Question: There are three red boxes. How many boxes are there?\nAnswer:"
-OURS = dict(SIZES)  # sizes that all tests compile once
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if enable_thinking is false %}(no thinking){% endif %}{% if tools %}{{ tools | tojson }}"
+    "{% endif %}{% if add_generation_prompt %}me:{% endif %}"
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(model=MODEL, **OURS) as llm:
+def folder(checkpoints):
+    folder = checkpoints.copy(letters_folder(checkpoints))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.5, "top_k": 7, "max_new_tokens": 5, "do_sample": True})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with simulated_llm(folder, script=TextScript(VOCAB)) as llm:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def expected(llm):
-    """What the prompts give greedily, from token ids."""
-    ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=12)
-    return [one.outputs[0].token_ids for one in llm.generate(ids, params, use_tqdm=False)]
+def test_a_script(llm):
+    """Its prompts as texts, as what vLLM calls TextPrompt and TokensPrompt, and as ids."""
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in ("ab", "What is two?")]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 5)]
+    expected = [one.outputs for one in llm.generate(ids, params, use_tqdm=False)]
+    typed = [TextPrompt(prompt="ab"), TokensPrompt(prompt_token_ids=ids[1])]
+    for prompts in ["ab", "What is two?"], typed:
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=None)
+        assert [one.outputs for one in outputs] == expected
+        assert [one.prompt_token_ids for one in outputs] == ids and outputs[0].prompt == "ab"
+    for output, most in zip(outputs, (3, 5), strict=True):
+        (completion,), times = output.outputs, output.metrics
+        assert output.finished and completion.finished() and isinstance(output.request_id, str)
+        assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+        assert times.num_generation_tokens == len(completion.token_ids) == most
+        assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts
+        assert 0 < times.first_token_latency <= times.last_token_ts - times.queued_ts
 
 
-def test_basic(llm, expected):
-    sampling_params = SamplingParams(temperature=0.0, max_tokens=12)
-    outputs = llm.generate(PROMPTS, sampling_params)
-    for prompt, output, ids in zip(PROMPTS, outputs, expected, strict=True):
-        assert output.prompt == prompt and isinstance(output.request_id, str)
-        assert output.finished and output.outputs[0].finished()
-        assert list(output.outputs[0].token_ids) == ids
-        assert output.outputs[0].text == llm.get_tokenizer().decode(ids, skip_special_tokens=True)
-        metrics = output.metrics
-        assert metrics.num_generation_tokens == len(ids)
-        assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
-        assert 0 < metrics.first_token_latency <= metrics.last_token_ts - metrics.queued_ts
-    outputs = llm.generate([TextPrompt(prompt=prompt) for prompt in PROMPTS], sampling_params)
-    assert [one.outputs[0].token_ids for one in outputs] == expected
+def test_speculation_and_its_metrics(folder, llm):
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    config |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    ignored = {"disable_log_stats": False, "enforce_eager": True}
+    with (
+        simulated_engines(TextScript(VOCAB)),
+        pytest.warns(UserWarning, match="without effect here: disable_log_stats, enforce_eager$"),
+        LLM(model=str(folder), speculative_config=config, **ignored, **SIZES) as drafting,
+    ):
+        outputs = drafting.generate("ab" * 9, GREEDY, use_tqdm=False)
+        metrics = {metric.name: metric for metric in drafting.get_metrics()}
+    assert outputs[0].outputs == llm.generate("ab" * 9, GREEDY, use_tqdm=False)[0].outputs
+    assert metrics["vllm:spec_decode_num_drafts"].value > 0
+    per_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    assert metrics["vllm:spec_decode_num_accepted_tokens"].value == sum(per_position)
 
 
-def test_chat(llm):
-    conversation = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hello! How can I help?"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "two?"}],
-        },
-    ]
-    sampling_params = llm.get_default_sampling_params()
-    sampling_params.max_tokens = 8
-    sampling_params.temperature = 0
-    outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
-    written = (
-        "<s>Question: Hello\nAnswer: Hello! How can I help?</s>Question: What is\ntwo?\nAnswer:"
-    )
-    assert outputs[0].prompt == written
-    tokenizer = llm.get_tokenizer()
-    ids = tokenizer.encode(written, add_special_tokens=False)
-    assert outputs[0].prompt_token_ids == ids
-    alone = llm.generate(TokensPrompt(prompt_token_ids=ids), sampling_params, use_tqdm=False)
-    assert outputs[0].outputs == alone[0].outputs
-    assert llm.get_default_sampling_params().max_tokens == 16  # a copy was changed
-
-
-def test_chat_template_kwargs_and_continuation(llm):
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if not enable_thinking %}(no thinking)\n{% endif %}"
-        "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    ask = [{"role": "user", "content": "hi"}]
-    params = SamplingParams(max_tokens=2, temperature=0)
-    (output,) = llm.chat(
-        ask,
-        params,
-        use_tqdm=False,
-        chat_template=template,
-        tools=[{"name": "z<a>"}],
-        chat_template_kwargs={"enable_thinking": False},
-    )
-    assert output.prompt == 'user: hi\n(no thinking)\n[{"name": "z<a>"}]\nassistant:'
-    (output,) = llm.chat(
-        [*ask, {"role": "assistant", "content": " The answer "}],
-        params,
-        use_tqdm=False,
-        chat_template=template,
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
-    assert output.prompt == "user: hi\nassistant:  The answer "
-
-
-def test_prefix_caching(llm):
+def test_cached_prefixes(llm):
     assert llm.reset_prefix_cache()
-    params = SamplingParams(temperature=0, max_tokens=4)
-    outputs = [llm.generate(PREFIX + end, params, use_tqdm=False)[0] for end in (" 1", " 2")]
-    first, second = (output.num_cached_tokens for output in outputs)
-    page = SIZES["page_size"]
-    num_shared = len(llm.get_tokenizer().encode(PREFIX))
-    assert first == 0 and num_shared - page <= second <= num_shared and second % page == 0
+    prompts = ["a" * 20 + end for end in "bcc"]
+    found = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts[:2]]
+    assert [output.num_cached_tokens for output in found] == [0, 16]
     assert llm.reset_prefix_cache()
-    (again,) = llm.generate(PREFIX + " 2", params, use_tqdm=False)
-    assert again.num_cached_tokens == 0 and again.outputs == outputs[1].outputs
+    (again,) = llm.generate(prompts[2], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 0 and again.outputs == found[1].outputs
 
 
-def test_logprobs(llm):
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
-    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
-    assert completion.logprobs is not None and len(completion.logprobs) == 3
-    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
-        assert entry[token_id].rank == 1 and isinstance(entry[token_id].decoded_token, str)
-        assert max(one.logprob for one in entry.values()) == entry[token_id].logprob <= 0
-    with pytest.raises(ValueError, match="logprobs=-1.*max_logprobs=20"):
-        llm.generate(PROMPTS[0], SamplingParams(logprobs=-1), use_tqdm=False)
+# --- sampling parameters --------------------------------------------------------------------------
 
 
-def test_structured_outputs(llm):
-    pytest.importorskip("llguidance")
-    kinds = [
-        StructuredOutputsParams(choice=["Positive", "Negative"]),
-        StructuredOutputsParams(regex=r"\d{2}-\d{2}"),
-        StructuredOutputsParams(json_object=True),
-    ]
-    texts = []
-    for kind in kinds:
-        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=kind)
-        texts.append(llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0])
-    assert texts[0].text in ("Positive", "Negative")
-    assert re.fullmatch(r"\d{2}-\d{2}", texts[1].text)
-    assert texts[2].text.lstrip().startswith("{")
-    if texts[2].finish_reason == "stop":
-        assert isinstance(json.loads(texts[2].text), dict)
+def test_positions_are_vllms():
+    values = [2, 0.1, 0.2, 1.5, 0.5, 0.9, 3, 0.05, 11, ["x"], [4], True, 20, 1, 2, 3]
+    names = (
+        "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p "
+        "seed stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs"
+    ).split()
+    assert SamplingParams(*values) == SamplingParams(**dict(zip(names, values, strict=True)))
+    with pytest.raises(TypeError):
+        SamplingParams(*values, False)
 
 
-def test_samples_of_a_prompt(llm):
-    params = SamplingParams(n=3, temperature=0.8, max_tokens=6, seed=7)
-    (output,) = llm.generate(PROMPTS[:1], params)
-    assert [one.index for one in output.outputs] == [0, 1, 2]
-    assert len({one.text for one in output.outputs}) > 1
-    (again,) = llm.generate(PROMPTS[:1], params.clone())
-    assert again.outputs == output.outputs
+def test_none_is_what_was_left_out():
+    names = "seed", "stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors"
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams() == SamplingParams(seed=-1)
 
 
-def test_parameters_per_prompt(llm, expected):
-    params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)]
-    shown = []
-
-    class Bar:
-        def __init__(self, total, desc, **_):
-            shown.append(total)
-
-        def update(self, number):
-            shown.append(number)
-
-        def close(self):
-            shown.append("closed")
-
-    outputs = llm.generate(PROMPTS, params, use_tqdm=Bar, lora_request=None)
-    ids = [output.outputs[0].token_ids for output in outputs]
-    assert ids == [expected[0][:3], expected[1][:5]]
-    assert shown[0] == 2 == sum(shown[1:-1]) and shown[-1] == "closed"
+def test_fields_are_assigned_and_checked_before_anything_is_generated(llm):
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    params.max_tokens = 3
+    params.stop_token_ids = None
+    stream, copy = llm.generate_stream([1, 2], params), params.clone()
+    copy.max_tokens = 9
+    assert params.max_tokens == 3
+    params.max_tokens = 2
+    assert len([*stream][-1].outputs[0].token_ids) == 3  # a request has its own
+    before = llm.metrics()
+    params.top_p = 7.0
+    refusal(lambda: llm.generate([1, 2], params, use_tqdm=False), "top_p=7.0")
+    refusal(params.clone, "top_p=7.0")
+    assert llm.metrics() == before
+    with pytest.raises(AttributeError):
+        params.max_token = 4
 
 
-def test_ngram_speculation(expected):
-    with pytest.warns(UserWarning, match="without effect here: disable_log_stats, enforce_eager$"):
-        llm = LLM(
-            model=MODEL,
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 4,
-                "prompt_lookup_min": 2,
-            },
-            disable_log_stats=False,
-            enforce_eager=True,
-            **OURS,
-        )
-    params = SamplingParams(temperature=0, max_tokens=12)
-    outputs = llm.generate(PROMPTS, params)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    counts, per_position = {}, []
-    for metric in llm.get_metrics():
-        if isinstance(metric, Counter):
-            counts[metric.name] = metric.value
-        elif isinstance(metric, Vector) and metric.name.endswith("_accepted_tokens_per_pos"):
-            per_position = metric.values
-    assert counts["vllm:spec_decode_num_drafts"] > 0
-    assert counts["vllm:spec_decode_num_accepted_tokens"] == sum(per_position)
-    llm.close()
+def test_truncated_prompts(llm):
+    def ids(limit, **more):
+        params = SamplingParams(temperature=0, max_tokens=4, truncate_prompt_tokens=limit)
+        (output,) = llm.generate([list(range(1, 41))], params, use_tqdm=False, **more)
+        return output.prompt_token_ids
+
+    assert ids(3) == [38, 39, 40] and ids(60) == ids(None) == list(range(1, 41))
+    assert ids(None, tokenization_kwargs={"truncate_prompt_tokens": 2}) == [39, 40]
+    params = SamplingParams(max_tokens=8, truncate_prompt_tokens=-1)
+    (output,) = llm.generate([[1] * 200], params, use_tqdm=False)
+    assert len(output.prompt_token_ids) == llm.request_maker.config.max_model_len - 8
 
 
-def test_async_streaming(expected):
-    async def stream(engine: AsyncLLM, kind: RequestOutputKind) -> list:
-        params = SamplingParams(temperature=0, max_tokens=12, output_kind=kind)
-        outputs = engine.generate(PROMPTS[0], params, request_id=f"stream-{kind.name}")
-        return [output async for output in outputs]
+async def stream_async(folder, params):
+    """Of prompts in turn; who reads late gets fewer outputs."""
+    async with AsyncLLM(folder, **SIZES) as llm:
+        return [one for ids in ([1, 2], [3]) async for one in llm.generate(ids, params, str(ids))]
 
-    async def stream_all() -> list:
-        async with AsyncLLM(MODEL, **OURS) as engine:
-            delta = SamplingParams(
-                temperature=0, max_tokens=12, output_kind=RequestOutputKind.DELTA
-            )
-            whole = await engine.generate(TextPrompt(prompt=PROMPTS[0]), delta)
-            return [whole, *[await stream(engine, kind) for kind in RequestOutputKind]]
 
-    whole, *streams = asyncio.run(stream_all())
-    assert whole.outputs[0].token_ids == expected[0]
-    for kind, seen in zip(RequestOutputKind, streams, strict=True):
-        assert {one.request_id for one in seen} == {f"stream-{kind.name}"}
-        assert [one.finished for one in seen] == [False] * (len(seen) - 1) + [True]
-        ids = [list(one.outputs[0].token_ids) for one in seen]
-        texts = [one.outputs[0].text for one in seen]
-        if kind is RequestOutputKind.DELTA:
-            ids, texts = [sum(ids, [])], ["".join(texts)]
-        elif kind is RequestOutputKind.FINAL_ONLY:
-            assert len(seen) == 1
-        assert ids[-1] == expected[0] and texts[-1] == whole.outputs[0].text
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_streams_give_what_output_kind_says(folder, llm, kind, is_async):
+    params = SamplingParams(temperature=0, max_tokens=9, n=2, logprobs=1, ignore_eos=True)
+    whole = llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    params.output_kind = kind
+    again = llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    assert [one.outputs for one in again] == [one.outputs for one in whole]
+    with simulated_engines(TextScript(VOCAB)):
+        by_async = asyncio.run(stream_async(str(folder), params)) if is_async else None
+    seen: dict = {}
+    for output in by_async or llm.generate_stream([[1, 2], [3]], params):
+        seen.setdefault(output.request_id, []).append(output)
+    for outputs, expected in zip(seen.values(), whole, strict=True):
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        if kind is RequestOutputKind.FINAL_ONLY or not is_async:
+            assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+        for i, sample in enumerate(expected.outputs):
+            parts = [one for output in outputs for one in output.outputs if one.index == i]
+            if kind is RequestOutputKind.DELTA:
+                assert sum((part.token_ids for part in parts), []) == sample.token_ids
+                assert sum((part.logprobs for part in parts), []) == sample.logprobs
+                assert "".join(part.text for part in parts) == sample.text
+            else:
+                assert parts[-1] == sample
+
+
+def test_the_checkpoints_parameters_are_the_defaults(llm, tmp_path):
+    named = SamplingParams(temperature=0.5, top_k=7, max_tokens=5)
+    llm.get_default_sampling_params().max_tokens = 9  # of a copy
+    assert llm.get_default_sampling_params() == named
+    assert len([*llm.generate_stream([1, 2])][-1].outputs[0].token_ids) <= 5
+    assert read_default_params(tmp_path) == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"top_p": 3}')
+    refusal(lambda: read_default_params(tmp_path), "generation_config.json: top_p=3")
+
+
+def test_any_json_object():
+    assert StructuredOutputsParams(json_object=True).json == {"type": "object"}
+    refusal(lambda: StructuredOutputsParams(json_object=True, regex="a"), "exactly one")
+    refusal(lambda: StructuredOutputsParams(json_object=False, regex="a"), "json_object=False")
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+def test_what_a_template_is_given(llm):
+    def prompt_of(content, more=(), **options):
+        talk = [{"role": "user", "content": content}, *more]
+        params = SamplingParams(max_tokens=1)
+        return llm.chat(talk, params, use_tqdm=False, **options)[0].prompt
+
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    template = TEMPLATE.replace("m.content", "m.content | length")
+    assert prompt_of(parts[:1]) == prompt_of("hi") == "user:hi;me:"
+    assert prompt_of(parts, chat_template=template) == "user:6;me:"
+    options = {"chat_template": template, "chat_template_content_format": "openai"}
+    assert prompt_of(parts, **options) == "user:2;me:"
+    given = {"tools": [{"name": "<a>"}], "chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of("hi", **given) == 'user:hi;(no thinking)[{"name": "<a>"}]me:'
+    begun = [{"role": "assistant", "content": " The answer "}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    assert prompt_of("hi", begun, **goes_on) == "user:hi;assistant: The answer "
+
+
+def test_sleep(llm):
+    before = llm.generate([1, 2], GREEDY, use_tqdm=False)[0].outputs
+    for level in 1, 2:
+        llm.sleep(level)
+        with pytest.raises(RuntimeError, match="wake_up"):
+            llm.generate([1, 2], GREEDY, use_tqdm=False)
+        llm.wake_up()
+        assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0].outputs == before
+    refusal(lambda: llm.sleep(3), "level=3")
+    stream = llm.generate_stream([1, 2], GREEDY)
+    next(stream)
+    assert not llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="not finished"):
+        llm.sleep()
+    assert [*stream][-1].outputs == before and llm.reset_prefix_cache()
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_options_without_effect_are_named_in_one_warning():
+    given = {"swap_space": 4, "enforce_eager": True, "trust_remote_code": False, "sleepy": 1}
+    with pytest.warns(UserWarning) as found:
+        left = take_vllm_options(given)
+    assert left == {"sleepy": 1} and len(found) == 1
+    assert "swap_space, enforce_eager, trust_remote_code" in str(found[0].message)
+    assert take_vllm_options({}) == {} and not PASSED_OVER & set(ONE_VALUE)
+    assert not (PASSED_OVER | set(ONE_VALUE)) & set(LLM.__init__.__annotations__)
+
+
+REFUSED = [
+    *(("enable_lora", True), ("quantization", "fp8"), ("pipeline_parallel_size", 2)),
+    *(("trust_remote_code", True), ("load_format", "dummy"), ("generation_config", "vllm")),
+    ("enable_lora", 0),
+]
+
+
+@pytest.mark.parametrize("name, value", REFUSED)
+def test_options_that_would_change_more_are_refused(folder, name, value):
+    refusal(lambda: LLM(folder, **{name: value}), f"{name}={value!r}")

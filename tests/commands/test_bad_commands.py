@@ -1,31 +1,34 @@
-"""Commands that cannot be carried out end with 2 and one line that names option, value and remedy.
+"""Commands that cannot be carried out end with 2 and one line that names option and value.
 
-What argparse refuses has a usage before it. Engines are simulated, and nothing is trained.
+What argparse refuses has a usage before it. Engines are simulated, and nothing is trained. A
+command is written as on a command line; MODEL stands for a target with a tokenizer.
 """
 
 import json
+import shlex
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.engines import simulated_engines
 from support.refusals import label
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder
+from support.texts import VOCAB
 
 from specjax.cli import main
+from specjax.inspect import compile as compiler
 
-SIZES = ["--max-model-len", "64", "--max-num-batched-tokens", "32", "--max-num-seqs", "1"]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints):
-    return str(letters_folder(checkpoints))
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 @pytest.fixture
-def refused(capsys):
-    """Run a command that must fail, and look at its last line."""
+def refused(capsys, letters, monkeypatch):
+    """Run a command that must fail, before any step is compiled, and look at its last line."""
+    monkeypatch.setattr(compiler, "check_tools", lambda: None)
+    monkeypatch.setattr(compiler.subprocess, "run", Mock(side_effect=AssertionError("compiled")))
 
-    def run(argv: list[str], *words: str) -> None:
+    def run(command: str, *words: str) -> None:
+        argv = [str(letters) if one == "MODEL" else one for one in shlex.split(command)]
         try:
             with simulated_engines(TextScript(VOCAB)):
                 code, has_usage = main(argv), False
@@ -40,155 +43,185 @@ def refused(capsys):
     return run
 
 
+JSON = "sampling-params", "speculative-config"
+BIAS = """--sampling-params '{"logit_bias": {"KEY": 1}}'"""
+LLAMA = CONFIGS / "Llama-3.1-8B"
+INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
 COMMANDS = [
-    ([], ["COMMAND"]),
-    (["dance"], ["'dance'", "generate"]),
-    (["--k", "1"], ["generate"]),
-    (["generate", "--fast"], ["--fast"]),
-    (["generate"], ["no prompts", "--prompts-file"]),
-    (["info"], ["no model", "--model"]),
-    (["info", "none"], ["'none'", "hub id", "demo"]),
-    (["info", "none", "--check"], ["--check", "--drafter"]),
-    (["info", "none", "--check", "--compile", "h100"], ["--check", "leave one out"]),
-    (["info", "none", "--data", "a"], ["--data", "--check"]),
-    (["profile", "show"], ["FILE"]),
-    (["profile", "show", "none.json"], ["none.json", "cannot be read", "specjax profile"]),
-    (["bench", "simulate"], ["--profile, --policy"]),
-    (["train"], ["KIND"]),
-    (["train", "target"], ["--data, --out"]),
+    ("", ["COMMAND"]),
+    ("dance", ["'dance'", "generate"]),
+    ("--k 1", ["generate"]),
+    ("generate --fast", ["--fast"]),
+    ("bench --fast", ["--fast"]),
+    ("generate", ["no prompts", "--prompts-file"]),
+    ("generate --model none hi", ["no such folder", "'none'", "demo"]),
+    ("info", ["no model", "--model"]),
+    ("info none", ["no such folder", "'none'", "demo"]),
+    ("info demo-nothing", ["'demo-nothing'", "demo-llama"]),
+    ("info none --check", ["--check", "--drafter"]),
+    ("info none --check --compile h100", ["--check"]),
+    ("info none --data a", ["--data", "--check"]),
+    ("info MODEL --model MODEL", ["given twice"]),
+    ("info MODEL --max-model-len 9999", ["9999", "512"]),
+    (f"{INFO} --max-model-len 262145", ["262145", "262144"]),
+    (f"{INFO} --max-num-seqs 0", ["max_num_seqs=0"]),
+    (f"{INFO} --page-size 0", ["page_size=0"]),
+    (f"{INFO} --k 3", ["--k goes with --drafter"]),
+    (f"{INFO} --method eagle3", ["eagle3 lacks a checkpoint"]),
+    (f"{INFO} --method mtp --k 0", ["num_speculative_tokens=0"]),
+    (f"info {LLAMA} --method mtp", ["mtp", "module of its own"]),
+    ("info --compile h200", ["no model is given"]),
+    ("info / --compile h200", ["cannot be read"]),
+    (f"info {LLAMA} --resources", ["--resources goes with --compile"]),
+    *(
+        (f"info {LLAMA} --{name} 4", [f"--{name} goes with --compile"])
+        for name in ("batch-size", "context", "layers")
+    ),
+    ("profile show", ["FILE"]),
+    ("profile show none.json", ["none.json", "cannot be read"]),
+    ("bench simulate", ["--profile, --policy"]),
+    ("bench --seed 3 simulate --profile x --policy table", ["--seed stands before simulate"]),
+    ("bench --json simulate --profile x --policy table", ["--json stands before simulate"]),
+    ("train", ["KIND"]),
+    ("train target", ["--data, --out"]),
 ]
-
-
-@pytest.mark.parametrize("argv, words", COMMANDS, ids=label)
-def test_bad_commands(refused, argv, words):
-    refused(argv, *words)
-
-
 GENERATE = [
-    (["--k", "-1", "--method", "ngram"], ["num_speculative_tokens=-1", "at least 1"]),
-    (["--k", "0", "--method", "ngram"], ["num_speculative_tokens=0", "at least 1"]),
-    (["--k", "100", "--method", "ngram"], ["num_speculative_tokens=100", "64", "lower"]),
-    (["--k", "1.5"], ["--k", "'1.5'"]),
-    (["--k"], ["--k", "expected one argument"]),
-    (["--method", "guess"], ["--method", "'guess'", "eagle3"]),
-    (["--method", "mtp"], ["'mtp'", "llama"]),
-    (["--drafter", "none"], ["'none'", "hub id", "demo"]),
-    (["--model", "none"], ["'none'", "hub id", "demo"]),
-    (["--model", ""], ["''", "hub id", "demo"]),
-    (["--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
-    (["--max-tokens", "0"], ["max_tokens=0", "at least 1"]),
-    (["--max-tokens", "many"], ["--max-tokens", "'many'"]),
-    (["--temperature", "-1"], ["temperature=-1.0", "0 means greedy"]),
-    (["--temperature", "nan"], ["temperature=nan", "0 means greedy"]),
-    (["--seed", str(2**64)], [f"seed={2**64}", "-9223372036854775808..18446744073709551615"]),
-    (["--stop-token-id", "96"], ["stop_token_ids", "96", "0..95"]),
-    (["--page-size", "0"], ["page_size=0", "at least 1"]),
-    (["--max-num-seqs", "-1"], ["max_num_seqs=-1", "at least 1"]),
-    (["--max-model-len", "0"], ["max_model_len=0", "at least 1"]),
-    (["--max-num-batched-tokens", "0"], ["max_num_batched_tokens=0", "at least 1"]),
-    (["--prompts-file", "none.txt"], ["--prompts-file none.txt", "cannot be read", "No such"]),
-    (["--prompts-file", "/"], ["--prompts-file /", "cannot be read", "directory"]),
-    (["--chat"], ["no chat template", "generate"]),
-    (["--sampling-params", "5"], ["--sampling-params", "JSON object", "5"]),
-    (["--sampling-params", '{"n": 0}'], ["n=0", "at least 1"]),
-    (["--sampling-params", '{"stop": 5}'], ["stop=5", "texts"]),
-    (["--sampling-params", '{"logit_bias": 5}'], ["logit_bias=5", "mapping"]),
-    (["--sampling-params", '{"logit_bias": {"a": 1}}'], ["logit_bias", "'a'", "integer"]),
-    (["--sampling-params", '{"logit_bias": {"-1": 1}}'], ["logit_bias", "'-1'", "integer"]),
-    (["--speculative-config", "[]"], ["--speculative-config", "JSON object"]),
-    (["--speculative-config", '{"method": "ngram"}'], ["num_speculative_tokens", "add"]),
+    ("--k 2", ["--k goes with --drafter"]),
+    ("--k 1.5", ["--k", "'1.5'"]),
+    ("--k", ["--k"]),
+    ("--adaptive", ["--adaptive goes with --drafter"]),
+    ("--method guess", ["--method", "'guess'", "eagle3"]),
+    ("--method mtp", ["'mtp'", "llama"]),
+    ("--method eagle", ["eagle lacks a checkpoint"]),
+    *((f"--{name} none", ["'none'", "demo"]) for name in ("drafter", "model")),
+    ("--model ''", ["''", "demo"]),
+    ("--dtype fp8", ["--dtype", "'fp8'", "bfloat16"]),
+    ("--max-tokens many", ["--max-tokens", "'many'"]),
+    ("--stop-token-id 96", ["stop_token_ids", "96", "0..95"]),
+    ("--chat", ["no chat template"]),
+    ("--sampling-params 5", ["--sampling-params", "5"]),
+    *((f"--{name} '{{'", [f"--{name}", "not JSON"]) for name in JSON),
+    ("""--sampling-params '{"top": 1}'""", ["top"]),
+    *((f"""--sampling-params '{{"{x}": 5}}'""", [f"{x}=5"]) for x in ("stop", "logit_bias")),
+    ("""--sampling-params '{"n": 0}'""", ["n=0"]),
+    *((BIAS.replace("KEY", key), ["logit_bias", f"'{key}'"]) for key in ("a", "-1")),
+    ("--speculative-config []", ["--speculative-config", "JSON object"]),
+    ("--speculative-config {} --drafter ngram", ["leave out --drafter"]),
+    ("--speculative-config {} --adaptive", ["leave out --adaptive"]),
+    ("""--speculative-config '{"method": "ngram"}'""", ["num_speculative_tokens"]),
 ]
+COMPILE = [
+    ("--compile h300", "compile='h300'"),
+    ("--batch-size 0", "batch_size=0"),
+    ("--k -1 --method eagle", "k=-1"),
+    *(("--context 0", "context=0"), ("--context 131072", "131072")),
+    *(("--layers 0", "layers=0"), ("--layers 33", "1..32")),
+    ("--gemm cutlass", "gemm='cutlass'"),
+    ("--page-size 0", "page_size=0"),
+    ("--k 3", "k=3"),
+    ("--method eagle3", "eagle3 lacks a checkpoint"),
+    ("--drafter / --method eagle", "/"),
+    ("--method ngram", "'ngram' drafts without a model"),
+    ("--method mtp", "module of its own"),
+    ("--adaptive --method eagle", "--adaptive does not go with --compile"),
+    *((f"{one} 2", f"{one} does not go with") for one in ("--max-model-len", "--max-num-seqs")),
+    *((f"{one} 2", f"{one} does not go with") for one in ("--speculative-config", "--devices")),
+]
+# Values of options of `generate` that are refused as those of an LLM or of its parameters.
+OF_LLM = {
+    **dict.fromkeys(("page-size", "max-num-seqs", "max-model-len"), [0, -1]),
+    "max-num-batched-tokens": [0],
+    **{"max-tokens": [0], "temperature": [-1.0, "nan"], "seed": [2**64]},
+}
+# Options of what measures, of which the error repeats the words.
+REPEATED = {
+    "generate --model MODEL hi": ["--prompts-file none.txt", "--prompts-file /"],
+    "profile": ["--output none/p", "--output /", "--k -1", "--k a", "--batch-size 0,4"],
+    "profile --max-tokens 0": ["--max-tokens 0"],
+    "bench": ["--k -1", "--batch-size 0", "--num-prompts 0", "--output none/b.json"],
+    "bench sweep": ["--plot none/s.png", "--synthetic-rates a"],
+}
+RUN = "generate --model MODEL --max-model-len 64 --json hi"
+ALL = [
+    *COMMANDS,
+    *((f"{RUN} {options}", words) for options, words in GENERATE),
+    *((f"info {LLAMA} --compile h200 {options}", [word]) for options, word in COMPILE),
+    *((f"{RUN} --method ngram --k {k}", [f"num_speculative_tokens={k}"]) for k in (-1, 0, 100)),
+    *(
+        (f"{RUN} --{name} {value}", [f"{name.replace('-', '_')}={value}"])
+        for name, values in OF_LLM.items()
+        for value in values
+    ),
+    *(
+        (f"{command} {option} --drafter ngram --model MODEL", [option])
+        for command, options in REPEATED.items()
+        for option in options
+    ),
+    ("profile --rounds 0 --drafter ngram --model MODEL", ["--rounds=0"]),
+    ("bench sweep --profile none.json --drafter ngram --model MODEL", ["none.json"]),
+    ("profile --drafter guess --model MODEL", ["--drafter guess", "no such folder"]),
+]
+NAMES = [command.replace(f"{CONFIGS}/", "").split(" hi ")[-1] for command, _ in ALL]
 
 
-@pytest.mark.parametrize("options, words", GENERATE, ids=label)
-def test_bad_options_of_generate(refused, model, options, words):
-    refused(["generate", "--model", model, *SIZES, "--json", "hi", *options], *words)
+@pytest.mark.parametrize("command, words", ALL, ids=NAMES)
+def test_bad_commands(refused, command, words):
+    refused(command, *words)
 
 
 ROWS = [
-    ('{"prompt_token_ids": [1.5]}', ["prompt 0 has 1.5", "integers"]),
-    ('{"prompt_token_ids": []}', ["prompt 0 is empty"]),
-    ('{"prompt_token_ids": [96]}', ["96", "0..95"]),
-    ('{"prompt": ""}', ["prompt 0 is empty: ''"]),
-    ("\n", ["no prompts"]),
+    ("prompts.txt", b"\xff\xfe", ["--prompts-file", "utf-8"]),
+    ("a.jsonl", "{", ["a.jsonl:2", "is not JSON"]),
+    ("a.jsonl", "3", ["a.jsonl:2", "prompt_token_ids"]),
+    ("a.jsonl", '{"text": "hi"}', ["a.jsonl:2", "prompt_token_ids"]),
+    ("a.jsonl", '{"prompt": 3}', ["a.jsonl:2", "prompt", "3"]),
+    ("a.jsonl", '{"prompt_token_ids": "3"}', ["a.jsonl:2", "prompt_token_ids"]),
+    ("a.jsonl", '{"prompt_token_ids": [1.5]}', ["prompt 0 has 1.5"]),
+    ("a.jsonl", '{"prompt_token_ids": []}', ["prompt 0 is empty"]),
+    ("a.jsonl", '{"prompt_token_ids": [96]}', ["96", "0..95"]),
+    ("a.jsonl", '{"prompt": ""}', ["prompt 0 is empty: ''"]),
+    ("a.jsonl", "\n", ["no prompts"]),
 ]
 
 
-@pytest.mark.parametrize("row, words", ROWS, ids=label)
-def test_bad_rows(refused, model, tmp_path, row, words):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(row)
-    refused(["generate", "--model", model, *SIZES, "--json", "--prompts-file", str(file)], *words)
+@pytest.mark.parametrize("name, row, words", ROWS, ids=label)
+def test_bad_rows(refused, tmp_path, name, row, words):
+    file = tmp_path / name
+    file.write_bytes(row if isinstance(row, bytes) else b"\n" + row.encode())
+    refused(f"generate --model MODEL --max-model-len 64 --json --prompts-file {file}", *words)
 
 
-def test_prompts_that_are_no_text(refused, model, tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(b"\xff\xfe")
-    argv = ["generate", "--model", model, "--prompts-file", str(file)]
-    refused(argv, f"--prompts-file {file}", "utf-8")
+def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
+    config = tmp_path / "config.json"
+    for place in config, f"--model {config}", tmp_path:
+        refused(f"info {place}", str(config), "cannot be read")
+    config.write_text('{"hidden_size": 32}')
+    refused(f"info {config}", "model_type=None")
+    config.write_text("[]")
+    refused(f"info {tmp_path}", "is not a JSON object")
+    fields = json.loads((CONFIGS / "Qwen3.5-0.8B" / "config.json").read_text())
+    fields["text_config"]["mtp_num_hidden_layers"] = 2
+    config.write_text(json.dumps(fields))
+    refused(f"info {config} --method mtp", "of one layer")
+    for text in "", "{", "[]", "5", "{}":
+        config.write_text(text)
+        word = "profile again" if text == "{}" else "JSON"
+        refused(f"profile show {config}", str(config), word)
+    other = checkpoints.eagle3(checkpoints.target(hidden_size=64, vocab_size=300)).folder
+    refused(f"info MODEL --drafter {other}", "vocab")
 
 
-PROFILES = "", "{", "[]", "{}", "5"
-
-
-@pytest.mark.parametrize("text", PROFILES)
-def test_a_profile_that_is_none(refused, tmp_path, text):
-    file = tmp_path / "profile.json"
-    file.write_text(text)
-    refused(["profile", "show", str(file)], str(file), "JSON" if text != "{}" else "profile again")
-
-
-MEASURE = [
-    (["profile", "--output", "none/p.json"], ["--output none/p.json", "existing folder"]),
-    (["profile", "--output", "/"], ["--output /", "existing folder"]),
-    (["profile", "--k", "-1"], ["--k -1", "at least 0"]),
-    (["profile", "--k", "a"], ["--k a", "1,2,3"]),
-    (["profile", "--batch-size", "0,4"], ["--batch-size 0,4", "at least 1"]),
-    (["profile", "--rounds", "0"], ["--rounds=0", "at least 1"]),
-    (["profile", "--max-tokens", "0"], ["--max-tokens 0", "at least 2"]),
-    (["profile", "--drafter", "guess"], ["--drafter guess", "no such folder"]),
-    (["bench", "--k", "-1"], ["--k -1", "at least 0"]),
-    (["bench", "--batch-size", "0"], ["--batch-size 0"]),
-    (["bench", "--num-prompts", "0"], ["--num-prompts 0", "at least 1"]),
-    (["bench", "--output", "none/b.json"], ["--output none/b.json", "existing folder"]),
-    (["bench", "sweep", "--plot", "none/s.png"], ["--plot none/s.png", "existing folder"]),
-    (["bench", "sweep", "--profile", "none.json"], ["none.json", "cannot be read"]),
-    (["bench", "sweep", "--synthetic-rates", "a"], ["--synthetic-rates a", "0.8,0.5"]),
-]
-
-
-@pytest.mark.parametrize("argv, words", MEASURE, ids=label)
-def test_bad_options_of_measurements(refused, model, argv, words):
-    argv = argv if "--drafter" in argv else [*argv, "--drafter", "ngram"]
-    refused([*argv, "--model", model], *words)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["profile", "--output"], ["bench", "--output"], ["bench", "sweep", "--plot"]],
-    ids=label,
-)
-def test_a_folder_that_may_not_be_written(refused, model, argv, monkeypatch, tmp_path):
+@pytest.mark.parametrize("command", ["profile --output", "bench --output", "bench sweep --plot"])
+def test_a_folder_that_may_not_be_written(refused, command, monkeypatch, tmp_path):
     """Whoever runs the tests may be allowed to write everywhere."""
 
     def refuse(dir):
         raise PermissionError(13, "Permission denied", str(dir))
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    place = str(tmp_path / "a.file")
-    words = f"{argv[-1]} {place}", "Permission denied", "elsewhere"
-    refused([*argv, place, "--drafter", "ngram", "--model", model], *words)
-
-
-TRAIN = [
-    *((f"--{name} 0", [f"--{name}=0", "at least 1"]) for name in ("steps", "batch-size", "length")),
-    *((f"--{name} -1", [f"--{name}=-1", "at least 1"]) for name in ("vocab-size", "num-layers")),
-    ("--seed -1", ["--seed=-1", "at least 0"]),
-    ("--hidden-size 63", ["--hidden-size=63", "multiple of 64"]),
-    ("--learning-rate 0", ["--learning-rate=0.0", "above 0"]),
-    ("--learning-rate nan", ["--learning-rate=nan", "finite"]),
-    ("--data none.jsonl", ["--data none.jsonl", "no such file"]),
-]
+    place, option = tmp_path / "a.file", command.split()[-1]
+    words = f"{option} {place}", "Permission denied"
+    refused(f"{command} {place} --drafter ngram --model MODEL", *words)
 
 
 @pytest.fixture
@@ -199,48 +232,45 @@ def data(tmp_path):
     return path
 
 
+COUNTS = "steps", "batch-size", "length", "vocab-size", "num-layers"
+TRAIN = [
+    *((f"target --{name} {x}", [f"--{name}={x}"]) for name in COUNTS for x in (0, -1)),
+    ("target --seed -1", ["--seed=-1"]),
+    ("target --hidden-size 63", ["--hidden-size=63"]),
+    ("target --learning-rate 0", ["--learning-rate=0.0"]),
+    ("target --learning-rate nan", ["--learning-rate=nan"]),
+    ("target --data none.jsonl", ["--data none.jsonl", "no such file"]),
+    ("dflash --target MODEL --mask-token-id 9999", ["--mask-token-id=9999"]),
+    ("dflash --target MODEL --init none --block-size 4", ["--block-size", "--init none"]),
+    ("dflash --target MODEL --block-size 1", ["--block-size=1"]),
+]
+
+
 @pytest.mark.parametrize("options, words", TRAIN, ids=label)
 def test_bad_options_of_training(refused, data, tmp_path, options, words):
-    argv = ["train", "target", "--data", str(data), "--out", str(tmp_path / "out")]
-    refused([*argv, *options.split()], *words)
+    kind, _, rest = options.partition(" ")
+    refused(f"train {kind} --data {data} --out {tmp_path / 'out'} {rest}", *words)
     assert [*tmp_path.iterdir()] == [data]
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ("--mask-token-id 9999", ["--mask-token-id=9999", "of the target's"]),
-        ("--init none --block-size 4", ["--block-size is a new head's", "--init none"]),
-        ("--block-size 1", ["--block-size=1", "at least 2"]),
-    ],
-)
-def test_bad_sizes_of_a_new_drafter(refused, data, model, tmp_path, options, words):
-    out = str(tmp_path / "out")
-    argv = ["train", "dflash", "--target", model, "--data", str(data), "--out", out]
-    refused([*argv, *options.split()], *words)
-    assert [*tmp_path.iterdir()] == [data]
-
-
-def test_a_place_that_cannot_be_written(refused, data, model, tmp_path):
+def test_a_place_that_cannot_be_written(refused, data, tmp_path):
     """It is noticed before anything is trained or generated."""
-    given = ["--data", str(data), "--out"]
-    refused(["train", "target", *given, str(data)], f"--out {data} is a file", "folder")
-    answers = ["train", "answers", "--target", model, *given]
-    refused([*answers, str(tmp_path)], f"--out {tmp_path} is a folder", ".jsonl")
-    refused([*answers, str(data / "answers" / "a.jsonl")], str(data / "answers"), "directory")
+    refused(f"train target --data {data} --out {data}", f"--out {data}", "is a file")
+    answers = f"train answers --target MODEL --data {data} --out"
+    refused(f"{answers} {tmp_path}", f"--out {tmp_path}", "is a folder")
+    refused(f"{answers} {data / 'answers' / 'a.jsonl'}", str(data / "answers"), "directory")
 
 
 @pytest.mark.parametrize(
     "row, words",
     [
         ("{", ["is not JSON"]),
-        ("5", ["a JSON object", "5"]),
-        ('{"text": 5}', ["text=5", "a text"]),
-        ('{"question": "a", "answer": 3}', ["answer=3", "a text"]),
+        ("5", ["JSON object", "5"]),
+        ('{"text": 5}', ["text=5"]),
+        ('{"question": "a", "answer": 3}', ["answer=3"]),
         ('{"question": "a"}', ['"answer"']),
     ],
 )
 def test_bad_rows_of_data(refused, data, tmp_path, row, words):
-    data.write_text(json.dumps({"text": "a"}) + "\n" + row + "\n")
-    out = str(tmp_path / "out")
-    refused(["train", "target", "--data", str(data), "--out", out], f"{data}:2", *words)
+    data.write_text('{"text": "a"}\n' + row + "\n")
+    refused(f"train target --data {data} --out {tmp_path / 'out'}", f"{data}:2", *words)

@@ -1,7 +1,9 @@
-"""`specjax info --compile`: bad input, and what is counted without compiling anything."""
+"""`specjax info --compile`: what is counted without compiling anything."""
 
 import json
+import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -22,76 +24,24 @@ LLAMA, QWEN, EXPERTS = (
 COMPILE = ["--compile", "h200"]
 
 
-def fail(capsys, *argv):
-    assert main(["info", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("specjax: error: ") and captured.err.count("\n") == 1
-    assert not captured.out
-    return captured.err
-
-
-@pytest.fixture
-def nothing_runs(monkeypatch):
-    """As with a plugin, but whoever gets as far as compiling has gone too far."""
-
-    def run(*_, **__):
-        raise AssertionError("compiled")
-
+def test_weights_are_not_needed(monkeypatch):
+    """It gets as far as compiling."""
     monkeypatch.setattr(compiler, "check_tools", lambda: None)
-    monkeypatch.setattr(compiler.subprocess, "run", run)
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["--compile", "h300"], "compile='h300' is not a known target; choose one of h100, h200"),
-        ([*COMPILE, "--batch-size", "0"], "batch_size=0 must be an integer of at least 1"),
-        ([*COMPILE, "--k", "-1", "--method", "eagle"], "k=-1 must be an integer of at least 0"),
-        ([*COMPILE, "--context", "0"], "context=0 must be"),
-        ([*COMPILE, "--context", "131072"], "made for 131072; lower it"),
-        ([*COMPILE, "--layers", "0"], "layers=0 must be"),
-        ([*COMPILE, "--layers", "33"], "layers=33 must be in 1..32"),
-        ([*COMPILE, "--gemm", "cutlass"], "gemm='cutlass' is not supported; choose one of triton"),
-        ([*COMPILE, "--k", "3"], "k=3 drafts need a drafter; give a method"),
-        ([*COMPILE, "--method", "eagle3"], "eagle3 lacks a checkpoint"),
-        ([*COMPILE, "--method", "ngram"], "method 'ngram' drafts without a model"),
-        ([*COMPILE, "--method", "mtp"], "needs a model with a module of its own"),
-        ([*COMPILE, "--max-model-len", "64"], "--max-model-len does not go with --compile; give"),
-        ([*COMPILE, "--max-num-seqs", "4"], "--max-num-seqs does not go with --compile"),
-        ([*COMPILE, "--adaptive", "--method", "eagle"], "--adaptive does not go with --compile"),
-        ([*COMPILE, "--speculative-config", "{}"], "--speculative-config does not go with"),
-        ([*COMPILE, "--page-size", "0"], "page_size=0 must be"),
-        ([*COMPILE, "--devices", "2"], "--devices does not go with --compile"),
-    ],
-)
-def test_bad_input_is_refused_before_any_work(capsys, nothing_runs, argv, message):
-    assert message in fail(capsys, LLAMA, *argv)
-
-
-def test_a_config_is_needed_and_weights_are_not(capsys, nothing_runs, tmp_path):
-    assert "no model is given" in fail(capsys, *COMPILE)
-    assert "cannot be read" in fail(capsys, str(tmp_path), *COMPILE)
-    drafter = ["--drafter", str(tmp_path), "--method", "eagle"]
-    assert str(tmp_path) in fail(capsys, LLAMA, *COMPILE, *drafter)
+    monkeypatch.setattr(compiler.subprocess, "run", Mock(side_effect=AssertionError("compiled")))
     with pytest.raises(AssertionError, match="compiled"):
         main(["info", LLAMA, *COMPILE, "--method", "eagle"])
 
 
-def test_options_of_a_compilation_go_with_it(capsys):
-    for option in ["--batch-size", "4"], ["--context", "9"], ["--layers", "1"], ["--resources"]:
-        assert f"{option[0]} goes with --compile" in fail(capsys, LLAMA, *option)
-
-
 def test_missing_tools_are_named(capsys, monkeypatch):
     monkeypatch.setattr(compiler, "has_cuda_plugin", lambda: False)
-    message = fail(capsys, LLAMA, *COMPILE)
-    assert f"pip install 'jax[cuda13]=={jax.__version__}'" in message
+    assert main(["info", LLAMA, *COMPILE]) == 2
+    assert f"pip install 'jax[cuda13]=={jax.__version__}'" in capsys.readouterr().err
     monkeypatch.setattr(compiler, "has_cuda_plugin", lambda: True)
     monkeypatch.setattr(resources, "PTXAS", ())
     monkeypatch.setattr(resources.shutil, "which", lambda _: None)
     monkeypatch.setattr(resources.sysconfig, "get_paths", lambda: {"purelib": "/nowhere"})
-    message = fail(capsys, LLAMA, *COMPILE)
-    assert "ptxas was not found" in message and "nvidia-cuda-nvcc" in message
+    assert main(["info", LLAMA, *COMPILE]) == 2
+    assert "nvidia-cuda-nvcc" in capsys.readouterr().err
 
 
 def test_a_head_of_the_models_own_shape(capsys):
@@ -106,25 +56,18 @@ def test_a_head_of_the_models_own_shape(capsys):
         assert json.loads(capsys.readouterr().out)["drafter"]["num_parameters"] > 0
 
 
-def minimum(request, **given):
+def minimum(is_deferred=False, **asked):
+    request = StepRequest(**asked)
     parts = step.open_parts(
         str(request.model), request.speculation, request.num_layers, report.DTYPE
     )
-    return minimum_bytes(
-        parts.target,
-        parts.drafter,
-        parts.params.target,
-        parts.params.drafter,
-        batch=request.batch,
-        k=request.k,
-        context=request.context,
-        dtype=report.DTYPE,
-        **given,
-    )
+    of = parts.target, parts.drafter, parts.params.target, parts.params.drafter
+    given = {"batch": request.batch, "k": request.k, "context": request.context}
+    return minimum_bytes(*of, dtype=report.DTYPE, is_deferred=is_deferred, **given)
 
 
 def test_the_minimum_of_llama_by_hand():
-    least = minimum(StepRequest(model=LLAMA, batch=64, k=3, method="eagle"))
+    least = minimum(model=LLAMA, batch=64, k=3, method="eagle")
     dim, inner, vocab, kv = 4096, 14336, 128256, 1024
     layer = 2 * (dim * (dim + 2 * kv) + dim * dim + 3 * dim * inner)
     head, token = 2 * dim * vocab, 2 * 2 * kv
@@ -139,8 +82,8 @@ def test_the_minimum_of_llama_by_hand():
 
 
 def test_the_minimum_of_a_hybrid_by_hand():
-    one = minimum(StepRequest(model=QWEN, batch=2, k=0, num_layers=4))
-    with_module = minimum(StepRequest(model=QWEN, batch=2, k=1, num_layers=4, method="mtp"))
+    one = minimum(model=QWEN, batch=2, k=0, num_layers=4)
+    with_module = minimum(model=QWEN, batch=2, k=1, num_layers=4, method="mtp")
     assert one.states == 2 * 2 * 3 * 32 * 128 * 128 * 4
     assert one.keys_and_values == 2 * 2 * 4 * 256 * (2 * 2048 + 2)
     assert one.draft == one.observe == 0 < with_module.observe < with_module.draft
@@ -148,22 +91,14 @@ def test_the_minimum_of_a_hybrid_by_hand():
     assert with_module.draft > head and one.weights > head
 
 
-def test_the_minimum_within_windows_by_hand():
+def test_the_minimum_within_windows_and_of_experts():
     model = str(CONFIGS / "gpt-oss-20b")
-    least = minimum(StepRequest(model=model, batch=2, k=0, num_layers=4, context=1000))
-    token = 2 * 2 * 8 * 64
-    assert least.keys_and_values == 2 * 2 * token * (1000 + 128 + 2)
-
-
-def test_of_experts_no_more_are_read_than_are_chosen():
-    model = str(CONFIGS / "Qwen3.5-35B-A3B")
-    few, all_of_them = (
-        minimum(StepRequest(model=model, batch=batch, k=0, num_layers=1)).weights
-        for batch in (1, 64)
+    least = minimum(model=model, batch=2, k=0, num_layers=4, context=1000)
+    assert least.keys_and_values == 2 * 2 * (2 * 2 * 8 * 64) * (1000 + 128 + 2)
+    few, many = (
+        minimum(model=EXPERTS, batch=batch, k=0, num_layers=1).weights for batch in (1, 64)
     )
-    config = json.loads((CONFIGS / "Qwen3.5-35B-A3B" / "config.json").read_text())["text_config"]
-    each = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"]
-    assert all_of_them - few == each * (config["num_experts"] - config["num_experts_per_tok"])
+    assert many - few == 3 * 2 * 2048 * 512 * (256 - 8), "no more are read than are chosen"
 
 
 def test_the_minimum_of_drafters_by_hand():
@@ -174,8 +109,7 @@ def test_the_minimum_of_drafters_by_hand():
 
     def of(method, name, k=k, **given):
         drafter = str(CONFIGS / "drafters" / f"Llama-3.1-8B-{name}")
-        request = StepRequest(model=LLAMA, batch=1, k=k, method=method, drafter=drafter)
-        return minimum(request, **given)
+        return minimum(model=LLAMA, batch=1, k=k, method=method, drafter=drafter, **given)
 
     block = of("dflash", "DFlash")
     heads_norms = 2 * 128 * 2 * 5  # of queries and keys
@@ -202,8 +136,8 @@ def test_the_minimum_of_drafters_by_hand():
 def test_the_minimum_of_a_draft_model_is_the_model_s_own_once_per_draft():
     small = str(CONFIGS / "Qwen3.5-0.8B")
     settings = {"model": QWEN, "batch": 2, "num_layers": 4}
-    own = minimum(StepRequest(model=small, batch=2, k=0))
-    both = minimum(StepRequest(**settings, k=3, method="draft_model", drafter=small))
+    own = minimum(model=small, batch=2, k=0)
+    both = minimum(**settings, k=3, method="draft_model", drafter=small)
     assert both.draft == 3 * (own.weights + own.keys_and_values) + (3 + 1) * own.states // 2
     assert both.observe == 0
 
@@ -218,17 +152,13 @@ def test_only_experts_that_real_rows_can_reach_are_counted():
         for _ in range(batch * rows):
             read |= {next(places) % num_experts for _ in range(num_chosen)}
         products, dim, inner = batch * width * num_chosen, 16, 32
-        operands = (batch * width, dim), (num_experts, dim, inner), (num_experts,), (products,)
-        call = Call(
-            tuple(Array(shape, 2) for shape in operands),
-            (Array((products, inner), 2),),
-            frozenset(),
-        )
+        shapes = (batch * width, dim), (num_experts, dim, inner), (num_experts,), (products,)
+        operands = tuple(Array(shape, 2) for shape in shapes)
+        call = Call(operands, (Array((products, inner), 2),), frozenset())
         load = CachedContext(batch, 10, rows, num_chosen)
-        weights = touched("grouped_matmul", call, load)[0] - sum(
-            one.size for one in call.operands if len(one.shape) != 3
-        )
-        assert weights == len(read) * dim * inner * 2
+        others = sum(one.size for one in operands if len(one.shape) != 3)
+        weights = len(read) * dim * inner * 2
+        assert touched("grouped_matmul", call, load)[0] == weights + others
 
 
 def test_a_pallas_call_that_looks_otherwise_counts_whole():
@@ -261,39 +191,28 @@ def made(num_layers):
     kernels = [launch(f"jit(decode)/verify/{i}") for i in range(num_layers)]
     listed = [{**vars(one), "layer": i} for i, one in enumerate(kernels)]
     listed.append({**vars(launch("jit(decode)/settle/cond")), "branches": [["cond", 1]]})
-    return {
-        "launches": listed,
-        "large_copies": listed[:1],
-        "unknown_loops": [],
-        "uncaptured_conditionals": [],
-        "top_level": ["kCommandBuffer"],
-        "is_one_command_buffer": True,
-        "memory": {"argument": 1, "output": 9, "alias": 0, "temp": 2, "peak": 3},
-        "seconds": {"trace": 0.5, "compile": 1.5},
-        "resources": [vars(resources.Resources("fusion", 255, 8, 16, 24, 0, 0, (4, 1, 1), (32,)))],
-    }
+    found = {"launches": listed, "large_copies": listed[:1], "top_level": ["kCommandBuffer"]}
+    found |= {"unknown_loops": [], "uncaptured_conditionals": [], "is_one_command_buffer": True}
+    found |= {"memory": {"argument": 1, "output": 9, "alias": 0, "temp": 2, "peak": 3}}
+    kernel = resources.Resources("fusion", 255, 8, 16, 24, 0, 0, (4, 1, 1), (32,))
+    return found | {"seconds": {"trace": 0.5, "compile": 1.5}, "resources": [vars(kernel)]}
 
 
 def test_text_and_json_of_a_report(monkeypatch):
     monkeypatch.setattr(report, "compile_functions", lambda *_, **__: [made(2)])
     found = report.compile_step(LLAMA, batch=1, k=0, num_layers=2)
-    assert found.num_launches == {
-        **{"step": 2, "draft": 0, "verify": 2, "settle": 0, "observe": 0, "other": 0}
-    }
+    nothing = dict.fromkeys(("draft", "settle", "observe", "other"), 0)
+    assert found.num_launches == {"step": 2, "verify": 2} | nothing
     assert found.verify.moved == found.step.moved == 60
     assert found.layers["full_attention"].minimum == found.layers["full_attention"].maximum == 1
     assert found.state_bytes > 0 and not found.is_state_in_place
     as_dict = json.loads(json.dumps(as_json(found)))
     assert as_dict["verify"]["ratio"] == 60 / found.minimum.verify
     text = "\n".join(as_lines(found))
-    assert re_line(text, "one command buffer") == "yes"
+    assert re.search(r"one command buffer +yes\n", text)
     assert "layers                        2 of 32" in text
     assert "state is updated in place     NO" in text
     assert "255 registers, spills 16 B out, 24 B in, 0 bytes shared, grid 4x1x1" in text
-
-
-def re_line(text, name):
-    return next(line.split()[-1] for line in text.splitlines() if line.strip().startswith(name))
 
 
 PTXAS_SAYS = """\

@@ -20,9 +20,8 @@ def test_a_card_without_bfloat16(stored, capability, monkeypatch):
         assert chosen.name == choose_dtype("bfloat16", stored).name == "bfloat16"
         return
     assert chosen.name == choose_dtype("float32", stored).name == "float32"
-    assert f"a GPU of compute capability 7.{capability[1]} has no bfloat16" in chosen.reason
-    with pytest.raises(ValueError, match=r"by a GPU of compute capability 7.*; use 'float32'$"):
-        choose_dtype("bfloat16", stored)
+    assert f"7.{capability[1]} has no bfloat16" in chosen.reason
+    refusal(lambda: choose_dtype("bfloat16", stored), "capability 7", "'float32'")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
@@ -49,8 +48,3 @@ def test_elsewhere_nothing_is_tried(kernels):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_kernels(kernels) == kernels
-
-
-def test_unknown_kernels_are_still_refused(checkpoints):
-    folder = str(checkpoints.target("llama").folder)
-    assert "kernels" in refusal(lambda: LLM(folder, kernels="cuda"))

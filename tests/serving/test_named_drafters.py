@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.refusals import refusal
@@ -19,21 +20,10 @@ def target(checkpoints):
     return checkpoints.target()
 
 
-PUBLISHED = {
-    "DFlash": "dflash",
-    "DFlash2": "dflash",
-    "DSpark": "dflash",
-    "EAGLE3": "eagle3",
-    "P-EAGLE": "p_eagle",
-    "Medusa": "medusa",
-}
-SHIPPED = {
-    "demo-llama-eagle1": "eagle",
-    "demo-llama-eagle3": "eagle3",
-    "demo-llama-dflash": "dflash",
-    "demo-llama": "draft_model",
-    "demo-qwen3.5": "mtp",
-}
+PUBLISHED = dict.fromkeys(("DFlash", "DFlash2", "DSpark"), "dflash")
+PUBLISHED |= {"EAGLE3": "eagle3", "P-EAGLE": "p_eagle", "Medusa": "medusa"}
+SHIPPED = {f"demo-llama-{name}": name for name in ("eagle3", "dflash")}
+SHIPPED |= {"demo-llama-eagle1": "eagle", "demo-llama": "draft_model", "demo-qwen3.5": "mtp"}
 
 
 def test_the_method_is_that_of_the_checkpoint(checkpoints, target, tmp_path):
@@ -89,10 +79,8 @@ def test_a_path_may_have_the_sign_of_the_notation(tmp_path, checkpoints, target)
 
 def test_engines_find_the_method_as_well(monkeypatch):
     """As in vLLM; the weights are not read."""
-
-    def stop(*_, speculative_config, **__):
-        raise RuntimeError(speculative_config.method)
-
-    monkeypatch.setattr("specjax.serving.assembly.make_plan", stop)
-    with pytest.raises(RuntimeError, match="dflash"):
+    make_plan = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("specjax.serving.assembly.make_plan", make_plan)
+    with pytest.raises(InterruptedError):
         LLM("demo-llama", speculative_config={"model": HEAD, "num_speculative_tokens": 3})
+    assert make_plan.call_args.kwargs["speculative_config"].method == "dflash"

@@ -3,8 +3,9 @@
 import threading
 
 import pytest
+from support.refusals import refusal
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder, simulated_llm
+from support.texts import VOCAB, simulated_llm
 
 from specjax import LLM, AsyncLLM, SamplingParams
 from specjax.engine.programs import Begin, Decode, Prefill
@@ -13,11 +14,6 @@ from specjax.rl import RolloutEngine
 
 BATCHES, SHAPES = (2, 6), ((1, 24), (3, 8))
 SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "script": TextScript(VOCAB)}
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
 
 
 def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[Program]]:
@@ -34,12 +30,12 @@ def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], se
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])
-def test_steps_run_in_the_shapes_that_are_given(folder, ragged_prompts, method):
+def test_steps_run_in_the_shapes_that_are_given(letters, ragged_prompts, method):
     """Each is of use, none is compiled late, and outputs are those of the usual shapes."""
     prompts = ragged_prompts(40, 6, 5, 7, 4, 30, 3)
     # In any order, and more than once.
     given = {"decode_batches": [6, 2, 6], "prefill_shapes": [[3, 8], (1, 24)]}
-    with simulated_llm(folder, method, **SIZES, **given) as llm:
+    with simulated_llm(letters, method, **SIZES, **given) as llm:
         config = llm.engine.config
         assert (config.decode_batches, config.prefill_shapes) == (BATCHES, ((3, 8), (1, 24)))
         outputs, ran = run_watched(llm, prompts)
@@ -48,49 +44,23 @@ def test_steps_run_in_the_shapes_that_are_given(folder, ragged_prompts, method):
     for kind in Prefill, Begin:
         assert {(key.batch, key.width) for key in ran if isinstance(key, kind)} == set(SHAPES)
     usual = {"decode_batches": None, "prefill_shapes": None}
-    with simulated_llm(folder, method, **SIZES, **usual) as llm:
+    with simulated_llm(letters, method, **SIZES, **usual) as llm:
         assert llm.engine.config.decode_batches == (1, 2, 4, 6)
         assert run_watched(llm, prompts)[0] == outputs
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"decode_batches": (1, 4)}, ["decode_batches=(1, 4)", "max_num_seqs=6", "add 6"]),
-        ({"decode_batches": (1, 4)}, ["lower max_num_seqs to 4"]),
-        ({"prefill_shapes": ((1, 8),)}, ["prefill_shapes=((1, 8),)", "add (3, 8)"]),
-        ({"prefill_shapes": ((1, 8),)}, ["max_num_batched_tokens=24", "lower", "to 8"]),
-        ({"prefill_shapes": ((1, 8), (2, 10))}, ["hold 20 tokens of the 24", "add (3, 10)"]),
-        ({"prefill_shapes": (24,)}, ["prefill_shapes=(24,)", "pairs (batch, width)"]),
-        ({"decode_batches": ()}, ["decode_batches=()", "batch sizes"]),
-    ],
-    ids=str,
-)
-def test_shapes_that_do_not_cover_a_step_are_refused(folder, options, words):
-    with pytest.raises(ValueError) as error:
-        simulated_llm(folder, **SIZES, **{"decode_batches": (6,)} | options)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
 @pytest.mark.parametrize("make", [LLM, AsyncLLM, RolloutEngine])
-def test_options_that_are_not_there(folder, make, monkeypatch):
+def test_options_that_are_not_there(letters, make, monkeypatch):
     """A removed one says what does its work now, any other the nearest that there is."""
     monkeypatch.setattr(
         "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
     )
     num_threads = threading.active_count()
-    with pytest.raises(ValueError, match="steps_per_dispatch=4 was removed.*async_scheduling=True"):
-        make(folder, steps_per_dispatch=4)
-    with pytest.raises(ValueError, match="show_progress=False was removed: verbose=False silences"):
-        make(folder, show_progress=False)
-    for name, nearest in {
-        "max_seqs": "max_num_seqs",
-        "decode_batch": "decode_batches",
-        "prefill_shape": "prefill_shapes",
-        "async_schedule": "async_scheduling",
-    }.items():
+    refusal(lambda: make(letters, steps_per_dispatch=4), "steps_per_dispatch=4", "async_scheduling")
+    refusal(lambda: make(letters, show_progress=False), "show_progress=False", "verbose=False")
+    for name, nearest in ("max_seqs", "max_num_seqs"), ("async_schedule", "async_scheduling"):
         with pytest.raises(TypeError, match=f"unknown option '{name}'.*mean '{nearest}'"):
-            make(folder, **{name: 3})
+            make(letters, **{name: 3})
     with pytest.raises(TypeError, match="unknown option 'zzz'$"):
-        make(folder, zzz=1)
+        make(letters, zzz=1)
     assert threading.active_count() == num_threads

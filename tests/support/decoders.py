@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer
 
@@ -64,16 +65,9 @@ def is_utf8(data: bytes) -> bool:
     return True
 
 
-def byte_names() -> dict[int, str]:
-    """How byte-level vocabularies write bytes: printable ones as they are, others from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
 def make_byte_level(add_prefix_space: bool = False) -> Tokenizer:
     """Bytes, and tokens of several bytes that begin and end inside characters."""
-    names = byte_names()
+    names = bytes_to_unicode()
     rng = random.Random(0)
     joined = [bytes(rng.choices(BYTES, k=rng.randint(2, 5))) for _ in range(60)]
     tokens = [bytes([byte]) for byte in range(256)] + joined + [b" foo", b"foo"]
@@ -122,7 +116,7 @@ def make_case(kind: str) -> Case:
     if kind == "demo":
         tokenizer = load_tokenizer(ROOT / "checkpoints" / "demo-llama")
         assert tokenizer is not None
-        names = byte_names()
+        names = bytes_to_unicode()
         vocab = tokenizer.tokenizer.get_vocab()
         return Case(tokenizer, [vocab[names[byte]] for byte in range(256)])
     if kind == "byte-level":

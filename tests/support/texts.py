@@ -28,14 +28,18 @@ def byte_letters() -> list[str]:
     return sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
 
 
+def byte_level(tokens: list[str]) -> Tokenizer:
+    """A tokenizer whose tokens are these, mostly single bytes."""
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def with_bytes(checkpoints: Checkpoints, folder: Path, letters: list[str] | None = None) -> Path:
     """A copy of a checkpoint of 96 tokens with a tokenizer whose tokens are single bytes."""
     made = checkpoints.copy(folder)
-    vocab = {letter: i for i, letter in enumerate(letters or byte_letters())}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(made / "tokenizer.json"))
+    byte_level(letters or byte_letters()).save(str(made / "tokenizer.json"))
     return made
 
 
@@ -47,10 +51,7 @@ def letters_folder(checkpoints: Checkpoints) -> Path:
 
 def write_files(folder: Path, files: dict[str, Any], *known: AddedToken) -> Path:
     """A tokenizer of bytes with `known` added tokens, then the files; one may edit it."""
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab | {"</s>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"])
     tokenizer.add_tokens(list(known))
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in ({"config.json": {}} | files).items():

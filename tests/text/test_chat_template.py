@@ -23,8 +23,6 @@ SNIPPETS = [
     LOOP + "{% generation %}{{ m.content }}|{% endgeneration %}{% endfor %}",
     LOOP + "\n  {%- generation -%}\n a {{ loop.index }} \n{%- endgeneration %}\n{% endfor %}",
     "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
-    LOOP
-    + "{% generation %}{% if m.role == 'tool' %}{{ m }}{% endif %}{% endgeneration %}{% endfor %}",
     *(
         "{{ messages | tojson(" + options + ") }}"
         for options in ("", "indent=2", "separators=(',', ':')", "sort_keys=true", "true, 1")
@@ -42,14 +40,13 @@ SNIPPETS = [
     "{{ raise_exception('no system role') }}",
     "{{ messages.append(1) }}",
     "{{ nothing }}{{ nothing.more }}",
-    "{{ strftime_now('%Y-%m-%d') }}",
+    "{{ strftime_now('%Y-%m-%d') }}{{ range(3) | list }}{{ 'abc'[::-1] }}{{ 'a' ~ 1 }}",
     "  {% if true %}\n  a\n  {% endif %}\n\n{# b #}\n c \n",
     "{{ messages[0].content | trim }}{{ messages | length }}{{ [1, 2] | map('string') | join }}",
     LOOP
     + "{% for k, v in (m.tool_calls or [{}])[0] | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}",
     "{% macro f(x, y='z') %}{{ x }}{{ y }}{{ caller() if caller }}{% endmacro %}{{ f(1) }}",
-    "{{ range(3) | list }}{{ 'abc'[::-1] }}{{ 'a' ~ 1 }}{{ 3 // 2 }}{{ lipsum is defined }}",
-    "{{ 1 is number }}{{ 'a' is string }}{{ messages is iterable }}{{ messages[0] is mapping }}",
+    "{{ lipsum is defined }}{{ 'a' is string }}{{ messages[0] is mapping }}",
     "{% include 'x' %}",
     "{% for x in [1] recursive %}{{ loop.depth }}{% endfor %}{{ cycler(1, 2).next() }}",
 ]
@@ -83,11 +80,7 @@ TOOL_USE = {"name": "tool_use", "template": TOOLS}
 TEMPLATE_FILES = [
     {"tokenizer_config.json": {"chat_template": DEFAULT}},
     {"tokenizer_config.json": {"chat_template": LISTED}},
-    {
-        "tokenizer_config.json": {
-            "chat_template": [*LISTED, {"name": "tool_use", "template": TOOLS}]
-        }
-    },
+    {"tokenizer_config.json": {"chat_template": [*LISTED, TOOL_USE]}},
     {"chat_template.jinja": DEFAULT, "tokenizer_config.json": {"chat_template": LISTED}},
     {"chat_template.jinja": DEFAULT, "additional_chat_templates/tool_use.jinja": TOOLS},
     {"additional_chat_templates/tool_use.jinja": TOOLS, "additional_chat_templates/rag.jinja": RAG},
@@ -120,12 +113,12 @@ def test_the_template_is_the_one_of_transformers(tmp_path, files, chosen, tools)
 
 
 def test_the_template_of_a_processor(tmp_path):
-    write_files(tmp_path, {"chat_template.json": {"chat_template": DEFAULT}})
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer is not None and tokenizer.template == DEFAULT
-    write_files(tmp_path, {"tokenizer_config.json": {"chat_template": TOOLS}})
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer is not None and tokenizer.template == TOOLS
+    for files, expected in (
+        ({"chat_template.json": {"chat_template": DEFAULT}}, DEFAULT),
+        ({"tokenizer_config.json": {"chat_template": TOOLS}}, TOOLS),
+    ):
+        tokenizer = load_tokenizer(write_files(tmp_path, files))
+        assert tokenizer is not None and tokenizer.template == expected
 
 
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -139,7 +132,6 @@ TOLD = [
 @pytest.mark.parametrize("messages, expected", TOLD, ids=label)
 def test_developers_are_the_system_where_templates_do_not_know_them(tmp_path, messages, expected):
     tokenizer = load_tokenizer(write_files(tmp_path, {}))
-    assert tokenizer is not None
     chat = [{"role": role, "content": content} for role, content in messages]
     as_given = "".join(f"{role}:{content};" for role, content in messages)
     knowing = ROLES + "{% if messages[0].role == 'developer' %}{% endif %}"
@@ -150,11 +142,8 @@ def test_developers_are_the_system_where_templates_do_not_know_them(tmp_path, me
 
 
 ARGUMENTS = [
-    ('{"a": [1, "é"]}', {"a": [1, "é"]}),
-    ({"a": 1}, {"a": 1}),
-    ("", {}),
-    (None, {}),
-    *((text, {}) for text in ("[1]", "3", "{a: 1}", [1])),
+    *(('{"a": [1, "é"]}', {"a": [1, "é"]}), ({"a": 1}, {"a": 1})),
+    *((other, {}) for other in ("", None, "[1]", "3", "{a: 1}", [1])),
 ]
 
 
@@ -165,14 +154,7 @@ def test_arguments_of_tool_calls_are_parsed_as_in_vllm(given, expected, caplog):
     (checked,) = check_conversation(messages, "messages")
     assert checked["tool_calls"] == [call | {"function": {"name": "f", "arguments": expected}}]
     assert call["function"]["arguments"] == given  # the user's own
-    is_lost = bool(given) and expected == {}
-    assert ("tool_calls[0]" in caplog.text) == is_lost
-
-
-@pytest.mark.parametrize("calls", [5, [5], [{"type": "custom"}], [{"function": 3}]], ids=label)
-def test_bad_tool_calls(calls):
-    messages = [{"role": "assistant", "content": "x", "tool_calls": calls}]
-    refusal(lambda: check_conversation(messages, "messages"), "messages[0].tool_calls", "function")
+    assert ("tool_calls[0]" in caplog.text) == (bool(given) and expected == {})
 
 
 def test_conversations_as_vllm_passes_them_on():

@@ -98,36 +98,29 @@ def by_generate(llm, prompts, params):
 def by_stream(llm, prompts, params):
     """Deltas, joined."""
     deltas = replace(params, output_kind=RequestOutputKind.DELTA)
-    found = {}
+    found: dict[int, dict[int, CompletionOutput]] = {}
     for output in llm.generate_stream(prompts, deltas):
+        samples = found.setdefault(int(output.request_id), {})
         for one in output.outputs:
-            key = int(output.request_id), one.index
-            before = found.get(key, replace(one, text=one.text and "", token_ids=[]))
+            before = samples.get(one.index, replace(one, text=one.text and "", token_ids=[]))
             text = None if one.text is None else before.text + one.text
-            found[key] = replace(one, text=text, token_ids=before.token_ids + one.token_ids)
-    first = min(number for number, _ in found)
-    by_prompt = [[] for _ in prompts]
-    for (number, _), one in sorted(found.items()):
-        by_prompt[number - first].append(one)
-    return by_prompt
+            samples[one.index] = replace(one, text=text, token_ids=before.token_ids + one.token_ids)
+    return [[one for _, one in sorted(found[number].items())] for number in sorted(found)]
 
 
 def by_async(llm, prompts, params):
-    async def one(engine, i):
-        return (await engine.generate(prompts[i], params, str(i))).outputs
-
     async def run():
         async with AsyncLLM(llm, **SETTINGS) as engine:
-            return await asyncio.gather(*(one(engine, i) for i in range(len(prompts))))
+            asked = [engine.generate(prompt, params) for prompt in prompts]
+            return [output.outputs for output in await asyncio.gather(*asked)]
 
     return asyncio.run(run())
 
 
 def by_rollouts(llm, prompts, params):
     with RolloutEngine(llm, **SETTINGS) as engine:
-        found = sorted(
-            engine.generate(prompts, params), key=lambda one: (one.prompt_index, one.sample_index)
-        )
+        found = engine.generate(prompts, params)
+    found = sorted(found, key=lambda one: (one.prompt_index, one.sample_index))
     return [[one for one in found if one.prompt_index == i] for i in range(len(prompts))]
 
 
@@ -140,15 +133,13 @@ def test_every_door_shows_the_text_of_vllm(folder, bpe, door):
     words = [bpe.token_to_id(name) for name in ("▁a", "b", "c", "▁", "▁s", "世")]
     script = TextScript(VOCAB, ids=(*words, *words, foo, think, end))
     prompts = [bpe.encode(prompt, add_special_tokens=False).ids for prompt in ("<s>", "a", "<s>ab")]
+    at_foo = replace(GREEDY, stop_token_ids=[foo])
     cases = [
-        GREEDY,
-        SHOWN,
-        replace(SHOWN, include_stop_str_in_output=True),
-        replace(SHOWN, stop_token_ids=[foo, words[1]]),
-        replace(GREEDY, stop_token_ids=[foo], include_stop_str_in_output=True),
-        replace(GREEDY, stop_token_ids=[foo], stop=["foo", " foo", "no such text"]),
-        replace(GREEDY, stop_token_ids=[foo], n=3, temperature=1.0, seed=1, ignore_eos=True),
-        replace(SHOWN, detokenize=False),
+        *(GREEDY, SHOWN, replace(SHOWN, include_stop_str_in_output=True)),
+        *(replace(SHOWN, detokenize=False), replace(SHOWN, stop_token_ids=[foo, words[1]])),
+        replace(at_foo, include_stop_str_in_output=True),
+        replace(at_foo, stop=["foo", " foo", "no such text"]),
+        replace(at_foo, n=3, temperature=1.0, seed=1, ignore_eos=True),
     ]
     reasons = set()
     with simulated_engines(script):

@@ -12,17 +12,9 @@ from specjax.checkpoint.token_map import read_texts
 from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 TEXT = "<s>a b</s> <tool>c <img>\n</s><|end|>d  <pad>"
-BOS = {
-    "content": "<s>",
-    "lstrip": False,
-    "normalized": False,
-    "rstrip": False,
-    "single_word": False,
-}
+BOS = {"content": "<s>"} | dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
 END = BOS | {"content": "<|end|>", "rstrip": True}
 MAP = {"bos_token": BOS, "eos_token": "</s>"}
-
-
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 CUT = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
 PADS = {"strategy": {"Fixed": 30}, "direction": "Left", "pad_to_multiple_of": None}
@@ -50,10 +42,7 @@ TOKENIZER_FILES = [
     {CONFIG: {"image_token": "<img>"}, SPECIAL: {"image_token": "<|end|>"}},
     {CONFIG: {"additional_special_tokens": []}, SPECIAL: {"additional_special_tokens": ["<img>"]}},
     {CONFIG: {"extra_special_tokens": {"e": "<img>"}, "additional_special_tokens": ["<|end|>"]}},
-    {
-        CONFIG: {"extra_special_tokens": {"e": "<img>"}},
-        SPECIAL: {"additional_special_tokens": ["<|end|>"]},
-    },
+    {CONFIG: {"extra_special_tokens": {"e": "<img>"}}, SPECIAL: {"extra_special_tokens": [END]}},
 ]
 
 
@@ -117,7 +106,6 @@ def test_copies_hold_all_files_of_a_tokenizer(tmp_path):
     write_files(source, files | {"additional_chat_templates/tool_use.jinja": "tools"})
     copy_tokenizer(source, copy)
     before, after = load_tokenizer(source), load_tokenizer(copy)
-    assert before is not None and after is not None
     assert after.encode(TEXT) == before.encode(TEXT)
     assert after.named_templates == before.named_templates == {"tool_use": "tools"}
 
@@ -125,7 +113,4 @@ def test_copies_hold_all_files_of_a_tokenizer(tmp_path):
 def test_a_folder_with_only_a_sentencepiece_model(tmp_path):
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0b")
-    text = refusal(lambda: load_tokenizer(tmp_path), tmp_path, "tokenizer.model", "save_pretrained")
-    assert "\n" not in text
-    (tmp_path / "tokenizer.json").write_text("{}")
-    refusal(lambda: load_tokenizer(tmp_path), "tokenizer.json is not a tokenizer")
+    refusal(lambda: load_tokenizer(tmp_path), tmp_path, "tokenizer.model", "save_pretrained")
