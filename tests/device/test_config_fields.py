@@ -1,16 +1,19 @@
-"""Fields of configs: transformers' own are all known, others' are errors, and unknown ones warn."""
+"""Fields of configs: transformers' own are all known and mean the same, and unknown ones warn.
+
+Those that a model cannot have are in test_hf_config.py.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
-from support.refusals import refusal
+from support.configs import described
 from support.targets import CONFIG_SIZES
 
 from specjax.checkpoint.demo import demo_folder
 from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.registry import KINDS, MODELS, describe_model, read_config
+from specjax.device.models.registry import MODELS, describe_model, read_config
 from specjax.device.models.text_config import WRAPPERS
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -50,11 +53,6 @@ WHOLES = {
     "voxtral": "VoxtralConfig",
     "gemma3": "Gemma3Config",
 }
-
-
-def described(kind="llama", **fields):
-    config = {"model_type": kind, **CONFIG_SIZES, **fields}
-    return describe_model(HFConfig(config, "there/config.json"))
 
 
 def test_every_family_has_its_list():
@@ -137,15 +135,7 @@ def test_fields_that_do_not_matter(kind):
         assert described(kind, **windows, use_sliding_window=False) == described(kind)
 
 
-@pytest.mark.parametrize("name", sorted(CHANGES))
-def test_fields_that_change_the_mathematics(name):
-    value = ["sliding_attention"] * 4 if name == "layer_types" else 30
-    kind = next(kind for kind in READ if name not in READ[kind])
-    words = "there/config.json", f"{name}={value!r}", CHANGES[name], f"{kind!r}"
-    refusal(lambda: described(kind, **{name: value}), *words)
-
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, DELTA = "sliding_attention", "full_attention", "linear_attention"
 # Fields of a model of four layers, and their windows.
 WINDOWS = [
     ("mistral", {}, [4096] * 4),
@@ -184,31 +174,6 @@ def test_layers_within_a_window(kind, fields, windows):
     assert [kind.window for kind in first.cache_kinds] == windows[:1]
 
 
-def test_windows_that_contradict_themselves():
-    types = {"layer_types": [FULL] * 3 + [SLIDING]}
-    refusal(lambda: described("qwen3", **types), "layer_types", "use_sliding_window is false")
-    given = types | {"sliding_window": None}
-    refusal(lambda: described("ministral", **given), "layer_types", "no sliding_window")
-    refusal(lambda: described("ministral", layer_types=[SLIDING]), "num_hidden_layers=4")
-    refusal(lambda: described("mistral", sliding_window=0), "sliding_window", "0")
-
-
-@pytest.mark.parametrize(
-    "kind, near",
-    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("olmo3", None)],
-)
-def test_another_model_type_is_told_its_kin(kind, near):
-    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(KINDS))
-    assert text.endswith(f"did you mean {near!r}?" if near else KINDS[-1])
-
-
-def test_text_models_and_wholes_that_are_not_read():
-    text = {"model_type": "olmo3", **CONFIG_SIZES}
-    words = "config.json: text_config", "model_type='olmo3'", "mistral3"
-    refusal(lambda: described("mistral3", text_config=text), *words)
-    refusal(lambda: described("llava_next", text_config=text), "model_type='llava_next'", "llava")
-
-
 def test_fields_that_nobody_knows_are_warned_of():
     with pytest.warns(UserWarning, match=r"there/config\.json: brand_new, other is unknown"):
         assert described(other=2, brand_new="x") == described()
@@ -217,61 +182,8 @@ def test_fields_that_nobody_knows_are_warned_of():
         describe_model(HFConfig({"model_type": "qwen3_5", "text_config": inside}, "config.json"))
 
 
-METHODS = [
-    {"quant_method": "awq", "bits": 4, "group_size": 128},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "fp8"},
-    {"quant_method": "fp8", "weight_block_size": [128]},
-    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},
-    {"quant_method": "compressed-tensors"},
-    {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    {"quant_method": "mxfp4"},
-    "int8",
-    {"bits": 8},
-]
-
-
-@pytest.mark.parametrize("given", METHODS, ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_quantised_weights_are_refused_by_their_method(kind, given):
-    method = given["quant_method"] if "quant_method" in given else given
-    words = "quantization_config", repr(method), "bfloat16"
-    refusal(lambda: described(kind, quantization_config=given), *words)
-
-
 def test_nothing_quantised():
     assert described(quantization_config=None) == described(quantization_config={}) == described()
-
-
-WRONG_TYPES = [
-    ("model_type", ["llama"]),
-    ("model_type", 3),
-    ("rms_norm_eps", "1e-6"),
-    ("rms_norm_eps", -1e-6),
-    ("rms_norm_eps", True),
-    ("rope_theta", "10000"),
-    ("rope_theta", 0),
-    ("rope_scaling", "linear"),
-    ("rope_scaling", {"type": ["linear"]}),
-    ("rope_scaling", {"type": "linear", "factor": "two"}),
-    ("rope_scaling", {"type": "linear", "factor": 0}),
-    ("rope_parameters", [1]),
-    ("tie_word_embeddings", "no"),
-    ("attention_bias", "False"),
-    ("head_dim", 7.5),
-    ("num_attention_heads", [4]),
-    ("num_key_value_heads", 3),
-    ("max_position_embeddings", "long"),
-]
-
-
-@pytest.mark.parametrize("name, value", WRONG_TYPES, ids=str)
-def test_fields_of_the_wrong_type(name, value):
-    text = refusal(lambda: described(**{name: value}), "there/config.json: ", name)
-    assert "\n" not in text
-
-
-# --- Gemma ----------------------------------------------------------------------------------------
 
 
 def test_a_published_gemma_config_says_little():
@@ -302,3 +214,54 @@ def test_caps_that_are_switched_off():
     assert (model.score_cap, model.logit_cap) == (50, 30)
     model = described("gemma2", **dict.fromkeys(caps))
     assert (model.score_cap, model.logit_cap) == (None, None)
+
+
+def test_which_layers_of_latent_attention_are_dense():
+    assert described("deepseek_v3").dense_layers == (0, 1, 2)
+    assert described("deepseek_v3", first_k_dense_replace=0).dense_layers == ()
+    assert described("glm4_moe_lite", first_k_dense_replace=1).dense_layers == (0,)
+    types = ["sparse", "dense", "sparse", "dense"]
+    assert described("glm4_moe_lite", mlp_layer_types=types).dense_layers == (1, 3)
+
+
+def test_the_part_of_a_head_that_is_rotated():
+    parts = {"partial_rotary_factor": 0.5, "rope_theta": 5e3}
+    assert described("qwen3_next").rope.head_dim == 4
+    assert described("qwen3_next", **parts).rope.head_dim == 8
+    model = described("qwen3_next", partial_rotary_factor=0.75, rope_parameters=parts)
+    assert (model.rope.head_dim, model.rope.theta) == (8, 5e3)
+    assert described("llama", partial_rotary_factor=1.0).rope.head_dim == 16
+
+
+def test_layers_told_by_interval_or_by_name():
+    by_default, by_interval = described("qwen3_5_text"), described("qwen3_5", num_hidden_layers=6)
+    assert by_default.layer_types == (DELTA,) * 3 + (FULL,)
+    assert by_interval.layer_types == (DELTA,) * 3 + (FULL,) + (DELTA,) * 2
+    types = [FULL, DELTA, DELTA, FULL]
+    assert described("qwen3_next", layer_types=types).layer_types == tuple(types)
+
+
+@pytest.mark.parametrize(
+    "kind, fields, dense",
+    [
+        ("qwen3_next", {}, ()),
+        ("qwen3_5_moe_text", {}, ()),
+        ("qwen3_next", {"mlp_only_layers": [1]}, (1,)),
+        ("qwen3_next", {"mlp_only_layers": [1], "decoder_sparse_step": 2}, (0, 1, 2)),
+        ("qwen3_next", {"num_experts": 0}, None),
+        ("qwen3_5_text", {}, None),
+    ],
+)
+def test_which_layers_have_experts(kind, fields, dense):
+    model = described(kind, **fields)
+    assert (None if model.experts is None else model.dense_layers) == dense
+
+
+@pytest.mark.parametrize(
+    "outer, inner, is_tied",
+    [(True, None, True), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_the_outer_config_says_whether_the_head_is_tied(outer, inner, is_tied):
+    text = CONFIG_SIZES | {"tie_word_embeddings": inner}
+    fields = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outer}
+    assert describe_model(HFConfig(fields, "config.json")).tie_word_embeddings == is_tied

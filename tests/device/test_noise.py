@@ -1,7 +1,6 @@
 """The noise: a function of seed, stream, counters and token alone, and of the laws it claims."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -89,17 +88,6 @@ def test_draws_under_different_keys_are_independent():
     assert found.max() < 4.5 / np.sqrt(target.size), dict(zip(names, found, strict=True))
 
 
-def test_choices_by_two_streams_are_independent():
-    """Chi-square of the joint argmax of six tokens, which is what verification relies on."""
-    choices = [
-        np.concatenate([draw(gumbel, stream, seed=seed)[:, :6].argmax(1) for seed in range(5)])
-        for stream in Stream
-    ]
-    for first, second in itertools.combinations(choices, 2):
-        joint = np.bincount(6 * first + second, minlength=36)
-        assert stats.chisquare(joint).pvalue > 1e-4
-
-
 def test_the_gumbel_law():
     """4e6 draws: counts between quantiles of the whole range, both tails, and the mean."""
     drawn = np.concatenate([draw(gumbel, Stream.TARGET, seed=seed).ravel() for seed in range(20)])
@@ -111,9 +99,6 @@ def test_the_gumbel_law():
     assert 0 < rare.sum() <= 4
     counts, expected = ([*x[~rare], x[rare].sum()] for x in (counts, expected))
     assert stats.chisquare(counts, expected).pvalue > 1e-4
-    for tail in 1e-4, 1e-5, 1e-6:
-        num_above = (drawn > stats.gumbel_r.isf(tail)).sum()
-        assert abs(num_above - tail * drawn.size) < 4 * np.sqrt(tail * drawn.size)
     assert abs(drawn.mean() - np.euler_gamma) < 4 * np.pi / np.sqrt(6 * drawn.size)
 
 
@@ -127,20 +112,6 @@ def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
     above = np.minimum((words + 0.5) / 2**32, 1 - 2.0**-24)
     np.testing.assert_allclose(noise[0], stats.gumbel_r.isf(above), rtol=2e-5)
     assert noise[0, 0] > 22 and np.isfinite(noise).all()
-
-
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # it runs for long
-def num_above(end, seeds, position):
-    positions = jnp.full(len(seeds), position)
-    return (gumbel_noise(seeds, Stream.TARGET, (positions,), 2**12) > end).sum()
-
-
-@pytest.mark.slow
-def test_the_far_tail():
-    """2.7e8 draws have sixteen above 16.6, where noise made from a rounded 1 - u would end."""
-    seeds, end = np.arange(2**12, dtype=np.uint32), np.float32(stats.gumbel_r.isf(2.0**-24))
-    above = sum(int(num_above(end, seeds, position)) for position in range(16))
-    assert 4 <= above <= 36
 
 
 def test_the_uniform_law():

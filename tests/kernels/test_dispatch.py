@@ -15,6 +15,9 @@ pytestmark = pytest.mark.every_jax
 BOTH = "triton", "reference"
 
 
+ALL = "mosaic", *BOTH
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A function that gives this process an NVIDIA GPU of some compute capability, or none."""
@@ -36,24 +39,22 @@ def even_only(x, interpret=False):
 OPERATION = {"triton": even_only, "reference": lambda x: "reference"}
 
 
-def test_without_a_gpu_auto_is_the_reference_and_says_nothing():
+@pytest.mark.parametrize(
+    "capability, names, chosen",
+    [
+        (None, BOTH, "reference"),
+        ((9, 0), BOTH, "triton"),
+        ((9, 0), ALL, "mosaic"),
+        ((9, 0), ("reference",), "reference"),
+        ((8, 0), ALL, "triton"),
+        ((7, 5), ALL, "reference"),
+    ],
+)
+def test_auto_is_the_first_that_the_gpu_can_run_and_says_nothing(gpu, capability, names, chosen):
+    gpu(capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose("op", "auto", BOTH) == "reference"
-
-
-def test_with_a_gpu_auto_is_the_first_kernel(gpu):
-    gpu((9, 0))
-    assert choose("op", "auto", BOTH) == "triton"
-    assert choose("op", "auto", ("mosaic", "triton", "reference")) == "mosaic"
-    assert choose("op", "auto", ("reference",)) == "reference"
-
-
-def test_an_older_gpu_gets_what_it_can_run(gpu):
-    gpu((8, 0))
-    assert choose("op", "auto", ("mosaic", "triton", "reference")) == "triton"
-    gpu((7, 5))
-    assert choose("op", "auto", ("mosaic", "triton", "reference")) == "reference"
+        assert choose("op", "auto", names) == chosen
 
 
 def test_a_kernel_that_this_device_cannot_run_is_replaced_with_one_warning(gpu):

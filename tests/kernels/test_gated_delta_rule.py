@@ -7,6 +7,7 @@ from support.kernels_delta_rule import (
     PROMPT_WIDTH,
     RINGS,
     STEP_WIDTH,
+    TOLERANCE,
     Serving,
     Sizes,
     Streams,
@@ -23,55 +24,41 @@ SIZES = {
     "ratio3-taps1-plain": (Sizes(Heads(2, 6, 32, 16), taps=1, most_rows=2, is_normed=False), 9),
     "published-bf16": (Sizes(PUBLISHED, dtype="bfloat16"), 30),  # two of the kernels' chunks
 }
-SLOW_SIZES = {
-    "published": (Sizes(PUBLISHED), 30),
-    "ratio1-taps2": (Sizes(Heads(2, 2, 16, 32), taps=2, most_rows=3), 9),
-    "most-rows1": (Sizes(most_rows=1), 9),
-    "plain-bf16": (Sizes(is_normed=False, dtype="bfloat16"), 9),
-}
 
 
-@pytest.mark.parametrize(
-    "sizes", [*SIZES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_SIZES)]
-)
-def test_ragged_prompts_match_the_definition(implementation, sizes):
-    sizes, width = (SIZES | SLOW_SIZES)[sizes]
-    serving = implementation.serve(Streams.random(sizes, 3, 30), sizes)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_ragged_prompts_match_the_definition(kernels, sizes):
+    sizes, width = SIZES[sizes]
+    serving = Serving(kernels, Streams.random(sizes, 3, 30), sizes)
     for counts in [(1, 3, 9), (2, 0, 1), (0, 0, 0), (9, 5, 0), (1, 1, 8), (5, 9, 7)]:
         serving.prompt(*counts, width=width)
         serving.check()
     assert serving.length.tolist() == [18, 18, 25]
 
 
-# Of a whole chunk of the reference and of three of the kernels'; of a token more; of many.
-WIDTHS = {
-    PROMPT_WIDTH: Sizes(),
-    1: Sizes(),
-    65: Sizes(),
-    200: Sizes(Heads(2, 2, 16, 32), taps=2, most_rows=1),
-}
-SLOW_WIDTHS = {"reference": [65], "interpret": [1, 65, 200]}
+def chunks(kernels, widths, **options):
+    return [pytest.param(kernels, width, **options) for width in widths]
 
 
 @pytest.mark.parametrize(
-    "implementation, width",
+    "kernels, width",
     [
-        pytest.param(kernels, width, marks=pytest.mark.slow if width in slow else ())
-        for kernels, slow in SLOW_WIDTHS.items()
-        for width in WIDTHS
+        # Of a whole chunk of the reference and of three of the kernels'; of a token more; of many.
+        *chunks("reference", (1, PROMPT_WIDTH, 65, 200)),
+        *chunks("interpret", [PROMPT_WIDTH]),
+        *chunks("interpret", (1, 65, 200), marks=pytest.mark.slow),
     ],
-    indirect=["implementation"],
 )
-def test_chunks_of_any_width_match_the_definition(implementation, width):
-    sizes = WIDTHS[width]
-    serving = implementation.serve(Streams.random(sizes, 3, 2 * width + 1), sizes)
+def test_chunks_of_any_width_match_the_definition(kernels, width):
+    sizes = Sizes(Heads(2, 2, 16, 32), taps=2, most_rows=1) if width == 200 else Sizes()
+    serving = Serving(kernels, Streams.random(sizes, 3, 2 * width + 1), sizes)
     for counts in [(width, max(1, width - 2), 1), (width, 1, width)]:
         serving.prompt(*counts, width=width)
         serving.check()
 
 
-def test_a_prompt_leaves_nothing_but_the_history_of_the_convolution(implementation):
-    serving = implementation.serve(Streams.random(Sizes(), 3, 30))
+def test_a_prompt_leaves_nothing_but_the_history_of_the_convolution(kernels):
+    serving = Serving(kernels, Streams.random(Sizes(), 3, 30))
     serving.step([4, 4, 4], [2, 4, 1])
     serving.prompt(9, 2, 1)
     _, rings, *others = serving.of_requests()
@@ -85,8 +72,8 @@ def test_a_prompt_leaves_nothing_but_the_history_of_the_convolution(implementati
 
 
 @pytest.mark.every_jax
-def test_what_is_pending_is_folded_before_a_chunk(implementation):
-    serving = implementation.serve(Streams.random(Sizes(), 3, 30))
+def test_what_is_pending_is_folded_before_a_chunk(kernels):
+    serving = Serving(kernels, Streams.random(Sizes(), 3, 30))
     serving.prompt(5, 1, 9)
     serving.step([4, 4, 1], [2, 4, 1])
     serving.prompt(7, 1, 0)
@@ -95,18 +82,18 @@ def test_what_is_pending_is_folded_before_a_chunk(implementation):
     serving.check()
 
 
-def test_a_request_may_begin_with_a_step(implementation):
+def test_a_request_may_begin_with_a_step(kernels):
     """A prompt of one token need not be told from a decoded one."""
-    serving = implementation.serve(Streams.random(Sizes(), 3, 30))
+    serving = Serving(kernels, Streams.random(Sizes(), 3, 30))
     for counts, stands in ([1, 4, 3], [1, 4, 1]), ([4, 4, 4], [1, 2, 3]), ([1, 1, 1], [1, 1, 1]):
         serving.step(counts, stands)
         serving.check()
 
 
-def test_no_other_slot_or_layer_is_read_or_written(implementation):
+def test_no_other_slot_or_layer_is_read_or_written(kernels):
     """Which shows when they are full of NaN, and when they are not."""
     streams = Streams.random(Sizes(), 2, 30)
-    runs = [implementation.serve(streams, slots=(3, 1), fill=fill) for fill in (np.nan, 7.0)]
+    runs = [Serving(kernels, streams, slots=(3, 1), fill=fill) for fill in (np.nan, 7.0)]
     for serving in runs:
         serving.prompt(9, 2)
         serving.step([4, 4], [2, 4])
@@ -121,7 +108,7 @@ def test_no_other_slot_or_layer_is_read_or_written(implementation):
 
 
 @pytest.mark.parametrize("sizes", ["default", "ratio3-taps1-plain"])
-def test_a_step_reads_and_writes_no_columns_but_its_own(implementation, sizes):
+def test_a_step_reads_and_writes_no_columns_but_its_own(kernels, sizes):
     """On a GPU programs run in any order: one may have written the new tokens' columns before
     another reads. So what a step writes it must not look at, but for u, which has one owner.
 
@@ -131,7 +118,7 @@ def test_a_step_reads_and_writes_no_columns_but_its_own(implementation, sizes):
     sizes, prompt_width = SIZES[sizes]
     width = sizes.most_rows
     most_columns = max(sizes.taps - 1 + width, 2 * width)
-    serving = implementation.serve(Streams.random(sizes, 1, 5 * most_columns), sizes)
+    serving = Serving(kernels, Streams.random(sizes, 1, 5 * most_columns), sizes)
     serving.prompt(2, width=prompt_width)
     rng, seen = np.random.default_rng(sizes.taps), set()
     while serving.length[0] < 4 * most_columns:
@@ -160,16 +147,14 @@ def test_a_step_reads_and_writes_no_columns_but_its_own(implementation, sizes):
 
 
 @pytest.mark.parametrize(
-    "implementation",
-    ["reference", pytest.param("interpret", marks=pytest.mark.slow)],
-    indirect=True,
+    "kernels", ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
 )
-def test_errors_do_not_grow_over_hundreds_of_steps(implementation):
+def test_errors_do_not_grow_over_hundreds_of_steps(kernels):
     """A folded correction comes from a step that may have verified others before it."""
     rng, num_steps = np.random.default_rng(0), 600
     accepted = rng.integers(1, STEP_WIDTH + 1, num_steps)
     streams = Streams.random(Sizes(), 1, accepted.sum() + 1)
-    serving = implementation.serve(streams)
+    serving = Serving(kernels, streams)
     for stands in accepted:
         serving.step([STEP_WIDTH], [stands])
     serving.step([1], [1])
@@ -182,11 +167,10 @@ def test_errors_do_not_grow_over_hundreds_of_steps(implementation):
     [
         pytest.param("published-bf16", 4, marks=pytest.mark.every_jax),
         ("default", STEP_WIDTH),
-        pytest.param("published", 4, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_round_no_worse_than_the_reference(sizes, width):
-    sizes, prompt_width = (SIZES | SLOW_SIZES)[sizes]
+    sizes, prompt_width = SIZES[sizes]
     streams = Streams.random(sizes, 1, 100)
 
     def errors(kernels):
@@ -204,3 +188,44 @@ def test_kernels_round_no_worse_than_the_reference(sizes, width):
 
     for ours, theirs in zip(errors("interpret"), errors("reference"), strict=True):
         assert ours < max(1.5 * theirs, 5e-7), (ours, theirs)
+
+
+def test_a_wrong_count_of_pending_tokens_shows_and_only_where_it_is_wrong(kernels):
+    """Of the step before, of another row, of all rows or drafts, or cut to the convolution's; also
+    where a prompt came last, or was run as a step."""
+    serving = Serving(kernels, Streams.random(Sizes(), 6, 40), slots=(2, 0, 3))
+    serving.prompt(5, 9, 2)
+    serving.step([6, 6, 6], [1, 4, 2])
+    serving.step([6, 6, 6], [3, 5, 4])
+    new, as_step = serving.fork(), serving.fork()
+    new.begin(np.arange(3), [3, 4, 5])
+    new.prompt(4, 9, 1)
+    as_step.step([1, 4, 6], [1, 4, 6])
+    for case in serving, new, as_step:
+        for count in range(STEP_WIDTH + 1):
+            fork, is_right = case.fork(), case.pending == count
+            fork.step([1] * 3, [1] * 3, pending=[count] * 3)
+            errors = np.array(fork.last_errors())
+            assert (errors[is_right] < TOLERANCE).all()
+            assert (errors[~is_right] >= (np.inf if case is new else 100 * TOLERANCE)).all()
+        case.step([1, 1, 1], [1, 1, 1], width=1)
+        case.check()
+        case.step([4, 1, 2], [1, 1, 2])
+        case.check()
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_padding_rows_with_stale_slots(kernels, folds):
+    """Of a request that is not in the batch, or past the last slot: nothing of theirs changes."""
+    serving = Serving(kernels, Streams.random(Sizes(), 3, 40), slots=(2, 0, 3))
+    serving.prompt(5, 9, 2)
+    serving.step([4, 4, 4], [2, 3, 4])
+    for idle_slots in None, serving.num_slots, serving.num_slots + 7, 2**31 - 1:
+        fork = serving.fork()
+        width = PROMPT_WIDTH if folds else STEP_WIDTH
+        fork.step([2, 0, 0], [2, 0, 0], width, folds=folds, idle_slots=idle_slots)
+        for x, y in zip(serving.of_requests(), fork.of_requests(), strict=True):
+            np.testing.assert_array_equal(x[1:], y[1:])
+            assert not np.array_equal(x[0], y[0], equal_nan=True)
+        fork.step([1, 1, 1], [1, 1, 1])
+        fork.check()

@@ -11,7 +11,6 @@ from support.kernels_delta_rule import TOLERANCE, error
 from pallas_kernels.gated_delta_rule.reference import (
     Tokens,
     advance,
-    invert_unit_lower,
     recur_chunks,
 )
 
@@ -94,11 +93,3 @@ def test_gradients_of_chunks_equal_those_of_the_recurrence(name):
     ours, expected = (gradients(run, s, tokens) for run in (in_chunks, recur_by_scan))
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         assert error(x, np.asarray(y, np.float64)) < 10 * TOLERANCE
-
-
-@pytest.mark.parametrize("size", [1, 2, 64])
-def test_the_inverse_is_one(size):
-    rng = np.random.default_rng(size)
-    lower = np.tril(rng.uniform(0.9, 1.0, (2, 3, size, size)), -1).astype(np.float32)
-    exact = np.linalg.inv(np.eye(size) + lower.astype(np.float64))
-    assert error(jax.jit(invert_unit_lower)(lower), exact) < TOLERANCE

@@ -1,6 +1,6 @@
 """Every implementation of the rotation and page write against a loop over rows and heads in f64."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Case:
     has_bias: bool = False
     has_norms: bool = False
     is_centred: bool = False
-    unassigned: tuple[tuple[int, int], ...] = field(default=())
+    unassigned: tuple[tuple[int, int], ...] = ()
 
     def arguments(self, seed=0):
         """What rope_write takes, by position; the pool is full of numbers."""
@@ -135,7 +135,9 @@ def check(case, kernels):
     np.testing.assert_allclose(q[real], wanted_q[real], atol=tolerance * scale, rtol=0)
     untouched = np.ones(kv.shape[:5], bool)
     for place, value in written.items():
-        np.testing.assert_allclose(kv[place], value, atol=tolerance * scale, rtol=0)
+        is_copied = place[3] == 1 and not case.has_bias  # values have neither norm nor rotation
+        atol = 0 if is_copied else tolerance * scale
+        np.testing.assert_allclose(kv[place], value, atol=atol, rtol=0)
         untouched[place] = False
     np.testing.assert_array_equal(kv[untouched], before[untouched])
     return len(written)
@@ -156,67 +158,26 @@ CASES = [
     pytest.param(
         Case(has_norms=True, is_centred=True, num_gates=4, half=8, has_bias=True), marks=EVERY_JAX
     ),
-    Case(
-        starts=(3,),
-        counts=(1,),
-        num_rows=1,
-        page_size=32,
-        has_norms=True,
-        num_heads=8,
-        num_kv_heads=1,
-        dim=256,
-        half=32,
+    Case((3,), (1,), 1, num_heads=8, num_kv_heads=1, dim=256, page_size=32, has_norms=True),
+    replace(  # a chunk
+        NORMED, starts=(0, 30), counts=(40, 11), num_rows=40, num_gates=2, half=4, is_centred=True
     ),
-    Case(
-        starts=(0, 30),
-        counts=(40, 11),
-        num_rows=40,
-        num_heads=2,
-        num_gates=2,
-        has_norms=True,
-        is_centred=True,
-        dim=16,
-        half=4,
-        dtype="bfloat16",
-    ),
-]
-SLOW_CASES = [
-    Case(dtype="bfloat16"),
-    Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16),
-    Case(has_norms=True, num_heads=8, num_kv_heads=1, dim=128, half=64),
-    Case(has_norms=True, is_centred=True, num_gates=4, half=8),
 ]
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_matches_the_equation(case, kernels):
     assert check(case, kernels)
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_pages_that_are_not_assigned_and_positions_past_the_table_write_nothing(kernels):
+def test_what_writes_nothing(kernels):
+    """A page that is not assigned, positions past the table, and a step without rows."""
     case = replace(PLAIN, starts=(14, 78, 200, 8), counts=(3, 3, 3, 0), unassigned=((0, 1),))
     # Keys and values, of two heads, of positions 14, 15 of the first and 78, 79 of the second.
     assert check(case, kernels) == 2 * 2 * 4
-
-
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_a_step_without_rows_writes_nothing(kernels):
     assert check(replace(PLAIN, counts=(0, 0, 0, 0)), kernels) == 0
-
-
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_values_without_a_norm_or_a_bias_are_copied_to_the_bit(kernels):
-    arguments = NORMED.arguments()
-    kv = np.asarray(NORMED.run(kernels, arguments)[1])
-    qkv, table, positions = arguments[0], arguments[5], arguments[6]
-    for b, t in np.argwhere(positions >= 0):
-        page, offset = table[b, positions[b, t] // 16], positions[b, t] % 16
-        v = qkv[b, t, -NORMED.num_kv_heads * NORMED.dim :].reshape(NORMED.num_kv_heads, NORMED.dim)
-        np.testing.assert_array_equal(kv[1, page, offset, 1], v)
 
 
 @pytest.mark.optimized
@@ -242,54 +203,3 @@ def test_a_donated_pool_is_updated_in_place():
 
     _, out = jax.jit(call, donate_argnums=0)(kv)
     assert kv.is_deleted() and out.unsafe_buffer_pointer() == address
-
-
-@pytest.mark.parametrize(
-    "name, change",
-    [
-        ("kv", {"kv": (8, 16, 2, 2, 64)}),
-        ("kv", {"kv": (2, 8, 16, 3, 2, 64)}),
-        ("page_table", {"page_table": (1, 5)}),
-        ("page_table", {"page_table": (2,)}),
-        ("positions", {"positions": (3,)}),
-        ("qkv", {"qkv": (2, 4, 512)}),
-        ("qkv", {"qkv": (2, 3, 500)}),
-        ("qkv", {"qkv": (2, 3, 448)}),
-        ("angles", {"cos": (2, 3, 33)}),
-        ("angles", {"cos": (2, 4, 32)}),
-        ("weights.bias", {"bias": (64,)}),
-        ("weights.k_norm", {"k_norm": (512,)}),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(name, change):
-    shapes = {
-        "qkv": (2, 3, 512),
-        "bias": (512,),
-        "q_norm": (64,),
-        "k_norm": (64,),
-        "cos": (2, 3, 32),
-        "kv": (2, 8, 16, 2, 2, 64),
-        "page_table": (2, 5),
-        "positions": (2, 3),
-    } | change
-    zeros = {key: np.zeros(shape) for key, shape in shapes.items()}
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        rope_write(
-            zeros["qkv"],
-            HeadWeights(zeros["bias"], zeros["q_norm"], zeros["k_norm"]),
-            (zeros["cos"], zeros["cos"]),
-            zeros["kv"],
-            np.int32(0),
-            zeros["page_table"],
-            zeros["positions"],
-            num_heads=4,
-        )
-
-
-@pytest.mark.parametrize(
-    "change, says", [({"dim": 48, "half": 8}, "D=48"), ({"dim": 8, "half": 4}, "D=8")]
-)
-def test_what_the_kernel_does_not_take_is_named(change, says):
-    case = Case(**change)
-    with pytest.raises(ValueError, match=says):
-        case.run("interpret", case.arguments())

@@ -8,22 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from support import triton_stand_in
 
-from pallas_kernels import dispatch, triton_call, triton_source
+from pallas_kernels import triton_call, triton_source
 
 pytestmark = pytest.mark.every_jax
 
 F32 = jnp.float32
-
-
-@pytest.fixture
-def translated(monkeypatch):
-    """Kernels run as jax_triton would have them run."""
-    for module in triton_call, dispatch:
-        monkeypatch.setattr(module, "backend", lambda: "jax_triton")
-    monkeypatch.setattr(triton_call, "launch", triton_stand_in.launch)
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
 
 
 def normal(*shape):
@@ -38,7 +28,7 @@ def launched(kernel, *operands, grid, shape=(), dtype=F32):
     return np.asarray(made)
 
 
-def test_a_multiply_add_rounds_once(translated):
+def test_a_multiply_add_rounds_once(checker):
     def kernel(a, b, c, out):
         out[...] = triton_call.multiply_add(a[...], b[...], c[...], interpret=False)
 
@@ -48,7 +38,7 @@ def test_a_multiply_add_rounds_once(translated):
     np.testing.assert_array_equal(launched(kernel, a, b, c, grid=(1,)), once)
 
 
-def test_a_grid_that_is_too_wide_becomes_one_axis(translated, monkeypatch):
+def test_a_grid_that_is_too_wide_becomes_one_axis(checker, monkeypatch):
     def kernel(out):
         i, j, k = (pl.program_id(axis) for axis in range(3))
         out[i, j, k] = 100 * i + 10 * j + k
@@ -60,7 +50,7 @@ def test_a_grid_that_is_too_wide_becomes_one_axis(translated, monkeypatch):
     np.testing.assert_array_equal(made, 100 * i + 10 * j + k)
 
 
-def test_slices_and_loops(translated):
+def test_slices_and_loops(checker):
     """Of lengths that are known when traced, and that are not, none and some, one in the other."""
 
     def kernel(x, count, out):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support import kernels_paged_attention
-from support.kernels_delta_rule import LAYER, Implementation, Sizes, Streams
+from support.kernels_delta_rule import LAYER, Serving, Sizes, Streams
 from support.kernels_paged_attention import Case
 
 from pallas_kernels.draw_tokens import draw_tokens
@@ -119,7 +119,7 @@ def delta_rule(heads: Heads, batch: int) -> Operation:
     streams = Streams.random(sizes := Sizes(heads), 3, 32)
 
     def run(kernels: str) -> Any:
-        serving = Implementation(kernels).serve(streams, sizes, batch=batch)
+        serving = Serving(kernels, streams, sizes, batch=batch)
         serving.prompt(3, 5, 2, width=8)
         for counts, stands in (
             ((4, 3, 1), (2, 3, 1)),

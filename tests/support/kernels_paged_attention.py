@@ -58,27 +58,9 @@ def compiled(kernels: str) -> Callable[..., jax.Array]:
 def arguments(case: Case) -> tuple[np.ndarray, ...]:
     """q, kv, layer, page_table, positions; NaN in every key and value that no row may see."""
     rng = np.random.default_rng(case.seed)
-    batch, pages_per_seq = len(case.starts), case.num_columns
-    kv = np.full(
-        (NUM_LAYERS, batch * pages_per_seq + 3, case.page_size, 2, case.num_kv_heads, case.dim),
-        np.nan,
-        np.float32,
-    )
-    page_table = np.full((batch, pages_per_seq), -1, np.int32)
-    free = rng.permutation(kv.shape[1]).tolist()
-    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
-        oldest = max(0, case.starts[b] - case.window + 1) if case.window else 0
-        for column in range(-(-length // case.page_size)):
-            page_table[b, column] = page = free.pop()
-            start = column * case.page_size
-            seen = slice(max(0, oldest - start), length - start if count else 0)
-            kv[LAYER, page, seen] = rng.normal(size=kv[LAYER, page, seen].shape)
-    row = np.arange(case.num_rows)[None]
-    starts, counts = np.array(case.starts)[:, None], np.array(case.counts)[:, None]
-    ends = starts + counts - 1 if case.is_block else starts + row
-    positions = np.where(row < counts, ends, -1).astype(np.int32)
+    kv, page_table, positions = paged(case, rng, 2, case.num_kv_heads, case.dim)
     num_heads = case.num_kv_heads * case.group
-    q = rng.normal(size=(batch, case.num_rows, num_heads, case.dim))
+    q = rng.normal(size=(len(case.starts), case.num_rows, num_heads, case.dim))
     return (
         q.astype(jnp.dtype(case.dtype)),
         kv.astype(jnp.dtype(case.pool or case.dtype)),
@@ -86,6 +68,26 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
         page_table,
         positions,
     )
+
+
+def paged(case: Case, rng: np.random.Generator, *entry: int) -> tuple[np.ndarray, ...]:
+    """A pool [layer, page, offset, *entry], page_table and positions; see `arguments`."""
+    batch, pages_per_seq = len(case.starts), case.num_columns
+    shape = NUM_LAYERS, batch * pages_per_seq + 3, case.page_size, *entry
+    pool, page_table = np.full(shape, np.nan, np.float32), np.full((batch, pages_per_seq), -1)
+    free = rng.permutation(pool.shape[1]).tolist()
+    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
+        oldest = max(0, case.starts[b] - case.window + 1) if case.window else 0
+        for column in range(-(-length // case.page_size)):
+            page_table[b, column] = page = free.pop()
+            start = column * case.page_size
+            seen = slice(max(0, oldest - start), length - start if count else 0)
+            pool[LAYER, page, seen] = rng.normal(size=pool[LAYER, page, seen].shape)
+    row = np.arange(case.num_rows)[None]
+    starts, counts = np.array(case.starts)[:, None], np.array(case.counts)[:, None]
+    ends = starts + counts - 1 if case.is_block else starts + row
+    positions = np.where(row < counts, ends, -1)
+    return pool, page_table.astype(np.int32), positions.astype(np.int32)
 
 
 def options(case: Case) -> dict[str, Any]:
