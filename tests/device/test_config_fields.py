@@ -13,51 +13,13 @@ from support.targets import CONFIG_SIZES
 from specjax.checkpoint.demo import demo_folder
 from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.registry import MODELS, describe_model, read_config
-from specjax.device.models.text_config import WRAPPERS
+from specjax.device.models.registry import KINDS, MODELS, describe_model, read_config
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-CLASSES = {
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "ministral": "MinistralConfig",
-    "ministral3": "Ministral3Config",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "phi3": "Phi3Config",
-    "arcee": "ArceeConfig",
-    "gemma2": "Gemma2Config",
-    "gemma3_text": "Gemma3TextConfig",
-    "gpt_oss": "GptOssConfig",
-    "qwen3_next": "Qwen3NextConfig",
-    "qwen3_5_text": "Qwen3_5TextConfig",
-    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
-    "deepseek_v3": "DeepseekV3Config",
-    "glm4_moe": "Glm4MoeConfig",
-    "glm4_moe_lite": "Glm4MoeLiteConfig",
-}
-WHOLES = {
-    "qwen3_5": "Qwen3_5Config",
-    "qwen3_5_moe": "Qwen3_5MoeConfig",
-    "qwen3_vl": "Qwen3VLConfig",
-    "qwen3_vl_moe": "Qwen3VLMoeConfig",
-    "qwen2_vl": "Qwen2VLConfig",
-    "qwen2_5_vl": "Qwen2_5_VLConfig",
-    "mistral3": "Mistral3Config",
-    "glm4v_moe": "Glm4vMoeConfig",
-    "llava": "LlavaConfig",
-    "internvl": "InternVLConfig",
-    "idefics3": "Idefics3Config",
-    "smolvlm": "SmolVLMConfig",
-    "voxtral": "VoxtralConfig",
-    "gemma3": "Gemma3Config",
-}
 
 
 def test_every_family_has_its_list():
-    assert READ.keys() == MODELS.keys() == CLASSES.keys()
-    assert WRAPPERS.keys() == WHOLES.keys()
+    assert READ.keys() == MODELS.keys()
     assert not any(READ[kind] & HARMLESS for kind in READ) and not CHANGES.keys() & HARMLESS
 
 
@@ -66,11 +28,15 @@ WIDTH = {"head_dim": 128}
 DEFAULT_SIZES = {"glm4_moe": WIDTH, "glm4v_moe": {"text_config": {"num_attention_heads": 32}}}
 
 
-@pytest.mark.parametrize("kind, name", [*CLASSES.items(), *WHOLES.items()])
-def test_the_defaults_of_transformers_are_taken(kind, name):
+def class_of(kind):
+    """transformers' class for a model type."""
+    return pytest.importorskip("transformers").CONFIG_MAPPING[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_defaults_of_transformers_are_taken(kind):
     """Without a warning, which would be an error here, and alike however they are saved."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, name)(**DEFAULT_SIZES.get(kind, {}))
+    config = class_of(kind)(**DEFAULT_SIZES.get(kind, {}))
     given = config.to_dict(), config.to_diff_dict(), json.loads(config.to_json_string())
     one, *others = (describe_model(HFConfig(fields, "config.json")) for fields in given)
     assert all(other == one for other in others)
@@ -83,8 +49,8 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("kind, name", [*CLASSES.items(), *WHOLES.items()])
-def test_missing_fields_mean_what_transformers_has(kind, name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_fields_mean_what_transformers_has(kind):
     kept = NEEDED | DEFAULT_SIZES.get(kind, {}).keys()
     if kind == "ministral3":  # the scaling of queries must be in its config
         kept |= {"rope_parameters"}
@@ -96,7 +62,7 @@ def test_missing_fields_mean_what_transformers_has(kind, name):
             if name in kept
         }
 
-    cls = getattr(pytest.importorskip("transformers"), name)
+    cls = class_of(kind)
     fields = pruned(cls(**DEFAULT_SIZES.get(kind, {})).to_dict())
     whole = cls.from_dict(fields).to_dict()
     one, other = (describe_model(HFConfig(given, "config.json")) for given in (fields, whole))

@@ -36,14 +36,3 @@ def test_against_a_sort(vocab_size, num_top):
         np.testing.assert_allclose(found.top_logprobs[i], logprobs[order], **tolerance)
         assert found.ranks[i] == 1 + sum(row > row[token])
     assert found.ranks[:6].tolist() == [1] * 6
-
-
-def test_what_cannot_be_drawn():
-    """A token that is out has no probability, and a rank behind all that have one."""
-    logits = np.float32([[1, -np.inf, 1, -np.inf], [-np.inf, 3, -np.inf, -np.inf]])
-    found = run(logits, np.array([3, 1]), 3)
-    np.testing.assert_array_equal(found.logprobs, [-np.inf, 0])
-    assert found.ranks.tolist() == [3, 1]
-    np.testing.assert_array_equal(found.top_ids, [[0, 2, 1], [1, 0, 2]])
-    half = np.float32(np.log(0.5))
-    np.testing.assert_allclose(found.top_logprobs, [[half, half, -np.inf], [0, -np.inf, -np.inf]])

@@ -20,59 +20,40 @@ ROWS, DIM, INNER, NUM_EXPERTS, NUM_CHOSEN = 13, 24, 10, 8, 3
 FLOAT32 = np.dtype(np.float32)
 
 
-def deepseek(normalises, groups, chosen_groups, scaling):
+SIZES = {
+    **{"hidden_size": DIM, "moe_intermediate_size": INNER},
+    **{"num_experts_per_tok": NUM_CHOSEN, "n_shared_experts": 2},
+}
+
+
+def sigmoid_in_groups():
     """(transformers' mixture, its sizes here)."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
     config = transformers.DeepseekV3Config(
-        hidden_size=DIM,
-        moe_intermediate_size=INNER,
-        n_routed_experts=NUM_EXPERTS,
-        num_experts_per_tok=NUM_CHOSEN,
-        n_shared_experts=2,
-        n_group=groups,
-        topk_group=chosen_groups,
-        norm_topk_prob=normalises,
-        routed_scaling_factor=scaling,
+        **SIZES, **groups, n_routed_experts=NUM_EXPERTS, norm_topk_prob=True
     )
-    router = SigmoidRouter(normalises, scaling, groups, chosen_groups)
+    router = SigmoidRouter(True, 2.5, 4, 2)
     sizes = Experts(
         NUM_EXPERTS, NUM_CHOSEN, INNER, 2 * INNER, router=router, shared_name="shared_experts"
     )
     return DeepseekV3MoE(config), sizes
 
 
-def qwen3(normalises):
-    """As `deepseek`, of a mixture without a shared expert."""
+def softmax_not_normalised():
+    """As the one above, of a mixture without a shared expert."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=DIM,
-        moe_intermediate_size=INNER,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=NUM_CHOSEN,
-        norm_topk_prob=normalises,
-    )
-    sizes = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, router=SoftmaxRouter(normalises))
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, norm_topk_prob=False)
+    sizes = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, router=SoftmaxRouter(False))
     return Qwen3MoeSparseMoeBlock(config), sizes
 
 
-CASES = {
-    "sigmoid": partial(deepseek, True, 1, 1, 1.8),
-    "sigmoid-in-groups": partial(deepseek, True, 4, 2, 2.5),
-    "sigmoid-not-normalised": partial(deepseek, False, 2, 1, 1.0),
-    "softmax": partial(qwen3, True),
-    "softmax-not-normalised": partial(qwen3, False),
-}
-
-
-FAST = "sigmoid-in-groups", "softmax-not-normalised"
-PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES]
-
-
-@pytest.mark.parametrize("name", PARAMS)
-def test_mixtures(name):
-    module, sizes = CASES[name]()
+@pytest.mark.parametrize("make", [sigmoid_in_groups, softmax_not_normalised])
+def test_mixtures(make):
+    """Those of other rules are parts of the models in tests/oracle/test_models.py."""
+    module, sizes = make()
     module = module.eval()
     tensors = dict(module.state_dict())
     randomise(tensors, seed=3)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.edits import History
@@ -162,10 +161,3 @@ def test_no_value_is_larger_than_the_history():
     sizes = [np.prod([int(x) for x in shape.split(",")]) for shape in shapes]
     assert len(sizes) > 20 and max(sizes) <= 8 * (512 + NGramDrafter().prompt_lookup_max)
     assert not re.search(r"\b(sort|scan|while|cond)\b", program)
-
-
-def test_there_is_no_state():
-    drafter = NGramDrafter()
-    assert drafter.init_state(CacheSizes(4, 8, 16, 1), np.float32) is None
-    assert drafter.observe(*[None] * 4) is None
-    assert drafter.aux_layers == ()

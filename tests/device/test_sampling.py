@@ -28,15 +28,6 @@ def padded(*trees):
     return jax.tree.map(pad, trees)
 
 
-def run_process(logits, requests, history):
-    """`process` of a few rows f32[N, V] without drafts, in a batch of rows of 200 tokens."""
-    n, vocab_size = logits.shape
-    logits = np.pad(logits, ((0, 0), (0, 200 - vocab_size)), constant_values=-np.inf)
-    rows = np.resize(np.arange(n), BATCH)
-    inputs = jax.tree.map(lambda x: np.asarray(x)[rows], (logits[:, None], requests, history))
-    return np.asarray(compiled_process(*inputs))[:n, 0, :vocab_size]
-
-
 def run_choose(logits, sampling, positions):
     """`choose` among 30 tokens, most of which may be out."""
     n, vocab_size = logits.shape
@@ -89,10 +80,11 @@ def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
 
 
 def test_initial_requests_ask_for_nothing():
-    logits = np.random.default_rng(0).normal(size=(3, 200)).astype(np.float32)
-    history = History(np.full((3, 18), -1, np.int32), np.array([0, 4, 18], np.int32))
-    requests = jax.jit(init_requests, static_argnums=(0, 1))(3, 200)
-    np.testing.assert_array_equal(run_process(logits, requests, history), logits)
+    logits = np.random.default_rng(0).normal(size=(BATCH, 1, 200)).astype(np.float32)
+    lengths = np.resize(np.int32([0, 4, 18]), BATCH)
+    history = History(np.full((BATCH, 18), -1, np.int32), lengths)
+    requests = jax.jit(init_requests, static_argnums=(0, 1))(BATCH, 200)
+    np.testing.assert_array_equal(compiled_process(logits, requests, history), logits)
 
 
 def test_requests_are_put_at_their_slots(asked):

@@ -1,6 +1,7 @@
 """A request that goes on from a snapshot and shared pages is the request that ran it all."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +56,7 @@ def extend(model):
     """Run a piece of one request: (hidden, cache)."""
     params = jax.device_put(random_params(model.specs(), 0))
 
-    @jax.jit
-    def run_chunk(cache, tokens, slot, table, start, count):
-        return run(cache, tokens, slot, table, start, count, jnp.int32(0), folds=True)
-
-    @jax.jit
-    def run_step(cache, tokens, slot, table, start, count, pending):
-        return run(cache, tokens, slot, table, start, count, pending, folds=False)
-
+    @partial(jax.jit, static_argnames="folds")
     def run(cache, tokens, slot, table, start, count, pending, folds):
         rows = CachedRows.starting_at(
             start[None],
@@ -77,14 +71,11 @@ def extend(model):
         return features.hidden, cache
 
     def extend(cache, tokens, slot, pages, start, pending=None):
-        table = ints([*pages, *[-1] * (LENGTH // PAGE - len(pages))])
-        count = len(tokens)
-        where = ints(slot), table, ints(start), ints(count)
-        if pending is None:
-            hidden, cache = run_chunk(cache, ints([*tokens, *[0] * (CHUNK - count)]), *where)
-        else:
-            padded = ints([*tokens, *[0] * (MAX_ROWS - count)])
-            hidden, cache = run_step(cache, padded, *where, ints(pending))
+        folds, count = pending is None, len(tokens)
+        padded = [*tokens, *[0] * ((CHUNK if folds else MAX_ROWS) - count)]
+        table = [*pages, *[-1] * (LENGTH // PAGE - len(pages))]
+        inputs = map(ints, (padded, slot, table, start, count, pending or 0))
+        hidden, cache = run(cache, *inputs, folds=folds)
         return np.asarray(hidden)[:count], cache
 
     return extend

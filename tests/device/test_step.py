@@ -27,77 +27,21 @@ from specjax.sampling_params import SamplingParams
 FLOAT32 = np.dtype(np.float32)
 VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)
-GRAMMAR = {"structured_outputs": {"regex": "any"}}
-
-
-@dataclass
-class Matcher:
-    """A grammar by a rule of which tokens may follow others; it notes the drafts of every step."""
-
-    rule: object
-    tokens: list[int] = field(default_factory=list)
-    num_drafts: int = 0
-    is_finished: bool = False
-
-    def accept(self, tokens):
-        assert tokens
-        self.tokens += tokens
-
-    def masks(self, drafts):
-        self.num_drafts += len(drafts)
-        prefixes = [self.tokens + drafts[:i] for i in range(len(drafts) + 1)]
-        return np.array([[sum(1 << i for i in self.rule(p))] for p in prefixes], np.int32)
-
-
-def anything(tokens):
-    return range(VOCAB)
-
-
-def hopping(tokens):
-    """What may follow depends on the last token and on how many there are."""
-    last = tokens[-1] if tokens else 0
-    return [i for i in range(VOCAB) if (i + last + len(tokens)) % 3]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What an engine made of the requests."""
-
-    sequences: list
-    num_accepted_per_pos: tuple[int, ...]
-    matchers: list
-    is_active: np.ndarray  # bool[slots], as the device has it afterwards
-
-    @property
-    def outcome(self):
-        return [sequence.output for sequence in self.sequences], self.num_accepted_per_pos
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints):
-    """Target, drafter and their parameters."""
+def serve(checkpoints):
+    """Serves a few requests, their rows padded to a multiple: (outputs, counts of accepted drafts,
+    bool[slots] of who is active afterwards)."""
     target = checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
     model, params = load_model(target.folder, FLOAT32)
     folder = checkpoints.eagle3(target, num_aux=2).folder
     config = SpeculativeConfig(method="eagle3", model=str(folder), num_speculative_tokens=K)
     drafter, head_params = load_drafter(folder, config, model, FLOAT32)
-    return model, drafter, Params(params, head_params)
-
-
-@pytest.fixture(scope="module")
-def run(loaded):
-    """Serves a few requests, under a grammar or without, their rows padded to a multiple."""
-    model, drafter, params = loaded
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (5, 40, 17)]
 
-    def serve(*, rule=None, row_multiple=1, **asks):
-        matchers = []
-
-        def follow():
-            matchers.append(Matcher(rule))
-            return matchers[-1]
-
+    def serve(row_multiple=1, **asks):
         def make_model(*arguments):
             return step_model(*arguments)._replace(row_multiple=row_multiple)
 
@@ -109,60 +53,34 @@ def run(loaded):
             prefill_shapes=((2, 16),),
             num_pages=12,
         )
-        policy, make_programs = StaticPolicy(K), programs_with(make_model=make_model)
-        engine = Engine(config, model, drafter, params, policy, make_programs=make_programs)
-        for i, prompt in enumerate(prompts):
-            asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else asks))
-            follows = follow if rule else None
-            engine.add(Request(i, prompt, asked, 20, (i,), follow_grammar=follows))
-        sequences = []
+        programs, both = programs_with(make_model=make_model), Params(params, head_params)
+        engine = Engine(config, model, drafter, both, StaticPolicy(K), make_programs=programs)
+        for i, (prompt, temperature) in enumerate(zip(prompts, (0.0, 0.7, 0.0), strict=True)):
+            asked = SamplingParams(temperature=temperature, **asks)
+            engine.add(Request(i, prompt, asked, 20, (i,)))
+        outputs = {}
         while engine.has_work:
-            sequences += [s for s in engine.step() if s.is_finished]
-        sequences.sort(key=lambda sequence: sequence.request.request_id)
-        accepted, state = engine.metrics().num_accepted_tokens_per_pos, engine.programs.state
-        return Served(sequences, accepted, matchers, np.asarray(state.is_active))
+            done = [sequence for sequence in engine.step() if sequence.is_finished]
+            outputs |= {one.request.request_id: one.output for one in done}
+            assert all(sequence.finish_reason == "length" for sequence in done)
+        accepted = engine.metrics().num_accepted_tokens_per_pos
+        return outputs, accepted, np.asarray(engine.programs.state.is_active)
 
     return serve
 
 
-@pytest.fixture(scope="module")
-def plain(run):
-    return run(row_multiple=1)
+def test_padded_rows_change_nothing_and_the_device_ends_requests_by_itself(serve):
+    outputs, accepted, is_active = serve()
+    assert serve(row_multiple=8)[:2] == (outputs, accepted)
+    assert sum(accepted) > 0 and len(outputs) == 3 and not is_active.any()
 
 
-def test_padded_rows_change_nothing(run, plain):
-    assert run(row_multiple=8).outcome == plain.outcome
-    assert sum(plain.num_accepted_per_pos) > 0
-
-
-def test_the_device_ends_requests_by_itself(plain):
-    assert all(sequence.finish_reason == "length" for sequence in plain.sequences)
-    assert not plain.is_active.any()
-
-
-def test_drafts_follow_what_requests_ask_of_logits(run):
+def test_drafts_follow_what_requests_ask_of_logits(serve):
     """One token has all the probability, so a drafter that is told so is right every time."""
-    served = run(logit_bias={7: 100.0})
-    assert all(set(sequence.output) == {7} for sequence in served.sequences)
+    outputs, accepted, _ = serve(logit_bias={7: 100.0})
+    assert all(set(output) == {7} for output in outputs.values())
     whole_rounds = 19 // (K + 1)  # of 20 tokens, the first comes with the prompt
-    assert min(served.num_accepted_per_pos) >= len(served.sequences) * whole_rounds
-
-
-def test_three_programs_do_what_one_does(run, plain):
-    """A grammar that rules nothing out splits the step, and sees what was drafted."""
-    served = run(rule=anything)
-    assert served.outcome == plain.outcome
-    assert len(served.matchers) == 3
-    assert all(matcher.num_drafts >= K for matcher in served.matchers)
-
-
-def test_masks_are_obeyed(run, plain):
-    """Of every token, drafts or not, after as many as there are."""
-    served = run(rule=hopping)
-    assert sum(served.num_accepted_per_pos) > 0
-    assert served.outcome[0] != plain.outcome[0]
-    for tokens in served.outcome[0]:
-        assert all(token in hopping(tokens[:j]) for j, token in enumerate(tokens))
+    assert min(accepted) >= len(outputs) * whole_rounds
 
 
 def test_padded_width_is_the_least_that_fits():

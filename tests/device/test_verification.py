@@ -147,13 +147,6 @@ class TestEveryMethod:
             assert [tokens[b] for b in rows] == [fewer[b] for b in rows]
             assert k or fewer == plain_tokens(target, 0)[:, None].tolist()
 
-    def test_rows_do_not_depend_on_each_other(self, method, certain):
-        draft, target = case(2, (1.0, 0.0, 0.3), certain=certain)
-        order = np.random.default_rng(0).permutation(ROWS)
-        shuffled = run(method, *jax.tree.map(lambda x: x[order], (draft, target)))
-        together = emitted(run(method, draft, target))
-        assert emitted(shuffled) == [together[b] for b in order]
-
     @pytest.mark.parametrize("fill", [-np.inf, np.nan])
     def test_drafts_end_where_no_token_is_left(self, method, certain, fill):
         """As if there had been no more of them; -1 takes the place of the token after the last."""
@@ -280,26 +273,6 @@ def test_methods_have_their_config_names(name, method):
     )
     assert make_verification(config) == method
     assert method.shares_noise == (name == "seed_exact") and Synthetic((0.5,)).shares_noise
-
-
-def test_target_probs():
-    logits = np.float32([[[1, 3, -np.inf], [2, 2, 1]], [[0, 4, 4], [-9, -np.inf, -8]]])
-    probs = np.asarray(probs_of(target_of(logits, (0.5, 0.0))))
-    np.testing.assert_allclose(probs[0].sum(-1), 1, rtol=1e-6)
-    np.testing.assert_allclose(np.log(probs[0, 0, 1] / probs[0, 0, 0]), 4, rtol=1e-5)
-    assert probs[0, 0, 2] == 0
-    np.testing.assert_array_equal(probs[1], [[0, 1, 0], [0, 0, 1]])
-
-
-def test_block_accepts_more():
-    """On the mean of many rounds, of drafts that were drawn."""
-    means = {method: [] for method in (Rejection(), Block())}
-    for seed in range(40):
-        draft, target = case(100 + seed)
-        for method, of_method in means.items():
-            of_method.append(run(method, draft, target).num_accepted.mean())
-    token_wise, block = (np.mean(x) for x in means.values())
-    assert block > token_wise + 0.02
 
 
 def test_a_rejection_draws_with_the_targets_stream():

@@ -46,14 +46,6 @@ CASES = {
     "window-of-one": Case((70, 300), (3, 2), 3, window=1),
     "window-chunk-soft-cap": Case((64, 0), (150, 90), 150, window=50, soft_cap=2.0),
 }
-SLOW_CASES = {
-    **{
-        f"rows{t}": Case((0, 37, 90), (t, t - 1, t // 2), t, group=2 ** (t % 4), num_kv_heads=3)
-        for t in (4, 9, 16)  # 16 and 32 rows to a block, 1 and 2 blocks
-    },
-    "page32-dim128": Case((200, 3, 131), (3, 4, 1), 4, dim=128, page_size=32),
-    "window-chunk": Case((64, 0), (150, 90), 150, window=50),
-}
 FP8 = "float8_e4m3fn"
 # In bf16 a CPU takes long for large pools.
 VERIFY_FEW = replace(
@@ -63,26 +55,13 @@ BF16_CASES = {
     "verify": VERIFY_FEW,
     "fp8": replace(VERIFY_FEW, pool=FP8),
 }
-SLOW_BF16_CASES = {
-    "bf16-decode": CASES["decode"],
-    "page32-dim128": SLOW_CASES["page32-dim128"],
-    "rows4": SLOW_CASES["rows4"],
-}
 # Tiles of many sizes, for any case: splits without a block, blocks of rows without a row.
 CONFIGS = {
     "one-split": AttentionTuning(64, 64, 1, 4, 1),
     "small-tiles": AttentionTuning(16, 16, 3, 4, 1),
     "more-splits-than-blocks": AttentionTuning(32, 128, 7, 4, 1),
 }
-MARKS = {
-    **dict.fromkeys(("verify", "window-of-one", "window-chunk-soft-cap"), pytest.mark.every_jax),
-    **dict.fromkeys((*SLOW_CASES, *SLOW_BF16_CASES), pytest.mark.slow),
-}
-
-
-def named(*cases):
-    """Parameters of tests."""
-    return [pytest.param(name, marks=MARKS.get(name, ())) for name in cases]
+ON_EVERY_JAX = "verify", "window-of-one", "window-chunk-soft-cap"
 
 
 @pytest.fixture(
@@ -111,9 +90,12 @@ def attention_in_storage_dtype(q, kv, layer, page_table, positions):
     return jnp.einsum("bhtc,cbhd->bthd", weights, values)
 
 
-@pytest.mark.parametrize("name", named(*CASES, *SLOW_CASES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.every_jax if n in ON_EVERY_JAX else ()) for n in CASES],
+)
 def test_matches_the_equation(attend, name):
-    case = (CASES | SLOW_CASES)[name]
+    case = CASES[name]
     inputs, chosen = arguments(case), options(case)
     assert_matches_the_equation(attend(*inputs, **chosen), inputs, chosen)
 
@@ -169,9 +151,9 @@ def test_auto_takes_what_the_kernel_does_not(case, rounding):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", named(*BF16_CASES, *SLOW_BF16_CASES))
+@pytest.mark.parametrize("name", BF16_CASES)
 def test_bf16_is_no_worse_than_plain_bf16(attend, name):
-    case = replace((BF16_CASES | SLOW_BF16_CASES)[name], dtype="bfloat16")
+    case = replace(BF16_CASES[name], dtype="bfloat16")
     (q, kv, *rest), chosen = arguments(case), options(case)
     expected = attention_by_definition(q, kv, *rest, **chosen)
     scale = chosen.get("kv_scale", np.ones((2, 1), np.float32))[:, :, None]
