@@ -104,24 +104,15 @@ def test_fields_that_do_not_matter(kind):
 SLIDING, FULL, DELTA = "sliding_attention", "full_attention", "linear_attention"
 # Fields of a model of four layers, and their windows.
 WINDOWS = [
-    ("mistral", {}, [4096] * 4),
     ("mistral", {"sliding_window": None}, [None] * 4),
-    ("mistral", {"sliding_window": 7}, [7] * 4),
     ("ministral", {"layer_types": [SLIDING, FULL] * 2}, [4096, None] * 2),
-    ("ministral", {"sliding_window": None}, [None] * 4),
-    ("qwen3", {"sliding_window": 7, "layer_types": [FULL] * 4}, [None] * 4),
     ("qwen3", {"sliding_window": 7, "max_window_layers": 1}, [None] * 4),
     ("qwen3", {"use_sliding_window": True}, [None] * 4),  # from layer 28 on
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [4096]),
     ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, [4096] * 4),
     ("qwen3_moe", {"sliding_window": 7}, [None] * 4),
-    ("gpt_oss", {}, [128, None] * 2),
     ("gpt_oss", {"sliding_window": 9, "layer_types": [FULL, SLIDING] * 2}, [None, 9] * 2),
-    ("gemma2", {}, [4096, None] * 2),
-    ("gemma3_text", {}, [4096] * 4),
     ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 3}, [9, 9, None, 9]),
-    ("gemma3_text", {"layer_types": [FULL] * 4, "sliding_window": None}, [None] * 4),
-    ("phi3", {}, [None] * 4),
     ("phi3", {"sliding_window": 2047}, [2047] * 4),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
     (
@@ -152,24 +143,12 @@ def test_nothing_quantised():
     assert described(quantization_config=None) == described(quantization_config={}) == described()
 
 
-def test_a_published_gemma_config_says_little():
-    """The rest is as transformers has it: heads, vocabulary, windows, frequencies."""
-    text = {
-        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
-        **{"num_hidden_layers": 34, "sliding_window": 1024},
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }
-    parts = {"mm_tokens_per_image": 256, "boi_token_index": 255999, "vision_config": {"a": 1}}
-    model = describe_model(HFConfig({"model_type": "gemma3", "text_config": text, **parts}, "x"))
-    assert (model.vocab_size, model.num_heads, model.num_kv_heads) == (262208, 8, 4)
-    assert model.windows[:7] == (1024,) * 5 + (None, 1024) and model.tie_word_embeddings
-    assert (model.rope.theta, model.rope.factor, model.max_position) == (1e6, 8.0, 131072)
-    assert (model.local_rope.theta, model.local_rope.scaling) == (1e4, "default")
-    assert (model.query_scale, model.logit_cap, model.score_cap) == (1, None, None)
-    assert model.ropes == (model.local_rope, model.rope)
-
-
 def test_older_names_in_published_gemma_configs():
+    """The rest of what they do not say is as transformers has it."""
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    model = described("gemma3_text", rope_scaling=scaling, num_hidden_layers=6)
+    assert (model.rope.scaling, model.rope.factor, model.max_position) == ("linear", 8.0, 131072)
+    assert model.ropes == (model.local_rope, model.rope) and model.local_rope.scaling == "default"
     names = {"sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"}
     assert described("gemma2", **names) == described("gemma2")
 

@@ -217,63 +217,55 @@ def test_quantised_weights_are_refused_by_their_method(given):
 # --- weights --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        ("qwen3_next", "model.layers.0.linear_attn.A_log"),
-        ("qwen3_5", "model.language_model.layers.0.linear_attn.dt_bias"),
-        ("qwen3_5", "model.language_model.layers.0.linear_attn.conv1d.weight"),
-        ("fused", "model.layers.1.mlp.experts.gate_up_proj"),
-        ("fused", "model.layers.1.mlp.experts.down_proj"),
-    ],
-)
-def test_a_missing_tensor(checkpoints, rewrite_tensors, kind, name):
-    """Also one half of fused experts."""
-    target = checkpoints.target("qwen3_5_moe_text" if kind == "fused" else kind)
-    target = checkpoints.fused(target) if kind == "fused" else target
-    folder = checkpoints.copy(target.folder)
-
-    def drop(tensors):
-        assert name in tensors
-        return {key: x for key, x in tensors.items() if key != name}
-
-    rewrite_tensors(folder / "model.safetensors", drop)
-    refusal(lambda: load_model(folder, FLOAT32), "missing", name)
+DELTA_NAMES = "model.layers.0.linear_attn", "model.language_model.layers.0.linear_attn"
+EXPERTS = "model.layers.1.mlp.experts"
 
 
-@pytest.mark.parametrize("single", ["up_proj", "down_proj"])
-def test_mixed_layouts_of_experts(checkpoints, rewrite_tensors, single):
-    import torch
+@pytest.fixture
+def rewritten(checkpoints, rewrite_tensors):
+    """A folder of a model with a tensor less, or with more."""
+    torch = pytest.importorskip("torch")
 
-    target = checkpoints.fused(checkpoints.target("qwen3_5_moe_text"))
-    folder, prefix = checkpoints.copy(target.folder), "model.layers.1.mlp.experts"
-    one = f"{prefix}.0.{single}.weight"
-    rewrite_tensors(folder / "model.safetensors", lambda old: old | {one: torch.zeros(24, 32)})
-    refusal(lambda: load_model(folder, FLOAT32), one, f"{prefix}.gate_up_proj")
+    def write(kind, removed=(), added=()):
+        target = checkpoints.target("qwen3_5_moe_text" if kind == "fused" else kind)
+        target = checkpoints.fused(target) if kind == "fused" else target
+        folder = checkpoints.copy(target.folder)
+
+        def change(tensors):
+            assert {*removed} <= tensors.keys()
+            more = {name: torch.zeros(24, 32) for name in added}
+            return {name: x for name, x in tensors.items() if name not in removed} | more
+
+        rewrite_tensors(folder / "model.safetensors", change)
+        return folder
+
+    return write
 
 
 @pytest.mark.parametrize(
-    "name",
+    "kind, how, name, words",
     [
-        "model.layers.0.linear_attn.conv1d.bias",
-        "model.language_model.layers.0.linear_attn.conv1d.bias",
-        "model.language_model.visual.blocks.0.attn.proj.bias",
-        "mtpx.fc.weight",
-        "head.weight",
+        ("qwen3_next", "removed", f"{DELTA_NAMES[0]}.A_log", "missing"),
+        ("qwen3_5", "removed", f"{DELTA_NAMES[1]}.dt_bias", "missing"),
+        ("qwen3_5", "removed", f"{DELTA_NAMES[1]}.conv1d.weight", "missing"),
+        ("fused", "removed", f"{EXPERTS}.gate_up_proj", "missing"),  # half of the experts
+        ("fused", "removed", f"{EXPERTS}.down_proj", "missing"),
+        ("qwen3_5", "added", f"{DELTA_NAMES[0]}.conv1d.bias", "unexpected"),
+        ("qwen3_5", "added", f"{DELTA_NAMES[1]}.conv1d.bias", "unexpected"),
+        ("qwen3_5", "added", "model.language_model.visual.attn.bias", "unexpected"),
+        ("qwen3_5", "added", "mtpx.fc.weight", "unexpected"),
+        ("qwen3_5", "added", "head.weight", "unexpected"),
+        ("fused", "added", f"{EXPERTS}.0.up_proj.weight", "gate_up_proj"),  # two layouts
+        ("fused", "added", f"{EXPERTS}.0.down_proj.weight", "gate_up_proj"),
     ],
 )
-def test_tensors_beside_the_vision_tower_are_unexpected(checkpoints, rewrite_tensors, name):
-    import torch
+def test_tensors_that_do_not_fit(rewritten, kind, how, name, words):
+    refusal(lambda: load_model(rewritten(kind, **{how: [name]}), FLOAT32), name, words)
 
-    folder = checkpoints.copy(checkpoints.target("qwen3_5").folder)
-    ignored = "model.visual.more.weight", "visual.more.weight", "mtp.fc.weight"
-    more = dict.fromkeys(ignored, torch.zeros(2))
-    rewrite_tensors(
-        folder / "model.safetensors", lambda old: old | {k: x.clone() for k, x in more.items()}
-    )
-    load_model(folder, FLOAT32)
-    rewrite_tensors(folder / "model.safetensors", lambda old: old | {name: torch.zeros(2)})
-    refusal(lambda: load_model(folder, FLOAT32), "unexpected", name)
+
+def test_the_vision_tower_and_drafters_are_ignored(rewritten):
+    added = "model.visual.more.weight", "visual.more.weight", "mtp.fc.weight"
+    load_model(rewritten("qwen3_5", added=added), FLOAT32)
 
 
 def test_a_tower_alone_does_not_make_its_names_the_models(checkpoints):

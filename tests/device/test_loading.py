@@ -1,8 +1,6 @@
 """Loading: values against numpy on hand-made files, all faults in one error, host memory."""
 
 import tracemalloc
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -19,23 +17,13 @@ from specjax.device import loading
 from specjax.device.loading import load_params
 from specjax.device.placement import Placement
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Block:
-    qkv: Any
-    norm: Any
-    bias: Any
-
-
 SPECS = {
     "embedding": stored(["embed.weight"], (6, 4)),
     "blocks": tuple(
-        Block(
-            qkv=projection([f"{i}.{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
-            norm=stored([f"{i}.norm"], (4,)),
-            bias=None,
-        )
+        {
+            "qkv": projection([f"{i}.{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
+            "norm": stored([f"{i}.norm"], (4,)),
+        }
         for i in range(2)
     ),
     "head": None,
@@ -71,9 +59,9 @@ def test_arrays_are_merged_transposed_and_cast(tmp_path, file_dtype, dtype):
     np.testing.assert_array_equal(params["embedding"], tensors["embed.weight"].astype(dtype))
     for i, block in enumerate(params["blocks"]):
         parts = [tensors[f"{i}.{n}.weight"] for n in "qkv"]
-        np.testing.assert_array_equal(block.qkv, np.concatenate(parts).T.astype(dtype))
-        np.testing.assert_array_equal(block.norm, tensors[f"{i}.norm"].astype(dtype))
-        assert block.qkv.dtype == block.norm.dtype == dtype and block.bias is None
+        np.testing.assert_array_equal(block["qkv"], np.concatenate(parts).T.astype(dtype))
+        np.testing.assert_array_equal(block["norm"], tensors[f"{i}.norm"].astype(dtype))
+        assert block["qkv"].dtype == block["norm"].dtype == dtype
 
 
 def test_tensors_may_have_other_names_go_unused_and_be_read_apart(tmp_path):

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 import scipy.special
+from support.asked import sampling_of
 
 from specjax.device.edits import History
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.device.requests import Requests, Sampling, init_requests
+from specjax.device.requests import Requests, init_requests
 from specjax.device.sampling import choose, draw_draft, process, spread
 from specjax.sampling_params import SamplingParams
 
@@ -33,17 +34,6 @@ def run_choose(logits, sampling, positions):
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
     return np.asarray(compiled_choose(*padded(logits, sampling, positions)))[:n]
-
-
-def sampling_of(temperatures, seeds=None):
-    n = len(temperatures)
-    return Sampling(
-        np.array(temperatures, np.float32),
-        np.array(range(n) if seeds is None else seeds, np.uint32),
-        np.zeros(n, np.int32),
-        np.ones(n, np.float32),
-        np.zeros(n, np.float32),
-    )
 
 
 def history_of(requests, drafts, length=18):

@@ -3,21 +3,25 @@
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import programs_with
 
 from specjax.config import EngineConfig, SpeculativeConfig
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import padded_width
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.ngram import NGramDrafter
-from specjax.device.drafters.registry import load_drafter
+from specjax.device.drafters.registry import load_drafter, shape_drafter
 from specjax.device.layout import Layout
 from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.model import init_caches
 from specjax.device.models.registry import describe_model, load_model
+from specjax.device.state import init_state
 from specjax.device.verification import SeedExact
 from specjax.engine.engine import Engine
-from specjax.engine.programs import Begin, Decode, Joined
+from specjax.engine.programs import Begin, Decode, Joined, Prefill
 from specjax.engine.step_model import empty_state, step_model
 from specjax.engine.tracing import Static, jitted
 from specjax.host.request import Request
@@ -124,3 +128,33 @@ def test_drafters_do_not_see_the_pages_of_the_targets_windows():
     assert [rows.width for rows in drafter.shown] == [K + 1, 4]
     for rows in drafter.shown:
         assert rows.table(8) is rows.page_table
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_text"])
+def test_steps_keep_the_dtype_of_pages(checkpoints, name):
+    """Pages in a dtype of their own: all pools have it, and nothing else."""
+    model, params = load_model(checkpoints.target(name).folder, FLOAT32)
+    drafter, own = shape_drafter("eagle", model, name, "float32")
+    config = EngineConfig(max_model_len=32, max_num_seqs=2, page_size=8, num_pages=13)
+    static = step_model(config, model, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
+    sizes = CacheSizes(2, 13, 8, K + 1, 2, page_dtype=jnp.bfloat16)
+
+    def empty():
+        caches = init_caches(model, sizes, "float32")
+        snapshots = tuple(kind.init_snapshots(2, "float32") for kind in model.cache_kinds)
+        of_drafter = drafter.init_state(sizes, "float32")
+        return init_state(2, 32, model.vocab_size, caches, snapshots, of_drafter)
+
+    state = jax.eval_shape(empty)
+    for leaf in jax.tree.leaves((state.caches, state.drafter)):
+        is_pool = leaf.shape[1:3] == (13, 8)
+        assert (leaf.dtype == jnp.bfloat16) == is_pool, leaf
+    layout = Layout.of(config, model.vocab_size, static.windows)
+    for program in Prefill(1, 16), Decode(2, K, Variant()), Decode(2, 0, Variant()):
+        ((kind, batch),) = program.packed
+        packed = jax.ShapeDtypeStruct(layout.packing(kind).shape(batch), jnp.int32)
+        step = jitted(program, Static(static, layout))
+        after, _ = jax.eval_shape(step, Params(params, own), state, packed)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), state
+        )

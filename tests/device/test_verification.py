@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.asked import sampling_of
 
 from specjax.config import SpeculativeConfig
 from specjax.device import verification
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
-from specjax.device.requests import Sampling
 from specjax.device.sampling import choose
 from specjax.device.verification import (
     Block,
@@ -40,17 +40,6 @@ def verify(method, draft, target):
 
 def run(method, draft, target):
     return jax.device_get(verify(method, draft, target))
-
-
-def sampling_of(temperatures):
-    n = len(temperatures)
-    return Sampling(
-        np.array(temperatures, np.float32),
-        np.arange(n, dtype=np.uint32),
-        np.zeros(n, np.int32),
-        np.ones(n, np.float32),
-        np.zeros(n, np.float32),
-    )
 
 
 def target_of(logits, temperatures=(1.0,), num_drafts=None):

@@ -12,9 +12,6 @@ from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.draw_tokens import triton as kernel
 from pallas_kernels.draw_tokens.triton import DrawTuning, draw_tokens_triton
 
-IMPLEMENTATIONS = "reference", "interpret"
-
-
 # Rows and tokens of most tests, which share programs: tiles that are full, and one that is not.
 SHAPE = 16, 9001
 compiled = jax.jit(draw_tokens, static_argnums=3, static_argnames=("vocab_size", "kernels"))
@@ -66,7 +63,6 @@ def by_definition(logits, temperature, seeds, stream, counters, token_ids=None):
     return np.array(tokens), np.array(leads)
 
 
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape, num_counters", [(SHAPE, 2), ((1, 7), 0)])
 def test_matches_the_equation(shape, num_counters, kernels):
     *inputs, counters = arguments(*shape)
@@ -81,7 +77,6 @@ def test_matches_the_equation(shape, num_counters, kernels):
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_columns_go_by_their_names(kernels):
     inputs = arguments(16, 50)
     ids = np.random.default_rng(1).permutation(300)[:50].astype(np.int32)
@@ -90,7 +85,6 @@ def test_columns_go_by_their_names(kernels):
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_the_first_of_equals_and_rows_that_leave_no_token(kernels):
     """A NaN counts wherever it is; infinities and the lowest number are numbers."""
     logits, temperature, *others = arguments(*SHAPE)
@@ -106,7 +100,6 @@ def test_the_first_of_equals_and_rows_that_leave_no_token(kernels):
     assert tokens.tolist() == [-1, 70, 9000, -1, 5, 5, *[-1] * 10]
 
 
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_rows_of_a_request_follow_each_other(kernels):
     _, temperature, seeds, stream, (places, others) = arguments(*SHAPE)
     num_rows = 3 * SHAPE[0]

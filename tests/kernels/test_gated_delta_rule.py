@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from support.kernels_delta_rule import (
+    BF16_TOLERANCE,
     LAYER,
     PROMPT_WIDTH,
-    RINGS,
     STEP_WIDTH,
     TOLERANCE,
     Serving,
@@ -16,6 +16,7 @@ from support.kernels_delta_rule import (
 
 from pallas_kernels.gated_delta_rule import Heads
 
+INTERPRETED_SLOWLY = ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
 PUBLISHED = Heads(1, 2, 128, 128)  # sizes of a head in published models
 
 # What a kernel is compiled for, few programs with all of it, and the width of their prompts.
@@ -73,21 +74,15 @@ def test_a_prompt_leaves_nothing_but_the_history_of_the_convolution(kernels):
 
 @pytest.mark.every_jax
 def test_what_is_pending_is_folded_before_a_chunk(kernels):
+    """A prompt of one token need not be told from a decoded one, and may begin with a step."""
     serving = Serving(kernels, Streams.random(Sizes(), 3, 30))
-    serving.prompt(5, 1, 9)
-    serving.step([4, 4, 1], [2, 4, 1])
+    for counts, stands in ([1, 4, 3], [1, 4, 1]), ([4, 4, 4], [1, 2, 3]), ([4, 4, 1], [2, 4, 1]):
+        serving.step(counts, stands)
+        serving.check()
     serving.prompt(7, 1, 0)
     serving.check()
     serving.step([1, 3, 4], [1, 2, 4])
     serving.check()
-
-
-def test_a_request_may_begin_with_a_step(kernels):
-    """A prompt of one token need not be told from a decoded one."""
-    serving = Serving(kernels, Streams.random(Sizes(), 3, 30))
-    for counts, stands in ([1, 4, 3], [1, 4, 1]), ([4, 4, 4], [1, 2, 3]), ([1, 1, 1], [1, 1, 1]):
-        serving.step(counts, stands)
-        serving.check()
 
 
 def test_no_other_slot_or_layer_is_read_or_written(kernels):
@@ -107,48 +102,7 @@ def test_no_other_slot_or_layer_is_read_or_written(kernels):
         assert (others == 7.0).all()
 
 
-@pytest.mark.parametrize("sizes", ["default", "ratio3-taps1-plain"])
-def test_a_step_reads_and_writes_no_columns_but_its_own(kernels, sizes):
-    """On a GPU programs run in any order: one may have written the new tokens' columns before
-    another reads. So what a step writes it must not look at, but for u, which has one owner.
-
-    What it should not read is NaN, in all rings at once. Steps are of all lengths, the rings come
-    round several times, and the most that may be pending is.
-    """
-    sizes, prompt_width = SIZES[sizes]
-    width = sizes.most_rows
-    most_columns = max(sizes.taps - 1 + width, 2 * width)
-    serving = Serving(kernels, Streams.random(sizes, 1, 5 * most_columns), sizes)
-    serving.prompt(2, width=prompt_width)
-    rng, seen = np.random.default_rng(sizes.taps), set()
-    while serving.length[0] < 4 * most_columns:
-        count = rng.choice([width, width, 2, 1])
-        pending, start = serving.pending[0], serving.length[0]
-        fork, poisoned = serving.fork(), serving.fork()
-        read = {}
-        for name, ring in zip(RINGS, serving.rings, strict=True):
-            num_read, num_columns = sizes.taps - 1 if name == "ring" else pending, ring.shape[1]
-            read[name] = {place % num_columns for place in range(start - num_read, start)}
-            poisoned.poison(name, sorted({*range(num_columns)} - read[name]))
-        before = poisoned.rings
-        for one in fork, poisoned:
-            one.step([count], [count], width=width)
-        np.testing.assert_array_equal(poisoned.out, fork.out)
-        np.testing.assert_array_equal(poisoned.states, fork.states)
-        for name, old, new in zip(RINGS, before, poisoned.rings, strict=True):
-            num_columns = old.shape[1]
-            is_same = (old == new) | (np.isnan(old) & np.isnan(new))
-            written = {column for _, column in np.argwhere(~is_same.all(axis=2))}
-            assert written == {place % num_columns for place in range(start, start + count)}
-            assert name == "u" or not written & read[name]
-        serving.step([count], [rng.choice([1, count])], width=width)
-        seen.add((pending, count))
-    assert (width, width) in seen
-
-
-@pytest.mark.parametrize(
-    "kernels", ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kernels", INTERPRETED_SLOWLY)
 def test_errors_do_not_grow_over_hundreds_of_steps(kernels):
     """A folded correction comes from a step that may have verified others before it."""
     rng, num_steps = np.random.default_rng(0), 600
@@ -229,3 +183,87 @@ def test_padding_rows_with_stale_slots(kernels, folds):
             assert not np.array_equal(x[0], y[0], equal_nan=True)
         fork.step([1, 1, 1], [1, 1, 1])
         fork.check()
+
+
+# --- bits do not depend on how a request came to its tokens ---------------------------------------
+
+LENGTH = 40
+NUM_ROWS = {"reference": 125, "interpret": 4}  # requests at a time
+SCHEDULES = {
+    "k1-long-keys": (1, Sizes(Heads(2, 2, 128, 16))),
+    **{f"k{k}": (k, Sizes()) for k in (3, 5)},
+    "k2-taps2-bf16": (2, Sizes(Heads(1, 2, 16, 16), taps=2, most_rows=3, dtype="bfloat16")),
+}
+
+
+def decode_token_by_token(kernels, streams, sizes, chunks):
+    """Outputs of all streams, and states f32[N, n, H_v, D_v, D_k] of the tokens before each."""
+    out = np.zeros((*streams.x.shape[:2], *streams.truth[0].shape[2:]))
+    states = np.zeros_like(streams.truth[1][:, 1:])
+    num_rows = NUM_ROWS[kernels]
+    for first in range(0, len(streams.x), num_rows):
+        some = np.arange(first, first + num_rows)
+        serving = Serving(
+            kernels,
+            streams,
+            sizes,
+            slots=range(num_rows),
+            num_slots=num_rows + 5,
+            batch=num_rows + 3,
+        )
+        serving.begin(np.arange(num_rows), some)
+        for counts in chunks[some].T:
+            serving.prompt(*counts, width=sizes.most_rows + 1)
+        while (goes_on := serving.length < LENGTH).any():
+            places = some[goes_on], serving.length[goes_on]
+            serving.step(goes_on * 1, goes_on * 1, width=1)
+            states[places] = serving.states[goes_on]
+        out[some] = serving.out[some]
+    return out, states
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kernels", INTERPRETED_SLOWLY)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_random_schedules_have_the_bits_of_decoding_token_by_token(kernels, name):
+    """Slots change hands, rows are idle, prompts and steps are of any length."""
+    k, sizes = SCHEDULES[name]
+    rng = np.random.default_rng(k)
+    rows = NUM_ROWS[kernels]
+    num_schedules = 2 * rows
+    streams = Streams.random(sizes, num_schedules, LENGTH, seed=k)
+    prompts = rng.integers(1, k + 3, num_schedules)
+    prompts[::3] = k + 1
+    chunks = np.stack([rng.integers(1, prompts + 1), prompts], axis=1)
+    chunks[:, 1] -= chunks[:, 0]
+    plain_out, plain_states = decode_token_by_token(kernels, streams, sizes, chunks)
+
+    slots = rng.permutation(rows + 5)[:rows]
+    serving = Serving(kernels, streams, sizes, slots=slots, num_slots=rows + 5, batch=rows + 3)
+    num_mismatches, num_steps = 0, 0
+    while (goes_on := serving.length < LENGTH).any():
+        goes_on &= rng.random(rows) < 0.9
+        mine, starts = serving.stream.copy(), serving.length.copy()
+        is_prompt = starts < prompts[mine]
+        idle_slots = rng.choice([serving.num_slots, 2**30])
+        idle_slots = np.where(rng.random(rows) < 0.5, serving.slots, idle_slots)
+        if rng.random() < 0.2:
+            counts = chunks[mine, np.minimum(starts, 1)] * (is_prompt & goes_on)
+            serving.prompt(*counts, width=sizes.most_rows + 1, idle_slots=idle_slots)
+        else:
+            counts = np.minimum(rng.integers(1, k + 2, rows), LENGTH - starts)
+            counts *= ~is_prompt & goes_on
+            stands = rng.integers(1, np.maximum(counts, 1) + 1) * (counts > 0)
+            serving.step(counts, stands, width=k + 1, idle_slots=idle_slots)
+            ran = counts > 0
+            same = serving.states[ran] == plain_states[mine[ran], starts[ran]]
+            num_mismatches += (~same.all(axis=(1, 2, 3))).sum()
+            num_steps += ran.sum()
+        done = np.flatnonzero((serving.length == LENGTH) & (serving.stream < rows))
+        serving.begin(done, done + rows)
+    assert num_steps > num_schedules * (LENGTH - k - 2) / (k + 1)
+    assert num_mismatches == 0
+    np.testing.assert_array_equal(serving.out, plain_out)
+    rounding = BF16_TOLERANCE if sizes.dtype == "bfloat16" else TOLERANCE
+    assert max(map(error, serving.out, streams.truth[0])) < rounding
+    assert max(map(error, plain_states[:, -1], streams.truth[1][:, -2])) < TOLERANCE

@@ -36,10 +36,10 @@ def compiled(kernels):
     return jax.jit(functools.partial(grouped_matmul, kernels=kernels))
 
 
-@pytest.fixture(params=["reference", "interpret"])
-def multiply(request):
+@pytest.fixture
+def multiply(kernels):
     """One implementation, compiled."""
-    return compiled(request.param)
+    return compiled(kernels)
 
 
 def arguments(group_sizes, dtype="float32", dims=(24, 40), seed=0):

@@ -50,31 +50,6 @@ def test_a_grid_that_is_too_wide_becomes_one_axis(checker, monkeypatch):
     np.testing.assert_array_equal(made, 100 * i + 10 * j + k)
 
 
-def test_slices_and_loops(checker):
-    """Of lengths that are known when traced, and that are not, none and some, one in the other."""
-
-    def kernel(x, count, out):
-        def add(i, carry):
-            first, second = carry  # which change places
-            return second, jax.lax.fori_loop(0, i, lambda j, z: z + x[pl.ds(j, 8), :], first)
-
-        zero = jnp.zeros((8, 4), F32)
-        of_three = jax.lax.fori_loop(0, 3, add, (zero, zero + 1))
-        of_count = jax.lax.fori_loop(0, count[0], add, of_three)
-        out[0], out[1] = of_count
-
-    def wanted(x, count):
-        pair = np.zeros((8, 4)), np.ones((8, 4))
-        for i in [*range(3), *range(count)]:
-            pair = pair[1], pair[0] + sum(x[j : j + 8] for j in range(i))
-        return pair
-
-    x = normal(16, 4)
-    for count in 0, 4:
-        made = launched(kernel, x, np.array([count], np.int32), grid=(1,), shape=(2, 8, 4))
-        np.testing.assert_allclose(made, wanted(x, count), rtol=1e-5, atol=1e-5)
-
-
 def source_of(kernel, shape):
     """The text of a kernel of one array, which need not exist."""
     ref = jax.ShapeDtypeStruct(shape, jnp.int8)

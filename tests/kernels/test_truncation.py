@@ -25,24 +25,27 @@ IMPLEMENTATIONS = {
 }
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, scope="module")
-def run(request):
+def made(name):
     """One implementation, compiled; at temperature 1 unless told."""
-    compiled = jax.jit(IMPLEMENTATIONS[request.param])
+    compiled = jax.jit(IMPLEMENTATIONS[name])
 
     def run(logits, top_k, top_p, min_p, temperature=1.0):
         size, vocab_size = logits.shape
-        is_small = vocab_size <= SHAPE[1]
-        wider = np.subtract(SHAPE, logits.shape) if is_small else (0, 0)
+        wider = np.subtract(SHAPE, logits.shape) if vocab_size <= SHAPE[1] else (0, 0)
         padded = np.pad(logits, ((0, wider[0]), (0, wider[1])), constant_values=-np.inf)
         params = (temperature, np.float32), (top_k, np.int32), (top_p, np.float32)
         given = [np.broadcast_to(x, size).astype(t) for x, t in (*params, (min_p, np.float32))]
         given = [np.pad(x, (0, wider[0]), mode="edge") for x in given]
         return np.asarray(compiled(padded, *given))[:size, :vocab_size]
 
-    run.flushes = request.param != "reference"
-    run.longest = 700 if request.param == "in-small-blocks" else 5000  # of many blocks, and two
+    run.flushes = name != "reference"
+    run.longest = 700 if name == "in-small-blocks" else 5000  # of many blocks, and two
     return run
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, scope="module")
+def run(request):
+    return made(request.param)
 
 
 def kept_by_sorting(logits, top_k, top_p, min_p, slack=0.0):
@@ -133,17 +136,6 @@ def test_each_works_on_what_the_ones_before_left(run):
     assert (out[:, 1] > -np.inf).all()
 
 
-def test_rows_do_not_depend_on_each_other(run):
-    rng = np.random.default_rng(3)
-    rows = rng.normal(size=(6, 50)).astype(np.float32)
-    params = np.int32([0, 4, 0, 9, 1, 0]), np.float32([1, 1, 0.5, 0.7, 1, 0.2])
-    min_p = np.float32([0, 0.1, 0, 0.05, 0, 0.3])
-    together = run(rows, *params, min_p)
-    order = np.array([3, 0, 5, 1, 4, 2])
-    shuffled = run(rows[order], *(x[order] for x in params), min_p[order])
-    np.testing.assert_array_equal(shuffled, together[order])
-
-
 def test_probabilities_are_of_the_temperature(run):
     """What is kept at T is what is kept at 1 of logits over T; the logits stay as they were."""
     rng = np.random.default_rng(5)
@@ -174,15 +166,7 @@ def test_candidates_fill_their_room(run):
     assert 1 < (out > -np.inf).sum() < 8
 
 
-def at_one(kernels):
-    """An implementation at temperature 1, compiled as often as it must be."""
-    compiled = jax.jit(functools.partial(truncate, kernels=kernels))
-    return lambda logits, *params: np.asarray(
-        compiled(logits, np.ones(len(logits), np.float32), *params)
-    )
-
-
-AT_ONE = at_one("reference"), at_one("interpret")
+BOTH = made("reference"), made("interpret")
 CANDIDATES = {  # their number in each of six tiles
     "few": [300] * 6,
     "in more registers": [1000] * 6,
@@ -204,7 +188,7 @@ def test_any_number_of_candidates_is_cut_alike(number):
     rows = rows.reshape(4, -1)
     rows[3] = np.maximum(rows[3], 1)  # of which many are equal
     params = [0, 40, 0, 0], [0.5, 0.7, 0.05, 0.9], [1e-3] * 4
-    np.testing.assert_array_equal(*(check(run, rows, *params, slack=1e-5) for run in AT_ONE))
+    np.testing.assert_array_equal(*(check(run, rows, *params, slack=1e-5) for run in BOTH))
 
 
 def test_rows_whose_maxima_do_not_reach_top_p():
@@ -212,6 +196,6 @@ def test_rows_whose_maxima_do_not_reach_top_p():
     top_p = np.repeat(np.float32([0.9, 0.95, 0.999, 1 - 2**-20]), 2)
     rows = np.random.default_rng(8).normal(size=(8, 20_000)) * np.resize([0.5, 2], 8)[:, None]
     rows = np.concatenate([rows, np.full((3, 20_000), -3)]).astype(np.float32)
-    for run in AT_ONE:
+    for run in BOTH:
         out = check(run, rows, [0] * 9 + [7, 7], [*top_p, 0.9, 1, 0.5], [0] * 11, slack=1e-6)
         np.testing.assert_array_equal(out[8:], rows[8:])

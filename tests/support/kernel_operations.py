@@ -36,11 +36,6 @@ def of(function: Callable[..., Any], *given: Any) -> Operation:
     return lambda kernels: partial(jax.jit(partial(function, kernels=kernels)), *given)
 
 
-def norm() -> Operation:
-    run = partial(add_rms_norm, eps=1e-6, is_centred=True)
-    return of(run, normal(3, 320), normal(3, 320, seed=1), normal(320))
-
-
 def draw(*, has_ids: bool) -> Operation:
     """Of two tiles and a part of the third."""
     token_ids = np.random.default_rng(0).permutation(9000)[:8500].astype(np.int32)
@@ -77,18 +72,6 @@ def truncation() -> Operation:
     scale = np.array([3, 3, 3, 3, 1, 0.1], np.float32)
     logits = scale[:, None] * normal(6, 60_000)
     return of(truncate, logits, np.full(6, 0.7, np.float32), top_k, top_p, min_p)
-
-
-def grouped() -> Operation:
-    sizes = np.array([0, 17, 1, 0, 6], np.int32)
-    return of(grouped_matmul, normal(24, 40), normal(5, 40, 24), sizes)
-
-
-def latent() -> Operation:
-    table = np.array([[3, 0, 5], [2, 4, 1]], np.int32)
-    positions = np.array([[40, 41], [7, -1]], np.int32)
-    given = normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1), table, positions
-    return of(partial(latent_attention, rank=64, scale=0.2), *given)
 
 
 def routes() -> Operation:
@@ -135,13 +118,22 @@ def delta_rule(heads: Heads, batch: int) -> Operation:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "rms_norm": norm(),
+    "rms_norm": of(
+        partial(add_rms_norm, eps=1e-6, is_centred=True),
+        *(normal(3, 320), normal(3, 320, seed=1), normal(320)),
+    ),
     "draw_tokens": draw(has_ids=False),
     "draw_tokens/ids": draw(has_ids=True),
     "rope_write": rope(),
     "truncation": truncation(),
-    "grouped_matmul": grouped(),
-    "latent_attention": latent(),
+    "grouped_matmul": of(
+        grouped_matmul, normal(24, 40), normal(5, 40, 24), np.array([0, 17, 1, 0, 6], np.int32)
+    ),
+    "latent_attention": of(
+        partial(latent_attention, rank=64, scale=0.2),
+        *(normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1)),
+        *(np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]])),
+    ),
     "route": routes(),
     # Few requests are split.
     "paged_attention/split": attention(Case((150, 5, 0), (4, 3, 0), 4, has_sinks=True)),

@@ -21,7 +21,6 @@ LAYER, NUM_LAYERS = 1, 3
 # Unless told, calls are so wide, with the sizes, slots and rows that are the defaults: each
 # implementation is then two programs, of prompts and of steps.
 PROMPT_WIDTH, STEP_WIDTH = 64, 6
-RINGS = DeltaRuleCache._fields[1:]
 TOLERANCE = 2e-5
 BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
 EPS = 1e-3  # of the norm: so large that it shows
@@ -227,18 +226,6 @@ class Serving:
     def of_requests(self) -> list[np.ndarray]:
         """What the cache holds of them, in f32: states and rings."""
         return [np.asarray(x)[LAYER, self.slots].astype(np.float32) for x in self.cache]
-
-    @property
-    def rings(self) -> list[np.ndarray]:
-        """f32[rows, columns, n] of the requests, one for each of RINGS."""
-        _, *rings = self.of_requests()
-        return [x.reshape(*x.shape[:2], -1) for x in rings]
-
-    def poison(self, name: str, columns: Sequence[int]) -> None:
-        """Fill columns of a ring of the requests with NaN."""
-        ring = np.array(getattr(self.cache, name))
-        ring[LAYER, self.slots[:, None], columns] = np.nan
-        self.cache = self.cache._replace(**{name: jnp.array(ring)})
 
     def check(self) -> None:
         """Outputs and states are those of the definition."""

@@ -107,17 +107,6 @@ def options(case: Case) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def context(pool: np.ndarray, page_table: np.ndarray, first: int, position: int) -> np.ndarray:
-    """Keys and values [n, H_kv, D] in f64 of the tokens from `first` to `position`."""
-    page_size = pool.shape[1]
-    tokens = [
-        pool[page_table[j // page_size], j % page_size]
-        for j in range(max(0, first), min(position + 1, len(page_table) * page_size))
-        if page_table[j // page_size] >= 0
-    ]
-    return np.stack(tokens).astype(np.float64).transpose(1, 0, 2, 3)
-
-
 def attention_by_definition(
     q,
     kv,
@@ -135,18 +124,21 @@ def attention_by_definition(
     pool = kv[layer].astype(np.float64)
     if kv_scale is not None:
         pool = pool * kv_scale[:, :, None]
-    out = np.zeros(q.shape, np.float64)
+    out, page_size = np.zeros(q.shape, np.float64), pool.shape[1]
     origins = positions if origins is None else origins
     group = q.shape[2] // pool.shape[3]
     for b, t in np.argwhere(positions >= 0):
-        keys, values = context(pool, page_table[b], origins[b, t] - window + 1, positions[b, t])
+        end = min(positions[b, t] + 1, page_table.shape[1] * page_size)
+        places = np.arange(max(0, origins[b, t] - window + 1), end)
+        places = places[page_table[b, places // page_size] >= 0]
+        seen = pool[page_table[b, places // page_size], places % page_size]  # [n, 2, H_kv, D]
         for h in range(q.shape[2]):
-            scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
+            keys, values = seen[:, :, h // group].swapaxes(0, 1)
+            scores = keys @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
             sink = -np.inf if sinks is None else float(sinks[h])
             maximum = max(scores.max(), sink)
             weights = np.exp(scores - maximum)
-            total = weights.sum() + np.exp(sink - maximum)
-            out[b, t, h] = weights @ values[:, h // group] / total
+            out[b, t, h] = weights @ values / (weights.sum() + np.exp(sink - maximum))
     return out
