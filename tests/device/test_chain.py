@@ -11,7 +11,6 @@ import pytest
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
-from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.inputs import DecodeInputs, StepModel
@@ -27,16 +26,16 @@ BATCH, VOCAB, MAX_LEN, PAGES, PAGE_SIZE = 8, 64, 32, 16, 16
 LLAMA = demo_llama(VOCAB, 2, 192)
 DENSE = replace(demo_qwen3_5(VOCAB, 1, 192), layer_types=(ATTENTION,))
 SPARSE = replace(DENSE, experts=Experts(4, 2, 128, 128, True))
-ONE_LAYER = replace(LLAMA, num_layers=1)
 HEADS = {
-    "eagle": (LLAMA, EagleHead(shape=ONE_LAYER)),
     "eagle3": (
         LLAMA,
         Eagle3Head(
-            shape=ONE_LAYER, target_hidden_size=192, draft_vocab_size=VOCAB, aux_layers=(0, 1, 2)
+            shape=replace(LLAMA, num_layers=1),
+            target_hidden_size=192,
+            draft_vocab_size=VOCAB,
+            aux_layers=(0, 1, 2),
         ),
     ),
-    "mtp": (DENSE, MTPHead(DENSE)),
     "mtp-experts": (SPARSE, MTPHead(SPARSE)),
 }
 
@@ -49,10 +48,8 @@ def num_flops(target, drafter, own):
 
     def state():
         sizes = CacheSizes(BATCH, PAGES, PAGE_SIZE, 1)
-        caches, kept = (
-            init_caches(target, sizes, jnp.float32),
-            drafter.init_state(sizes, jnp.float32),
-        )
+        caches = init_caches(target, sizes, jnp.float32)
+        kept = drafter.init_state(sizes, jnp.float32)
         return init_state(BATCH, MAX_LEN, VOCAB, caches, (None,) * len(caches), kept)
 
     def shapes(specs):

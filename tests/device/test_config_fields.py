@@ -78,12 +78,8 @@ def test_published_configs_are_taken():
 HARMLESS_ONES = {
     "_name_or_path": "meta-llama/Llama-3.1-8B",
     "auto_map": {"AutoModel": "modeling.Llama"},
-    "attention_dropout": 0.1,
-    "pretraining_tp": 2,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
     "unsloth_fixed": True,
-    "pad_token_id": 128004,
     "_attn_implementation_autoset": True,
     "rope_interleaved": False,
     "sliding_window": None,

@@ -1,4 +1,4 @@
-"""Routers and mixtures of experts against the modules of transformers, with their weights."""
+"""A mixture of experts against the module of transformers, with its weights; and its padding."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from support.weights import randomise
 
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
-from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
+from specjax.device.models.layers.router import SoftmaxRouter
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 
@@ -20,41 +20,19 @@ ROWS, DIM, INNER, NUM_EXPERTS, NUM_CHOSEN = 13, 24, 10, 8, 3
 FLOAT32 = np.dtype(np.float32)
 
 
-SIZES = {
-    **{"hidden_size": DIM, "moe_intermediate_size": INNER},
-    **{"num_experts_per_tok": NUM_CHOSEN, "n_shared_experts": 2},
-}
-
-
-def sigmoid_in_groups():
-    """(transformers' mixture, its sizes here)."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-
-    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-    config = transformers.DeepseekV3Config(
-        **SIZES, **groups, n_routed_experts=NUM_EXPERTS, norm_topk_prob=True
-    )
-    router = SigmoidRouter(True, 2.5, 4, 2)
-    sizes = Experts(
-        NUM_EXPERTS, NUM_CHOSEN, INNER, 2 * INNER, router=router, shared_name="shared_experts"
-    )
-    return DeepseekV3MoE(config), sizes
-
-
-def softmax_not_normalised():
-    """As the one above, of a mixture without a shared expert."""
+def test_a_mixture_whose_weights_do_not_add_up():
+    """Other rules are parts of the models in tests/oracle/test_models.py."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, norm_topk_prob=False)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=DIM,
+        moe_intermediate_size=INNER,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=NUM_CHOSEN,
+        norm_topk_prob=False,
+    )
     sizes = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, router=SoftmaxRouter(False))
-    return Qwen3MoeSparseMoeBlock(config), sizes
-
-
-@pytest.mark.parametrize("make", [sigmoid_in_groups, softmax_not_normalised])
-def test_mixtures(make):
-    """Those of other rules are parts of the models in tests/oracle/test_models.py."""
-    module, sizes = make()
-    module = module.eval()
+    module = Qwen3MoeSparseMoeBlock(config).eval()
     tensors = dict(module.state_dict())
     randomise(tensors, seed=3)
     specs = moe_specs(sizes, DIM, "mlp", ["mlp.experts.gate_up_proj"])

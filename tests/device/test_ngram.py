@@ -127,16 +127,6 @@ def test_examples(history, bounds, drafts):
     assert drafts is None or draft.tokens[0].tolist() == drafts
 
 
-def test_one_program_for_a_shape(compilations):
-    rng = np.random.default_rng(0)
-    histories = random_histories(rng, 3, 3)
-    run(NGramDrafter(), context_of(*padded(histories, rng)), 3)
-    with compilations.none_expected():
-        histories = random_histories(rng, 3, 3)
-        # Drafters of the same bounds are the same.
-        run(NGramDrafter(2, 5), context_of(*padded(histories, rng), [True, False, True]), 3)
-
-
 def test_no_value_is_larger_than_the_history():
     context = context_of(np.zeros((8, 512)), [9] * 8)
     program = str(jax.make_jaxpr(draft_of, static_argnums=(0, 2))(NGramDrafter(), context, 8))

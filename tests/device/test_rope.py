@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.targets import CONFIG_SIZES
 
-from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import describe_model
 
@@ -68,9 +67,3 @@ def test_how_many_positions_a_scaled_model_has(length, rope, longest, where):
     for kind in "qwen3", "llama":
         hf = HFConfig({"model_type": kind, **fields}, "config.json")
         assert describe_model(hf).max_position == longest
-
-
-def test_a_rotation_for_each_kind_of_layer_is_refused():
-    fields = {"full_attention": {"rope_type": "default"}, "sliding_attention": None}
-    with pytest.raises(CheckpointError, match=r"each kind of layer \(full_attention\)"):
-        HFConfig({"rope_parameters": fields}, "config.json").rope(16)

@@ -86,15 +86,6 @@ def test_requests_are_put_at_their_slots(asked):
     assert jax.jit(Requests.at)(put, np.array([2, 0])).sampling.seeds.tolist() == [0, 2]
 
 
-def test_greedy_rows_take_the_first_best_whatever_stands_beside_them():
-    logits = np.float32([[0, 3, 3, 1], [5, 1, 5, 0], [2, 2, 2, 2]])
-    positions = np.array([4, 5, 6])
-    cold = run_choose(logits, sampling_of([0, 0, 0]), positions)
-    assert cold.tolist() == [1, 0, 0] and cold.dtype == np.int32
-    mixed = run_choose(logits, sampling_of([0, 9.0, 0]), positions)
-    assert mixed.tolist()[::2] == [1, 0]
-
-
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-20, 2e-38, 1e-42])
 def test_a_tiny_temperature_is_greedy(temperature):
     """Whether float32 has a quotient for it or not; also where none of the batch is warmer."""

@@ -10,18 +10,10 @@ from jax.extend.random import threefry_2x32
 
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.draw_tokens import triton as kernel
-from pallas_kernels.draw_tokens.triton import DrawTuning, draw_tokens_triton
 
 # Rows and tokens of most tests, which share programs: tiles that are full, and one that is not.
 SHAPE = 16, 9001
 compiled = jax.jit(draw_tokens, static_argnums=3, static_argnames=("vocab_size", "kernels"))
-
-
-@functools.partial(jax.jit, static_argnums=3, static_argnames="block")
-def in_tiles(logits, temperature, seeds, stream, counters, *, block):
-    """By the kernel, interpreted, which takes so many tokens at a time."""
-    arguments = logits, temperature, seeds, stream, counters, None, None
-    return draw_tokens_triton(*arguments, config=DrawTuning(block), interpret=True)
 
 
 def arguments(num_rows, vocab_size, seed=0, temperatures=(0.0, 0.5, 1.0, 1e-7)):
@@ -110,12 +102,6 @@ def test_rows_of_a_request_follow_each_other(kernels):
             rows[t::3], temperature, seeds, stream, (places + t, others), kernels=kernels
         )
         np.testing.assert_array_equal(np.asarray(tokens)[t::3], np.asarray(alone))
-
-
-def test_tiles_do_not_change_a_token():
-    inputs = arguments(*SHAPE)
-    tokens, usual = in_tiles(*inputs, block=256), compiled(*inputs, kernels="interpret")
-    np.testing.assert_array_equal(np.asarray(tokens), np.asarray(usual))
 
 
 def test_the_kernels_noise_is_within_its_error():

@@ -18,7 +18,7 @@ from support.race_checker import ORDERS
 import pallas_kernels
 from pallas_kernels import triton_call
 from pallas_kernels.draw_tokens import draw_tokens
-from pallas_kernels.gated_delta_rule.triton import inputs, step
+from pallas_kernels.gated_delta_rule.triton import step
 from pallas_kernels.route import Rule, route
 from pallas_kernels.truncation import truncate
 
@@ -70,13 +70,6 @@ FAULTS = {
         "gated_delta_rule/few",
         lambda patch: patch.setattr(step, "barrier", lambda states: states),
         "writes what it read, with no barrier between",
-    ),
-    "a ring of fewer columns": (
-        "gated_delta_rule/few",
-        lambda patch: patch.setattr(
-            inputs, "column_of", lambda place, size: jax.lax.rem(place + size, size - 3)
-        ),
-        "writes what another one reads",
     ),
     "a store past the edge": ("grouped_matmul", without_masks, "is out of bounds"),
 }

@@ -30,18 +30,11 @@ def by_definition(x, delta, weight, is_centred):
     return y, y / np.sqrt((y * y).mean(-1, keepdims=True) + EPS) * (weight + is_centred)
 
 
+@pytest.mark.every_jax
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize(
-    "num_rows, dim, dtype, is_centred",
-    [
-        *(
-            pytest.param(3, 320, dtype, is_centred, marks=pytest.mark.every_jax)
-            for dtype in ("float32", "bfloat16")
-            for is_centred in (False, True)
-        ),
-        (1, 16, "bfloat16", False),
-        (8, 1000, "bfloat16", True),
-        (2, 4096, "float32", False),
-    ],
+    "num_rows, dim, dtype",
+    [(3, 320, "float32"), (3, 320, "bfloat16"), (1, 16, "bfloat16"), (2, 4096, "float32")],
 )
 def test_matches_the_equation(num_rows, dim, dtype, is_centred, kernels):
     inputs = arguments(num_rows, dim, dtype)

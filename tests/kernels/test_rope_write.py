@@ -128,19 +128,14 @@ def check(case, kernels):
 
 PLAIN = Case()
 NORMED = Case(has_norms=True, num_heads=16, num_kv_heads=8, dim=16, half=8, dtype="bfloat16")
-EVERY_JAX = pytest.mark.every_jax
 CASES = [
     PLAIN,
     NORMED,  # four blocks of heads
-    pytest.param(  # a block and a half of heads
-        Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16, dtype="bfloat16"),
-        marks=EVERY_JAX,
-    ),
+    # A block and a half of heads.
+    Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16, dtype="bfloat16"),
     Case(num_heads=0, has_bias=True, has_norms=True, dim=32, half=16),  # keys and values alone
     # Half as many gates as queries do not exist, but nothing depends on their number.
-    pytest.param(
-        Case(has_norms=True, is_centred=True, num_gates=4, half=8, has_bias=True), marks=EVERY_JAX
-    ),
+    Case(has_norms=True, is_centred=True, num_gates=4, half=8, has_bias=True),
     Case((3,), (1,), 1, num_heads=8, num_kv_heads=1, dim=256, page_size=32, has_norms=True),
     replace(  # a chunk
         NORMED, starts=(0, 30), counts=(40, 11), num_rows=40, num_gates=2, half=4, is_centred=True
@@ -148,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_equation(case, kernels):
     assert check(case, kernels)

@@ -50,10 +50,6 @@ CASES = {
     "more-rows-than-bits": Case(64, 128, 8, Rule(), "bfloat16"),
     "groups": Case(7, 32, 4, GROUPS, has_correction=True),
 }
-EVERY_JAX = "sigmoid", "more-rows-than-bits"
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.every_jax] if name in EVERY_JAX else []) for name in CASES
-]
 
 
 @functools.cache
@@ -104,7 +100,8 @@ def check_places(routes, num_experts, num_chosen):
     assert {one.dtype for one in routes[1:]} == {jnp.dtype("int32")}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_jax
+@pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(run, name):
     case = CASES[name]
     for seed in range(3):
@@ -133,24 +130,6 @@ def test_places_are_valid_whatever_the_logits(run, name):
     assert experts.min() >= 0 and experts.max() < case.experts
     assert np.all(np.diff(experts, axis=1) > 0)
     check_places(routes, case.experts, case.chosen)
-
-
-@pytest.mark.parametrize("rule", [Rule(), Rule(normalises=False), Rule(True, scaling=2.0)])
-def test_the_gradient_of_the_reference(rule):
-    """Training a mixture runs it; along a direction, by the difference of weights in f64."""
-    logits, _, _ = Case(4, 16, 3).arguments()
-    rng = np.random.default_rng(1)
-    along, loss_by = rng.normal(size=logits.shape), rng.normal(size=(4, 3))
-
-    def loss(logits):
-        return (route(logits, 3, rule, kernels="reference").weights * loss_by).sum()
-
-    gradient = jax.grad(loss)(logits)
-    experts = chosen_by_definition(logits, 3, rule, None)
-    ahead, behind = (
-        (weighted(logits + step * along, experts, rule) * loss_by).sum() for step in (1e-5, -1e-5)
-    )
-    np.testing.assert_allclose((gradient * along).sum(), (ahead - behind) / 2e-5, rtol=1e-4)
 
 
 @pytest.mark.every_jax

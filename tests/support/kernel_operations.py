@@ -87,14 +87,8 @@ def routes() -> Operation:
 
 
 def attention(case: Case) -> Operation:
-    run = partial(paged_attention, window=case.window, soft_cap=case.soft_cap)
-    found = kernels_paged_attention.options(case)
-    others = {name: found[name] for name in ("sinks", "kv_scale") if name in found}
-
-    def with_others(*given, kernels):
-        return run(*given, **others, kernels=kernels)
-
-    return of(with_others, *kernels_paged_attention.arguments(case))
+    options = kernels_paged_attention.options(case)
+    return of(partial(paged_attention, **options), *kernels_paged_attention.arguments(case))
 
 
 def delta_rule(heads: Heads, batch: int) -> Operation:
