@@ -4,6 +4,7 @@ Those that a model cannot have are in test_hf_config.py.
 """
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -149,53 +150,38 @@ def test_older_names_in_published_gemma_configs():
     assert described("gemma2", **names) == described("gemma2")
 
 
-def test_caps_that_are_switched_off():
-    caps = "attn_logit_softcapping", "final_logit_softcapping"
-    model = described("gemma2")
-    assert (model.score_cap, model.logit_cap) == (50, 30)
-    model = described("gemma2", **dict.fromkeys(caps))
-    assert (model.score_cap, model.logit_cap) == (None, None)
+CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+PARTS = {"partial_rotary_factor": 0.5, "rope_theta": 5e3}
+SPARSE_OR_DENSE = ["sparse", "dense", "sparse", "dense"]
+MEANINGS = [
+    ("gemma2", {}, "score_cap", 50),
+    ("gemma2", {}, "logit_cap", 30),
+    ("gemma2", dict.fromkeys(CAPS), "score_cap", None),
+    ("gemma2", dict.fromkeys(CAPS), "logit_cap", None),
+    ("qwen3_next", {}, "rope.head_dim", 4),
+    ("qwen3_next", PARTS, "rope.head_dim", 8),
+    ("qwen3_next", {"partial_rotary_factor": 0.75, "rope_parameters": PARTS}, "rope.head_dim", 8),
+    ("qwen3_next", {"partial_rotary_factor": 0.75, "rope_parameters": PARTS}, "rope.theta", 5e3),
+    ("llama", {"partial_rotary_factor": 1.0}, "rope.head_dim", 16),
+    ("qwen3_5_text", {}, "layer_types", (DELTA,) * 3 + (FULL,)),
+    ("qwen3_5", {"num_hidden_layers": 6}, "layer_types", (DELTA,) * 3 + (FULL,) + (DELTA,) * 2),
+    ("qwen3_next", {"layer_types": [FULL, DELTA] * 2}, "layer_types", (FULL, DELTA) * 2),
+    ("deepseek_v3", {}, "dense_layers", (0, 1, 2)),
+    ("deepseek_v3", {"first_k_dense_replace": 0}, "dense_layers", ()),
+    ("glm4_moe_lite", {"first_k_dense_replace": 1}, "dense_layers", (0,)),
+    ("glm4_moe_lite", {"mlp_layer_types": SPARSE_OR_DENSE}, "dense_layers", (1, 3)),
+    ("qwen3_next", {}, "dense_layers", ()),
+    ("qwen3_5_moe_text", {}, "dense_layers", ()),
+    ("qwen3_next", {"mlp_only_layers": [1]}, "dense_layers", (1,)),
+    ("qwen3_next", {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "dense_layers", (0, 1, 2)),
+    ("qwen3_next", {"num_experts": 0}, "experts", None),
+    ("qwen3_5_text", {}, "experts", None),
+]
 
 
-def test_which_layers_of_latent_attention_are_dense():
-    assert described("deepseek_v3").dense_layers == (0, 1, 2)
-    assert described("deepseek_v3", first_k_dense_replace=0).dense_layers == ()
-    assert described("glm4_moe_lite", first_k_dense_replace=1).dense_layers == (0,)
-    types = ["sparse", "dense", "sparse", "dense"]
-    assert described("glm4_moe_lite", mlp_layer_types=types).dense_layers == (1, 3)
-
-
-def test_the_part_of_a_head_that_is_rotated():
-    parts = {"partial_rotary_factor": 0.5, "rope_theta": 5e3}
-    assert described("qwen3_next").rope.head_dim == 4
-    assert described("qwen3_next", **parts).rope.head_dim == 8
-    model = described("qwen3_next", partial_rotary_factor=0.75, rope_parameters=parts)
-    assert (model.rope.head_dim, model.rope.theta) == (8, 5e3)
-    assert described("llama", partial_rotary_factor=1.0).rope.head_dim == 16
-
-
-def test_layers_told_by_interval_or_by_name():
-    by_default, by_interval = described("qwen3_5_text"), described("qwen3_5", num_hidden_layers=6)
-    assert by_default.layer_types == (DELTA,) * 3 + (FULL,)
-    assert by_interval.layer_types == (DELTA,) * 3 + (FULL,) + (DELTA,) * 2
-    types = [FULL, DELTA, DELTA, FULL]
-    assert described("qwen3_next", layer_types=types).layer_types == tuple(types)
-
-
-@pytest.mark.parametrize(
-    "kind, fields, dense",
-    [
-        ("qwen3_next", {}, ()),
-        ("qwen3_5_moe_text", {}, ()),
-        ("qwen3_next", {"mlp_only_layers": [1]}, (1,)),
-        ("qwen3_next", {"mlp_only_layers": [1], "decoder_sparse_step": 2}, (0, 1, 2)),
-        ("qwen3_next", {"num_experts": 0}, None),
-        ("qwen3_5_text", {}, None),
-    ],
-)
-def test_which_layers_have_experts(kind, fields, dense):
-    model = described(kind, **fields)
-    assert (None if model.experts is None else model.dense_layers) == dense
+@pytest.mark.parametrize("kind, fields, name, value", MEANINGS, ids=str)
+def test_what_fields_mean(kind, fields, name, value):
+    assert attrgetter(name)(described(kind, **fields)) == value
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def test_padding_rows_with_stale_slots(kernels, folds):
 
 LENGTH = 40
 NUM_ROWS = {"reference": 125, "interpret": 4}  # requests at a time
+ROOM = {kernels: {"num_slots": n + 5, "batch": n + 3} for kernels, n in NUM_ROWS.items()}
 SCHEDULES = {
     "k1-long-keys": (1, Sizes(Heads(2, 2, 128, 16))),
     **{f"k{k}": (k, Sizes()) for k in (3, 5)},
@@ -198,14 +199,7 @@ def decode_token_by_token(kernels, streams, sizes, chunks):
     num_rows = NUM_ROWS[kernels]
     for first in range(0, len(streams.x), num_rows):
         some = np.arange(first, first + num_rows)
-        serving = Serving(
-            kernels,
-            streams,
-            sizes,
-            slots=range(num_rows),
-            num_slots=num_rows + 5,
-            batch=num_rows + 3,
-        )
+        serving = Serving(kernels, streams, sizes, slots=range(num_rows), **ROOM[kernels])
         serving.begin(np.arange(num_rows), some)
         for counts in chunks[some].T:
             serving.prompt(*counts, width=sizes.most_rows + 1)
@@ -234,7 +228,7 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(kernels, name
     plain_out, plain_states = decode_token_by_token(kernels, streams, sizes, chunks)
 
     slots = rng.permutation(rows + 5)[:rows]
-    serving = Serving(kernels, streams, sizes, slots=slots, num_slots=rows + 5, batch=rows + 3)
+    serving = Serving(kernels, streams, sizes, slots=slots, **ROOM[kernels])
     num_mismatches, num_steps = 0, 0
     while (goes_on := serving.length < LENGTH).any():
         goes_on &= rng.random(rows) < 0.9
