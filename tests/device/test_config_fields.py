@@ -7,6 +7,8 @@ import json
 from operator import attrgetter
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.configs import described
 from support.targets import CONFIG_SIZES
@@ -85,6 +87,7 @@ HARMLESS_ONES = {
     "rope_interleaved": False,
     "sliding_window": None,
     "logit_scale": 1.0,
+    "quantization_config": {},
     "brand_new": None,
     "brand_new_too": False,
 }
@@ -136,10 +139,6 @@ def test_fields_that_nobody_knows_are_warned_of():
         describe_model(HFConfig({"model_type": "qwen3_5", "text_config": inside}, "config.json"))
 
 
-def test_nothing_quantised():
-    assert described(quantization_config=None) == described(quantization_config={}) == described()
-
-
 def test_older_names_in_published_gemma_configs():
     """The rest of what they do not say is as transformers has it."""
     scaling = {"factor": 8.0, "rope_type": "linear"}
@@ -174,6 +173,8 @@ MEANINGS = [
     ("qwen3_5_moe_text", {}, "dense_layers", ()),
     ("qwen3_next", {"mlp_only_layers": [1]}, "dense_layers", (1,)),
     ("qwen3_next", {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "dense_layers", (0, 1, 2)),
+    ("qwen3_moe", {}, "experts.router.rule.normalises", False),
+    ("qwen3_moe", {"norm_topk_prob": True}, "experts.router.rule.normalises", True),
     ("qwen3_next", {"num_experts": 0}, "experts", None),
     ("qwen3_5_text", {}, "experts", None),
 ]
@@ -192,3 +193,64 @@ def test_the_outer_config_says_whether_the_head_is_tied(outer, inner, is_tied):
     text = CONFIG_SIZES | {"tie_word_embeddings": inner}
     fields = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outer}
     assert describe_model(HFConfig(fields, "config.json")).tie_word_embeddings == is_tied
+
+
+# --- scaled rotations; what attention makes of them is in tests/oracle/test_models.py -------------
+
+ORIGINAL = {"original_max_position_embeddings": 4096}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, **ORIGINAL}
+ROTATIONS = {
+    "llama3": {
+        **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **ORIGINAL},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "yarn": YARN,
+    "yarn-deepseek": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 16},
+    "yarn-one-mscale": {**YARN, "mscale": 0.707, "beta_slow": 2},
+    "yarn-not-truncated": {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
+    "yarn-attention-factor": {**YARN, "attention_factor": 1.5, "rope_theta": 1e6},
+    "yarn-of-the-whole-length": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0},
+    "yarn-factor-below-one": {**YARN, "factor": 0.5},
+    "yarn-ramp-of-no-width": {**YARN, "rope_theta": 1e30},
+}
+# The original length outside of `rope_parameters`, where it counts before the one inside.
+OUTSIDE = {"yarn": {"original_max_position_embeddings": 1024}, "llama3": ORIGINAL}
+
+
+@pytest.mark.parametrize("dim", [64, 10])
+@pytest.mark.parametrize(
+    "name, outside", [*((n, {}) for n in ROTATIONS), *OUTSIDE.items()], ids=str
+)
+def test_scaled_rotations(name, outside, dim):
+    pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fields = ROTATIONS[name]
+    length = {"max_position_embeddings": 2048, **outside}
+    config = class_of("llama")(head_dim=dim, rope_parameters=dict(fields), **length)
+    expected, factor = ROPE_INIT_FUNCTIONS[fields["rope_type"]](config)
+    rope = HFConfig({"rope_parameters": fields, **length}, "config.json").rope(dim)
+    np.testing.assert_allclose(rope.inverse_frequencies(), expected.numpy(), rtol=2e-6)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-6)
+    cos, sin = rope.angles(jnp.arange(3)).rotation
+    np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)
+
+
+QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LENGTHS = [  # as vLLM derives them, or what `max_position_embeddings` says if that is more
+    (40960, QWEN3, 131072),
+    (131072, QWEN3, 131072),
+    (262144, QWEN3, 262144),
+    (40960, {"type": "yarn", "factor": 4.0}, 163840),
+    (4096, {"type": "linear", "factor": 8.0}, 32768),
+    (131072, ROTATIONS["llama3"], 131072),
+    (4096, {"rope_type": "default"}, 4096),
+]
+
+
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("length, rope, longest", LENGTHS)
+def test_how_many_positions_a_scaled_model_has(length, rope, longest, where):
+    for kind in "qwen3", "llama":
+        fields = {"max_position_embeddings": length, where: rope}
+        assert described(kind, **fields).max_position == longest

@@ -40,9 +40,7 @@ def test_only_its_own_fields_go_with_a_method(method):
 def test_rows_that_drafting_adds_to_the_budget_of_a_step():
     """As vLLM counts them (max_num_new_slots_for_drafting), which has no Medusa."""
     table = {
-        "eagle": (ChainDrafter, 0, 0, 0),
-        "eagle3": (ChainDrafter, 0, 0, 0),
-        "mtp": (ChainDrafter, 0, 0, 0),
+        **dict.fromkeys(("eagle", "eagle3", "mtp"), (ChainDrafter, 0, 0, 0)),
         "dflash": (DFlashDrafter, 0, 0, 0),
         "p_eagle": (PEagleDrafter, 0, 0, 4),
         "draft_model": (DraftModel, 1, 1, 1),

@@ -99,7 +99,7 @@ def test_random_requests_beside_each_other(asked, vocab_size, k, seed):
 
 def test_a_bad_word_may_be_longer_than_the_history(asked):
     """And a part of it, and all of it, from the prompt to the last draft."""
-    words = [6, 0, 1, 2, 5], [0, 0, 1, 2, 5], [0, 1, 2, 5], [0, 1, 2, 3, 4, 5]
+    words = [2, 0, 1, 2, 5], [0, 0, 1, 2, 5], [0, 1, 2, 5], [0, 1, 2, 3, 4, 5]
     requests = [asked(SamplingParams(), [0, 1], [2], [[6] * 7 + [1], word]) for word in words]
     history = history_of(requests, np.random.default_rng(0), np.array([[3, 4]] * 4))
     logits = np.zeros((4, 3, 7), np.float32)

@@ -33,7 +33,6 @@ REFUSED = [
             ({"layer_types": [DELTA] * 3 + [SLIDING]}, SLIDING),
             ({"layer_types": [DELTA] * 3}, "num_hidden_layers=4"),
             ({"layer_types": 5}, "got 5"),
-            ({"layer_types": [[DELTA]] * 4}, "must name"),
             ({"full_attention_interval": 0}, ""),
             ({"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "=6", "key_heads=4"),
             ({"mtp_num_hidden_layers": "2"}, "a positive integer"),

@@ -71,42 +71,30 @@ def random_histories(rng, alphabet, count, length=LENGTH):
     return histories
 
 
-def compare(bounds, k, histories, is_active, tokens, lengths):
-    """How many requests have drafts, each being as the search has it."""
-    draft, _ = run(NGramDrafter(*bounds), context_of(tokens, lengths, is_active), k)
-    assert draft.tokens.dtype == draft.counts.dtype == np.int32
-    assert not draft.tokens.weak_type and not draft.counts.weak_type
-    assert draft.tokens.shape == (len(histories), k) and draft.counts.shape == (len(histories),)
-    found = [search(history, *bounds, k) for history in histories]
-    found = [one if live else None for one, live in zip(found, is_active, strict=True)]
-    counts = [0 if one is None else k for one in found]
-    expected = [[0] * k if one is None else one for one in found]
-    np.testing.assert_array_equal(draft.counts, counts)
-    np.testing.assert_array_equal(draft.tokens, np.array(expected).reshape(len(histories), k))
-    return sum(one is not None for one in found)
-
-
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("k", [0, 3, 8])
-def test_random_histories(bounds, k):
+@pytest.mark.parametrize("k, length", [(0, LENGTH), (3, LENGTH), (8, LENGTH), (2, 3)])
+def test_random_histories(bounds, k, length):
+    """Also where the longest match does not fit."""
     rng = np.random.default_rng(k)
     for alphabet in range(2, 6):
-        histories = random_histories(rng, alphabet, BATCH)
+        histories = random_histories(rng, alphabet, BATCH, length)
         is_active = rng.random(BATCH) < 0.9
         is_active[:4] = True
-        tokens, lengths = padded(histories, rng)
+        tokens, lengths = padded(histories, rng, length)
         # A row of padding may say that it has any number of tokens.
-        unknown = rng.choice([0, 3, -5, LENGTH + 5, 2**31 - 1], BATCH)
+        unknown = rng.choice([0, 3, -5, length + 5, 2**31 - 1], BATCH)
         lengths = np.where(is_active, lengths, unknown)
-        num_found = compare(bounds, k, histories, is_active, tokens, lengths)
-        assert 10 < num_found < BATCH - 10  # some have drafts, some have none
-
-
-def test_a_history_shorter_than_the_longest_match():
-    rng = np.random.default_rng(0)
-    histories = random_histories(rng, 2, 100, length=3)
-    tokens, lengths = padded(histories, rng, length=3)
-    assert compare((1, 5), 2, histories, [True] * 100, tokens, lengths)
+        draft, _ = run(NGramDrafter(*bounds), context_of(tokens, lengths, is_active), k)
+        assert draft.tokens.dtype == draft.counts.dtype == np.int32
+        assert not draft.tokens.weak_type and not draft.counts.weak_type
+        found = [search(history, *bounds, k) for history in histories]
+        found = [one if live else None for one, live in zip(found, is_active, strict=True)]
+        counts = [0 if one is None else k for one in found]
+        expected = [[0] * k if one is None else one for one in found]
+        np.testing.assert_array_equal(draft.counts, counts)
+        np.testing.assert_array_equal(draft.tokens, np.array(expected).reshape(BATCH, k))
+        # Some have drafts, some have none.
+        assert length < LENGTH or 10 < sum(one is not None for one in found) < BATCH - 10
 
 
 @pytest.mark.parametrize(

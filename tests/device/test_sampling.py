@@ -9,12 +9,14 @@ import scipy.special
 from support.asked import sampling_of
 
 from specjax.device.edits import History
+from specjax.device.logprobs import token_logprobs
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests, init_requests
 from specjax.device.sampling import choose, draw_draft, process, spread
 from specjax.sampling_params import SamplingParams
 
 compiled_process, compiled_choose = jax.jit(process), jax.jit(choose)
+compiled_logprobs = jax.jit(token_logprobs, static_argnums=2)
 compiled_draw = jax.jit(draw_draft, static_argnames=("vocab_size", "stream", "wants_probs"))
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 3))
 BATCH = 100
@@ -89,13 +91,8 @@ def test_requests_are_put_at_their_slots(asked):
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-20, 2e-38, 1e-42])
 def test_a_tiny_temperature_is_greedy(temperature):
     """Whether float32 has a quotient for it or not; also where none of the batch is warmer."""
-    logits = np.float32(
-        [
-            [-3.0, 5.0, 30.0, 29.0, -np.inf],
-            [-9.0, -7.0, -7.5, -30.0, -9.0],
-            [2.0, 1.0, 3.0, 4.0, 0.0],
-        ]
-    )
+    rows = [-3.0, 5.0, 30.0, 29.0, -np.inf], [-9.0, -7.0, -7.5, -30.0, -9.0], [2, 1, 3, 4, 0]
+    logits = np.float32(rows)
     positions, counters = np.arange(3), (np.arange(3), np.zeros(3, int))
     alone = run_choose(logits, sampling_of([temperature] * 3), positions)
     assert alone.tolist() == [2, 1, 3]
@@ -171,3 +168,28 @@ def test_spread_logits_stand_at_their_ids():
     full = jax.jit(spread, static_argnums=2)(logits, np.array([2, 0]), 4)
     inf = np.inf
     np.testing.assert_array_equal(full, [[2, -inf, 1, -inf], [4, -inf, 3, -inf]])
+
+
+@pytest.mark.parametrize("vocab_size, num_top", [(7, 7), (200, 5), (200, 0), (5000, 20)])
+def test_logprobs_and_ranks_against_a_sort(vocab_size, num_top):
+    """Ties have the rank of their first, and come with the lowest id first."""
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.normal(size=(40, vocab_size)) * np.resize([1, 10, 0.01], 40)[:, None]
+    logits[::2] = np.round(logits[::2])
+    logits[1::4, rng.random(vocab_size) < 0.5] = -np.inf
+    logits[:, 0] = 2.0
+    logits = logits.astype(np.float32)
+    tokens = rng.integers(0, vocab_size, 40)
+    tokens[:6] = logits[:6].argmax(-1)
+    found = jax.device_get(compiled_logprobs(logits, tokens, num_top))
+    assert found.ranks.dtype == found.top_ids.dtype == np.int32
+    assert found.top_ids.shape == found.top_logprobs.shape == (40, num_top)
+    for i, (row, token) in enumerate(zip(logits.astype(np.float64), tokens, strict=True)):
+        logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        order = np.argsort(-row, kind="stable")[:num_top]
+        tolerance = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(found.logprobs[i], logprobs[token], **tolerance)
+        np.testing.assert_array_equal(found.top_ids[i], order)
+        np.testing.assert_allclose(found.top_logprobs[i], logprobs[order], **tolerance)
+        assert found.ranks[i] == 1 + sum(row > row[token])
+    assert found.ranks[:6].tolist() == [1] * 6

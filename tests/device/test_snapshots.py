@@ -54,16 +54,10 @@ def extend():
     params = jax.device_put(random_params(MODEL.specs(), 0))
 
     @partial(jax.jit, static_argnames="folds")
-    def run(cache, tokens, slot, table, start, count, pending, folds):
-        rows = CachedRows.starting_at(
-            start[None],
-            count[None],
-            tokens.shape[0],
-            table[None],
-            slots=slot[None],
-            pending=pending[None],
-            folds=folds,
-        )
+    def run(cache, tokens, *others, folds):
+        slot, table, start, count, pending = (x[None] for x in others)
+        where = {"slots": slot, "pending": pending, "folds": folds}
+        rows = CachedRows.starting_at(start, count, tokens.shape[0], table, **where)
         features, cache = MODEL.extend(params, tokens, rows, cache)
         return features.hidden, cache
 

@@ -1,23 +1,29 @@
 """How a step is run changes no token and no count: padded rows, and one program or three."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.configs import described
 from support.engines import programs_with
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import padded_width
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.drafters.eagle3 import Eagle3Head
+from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.drafters.registry import load_drafter, shape_drafter
 from specjax.device.layout import Layout
-from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.moe import Experts
 from specjax.device.models.model import init_caches
-from specjax.device.models.registry import describe_model, load_model
+from specjax.device.models.qwen3_5 import ATTENTION
+from specjax.device.models.registry import load_model
 from specjax.device.state import init_state
 from specjax.device.verification import SeedExact
 from specjax.engine.engine import Engine
@@ -27,6 +33,7 @@ from specjax.engine.tracing import Static, jitted
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
+from specjax.train.target import demo_llama, demo_qwen3_5
 
 FLOAT32 = np.dtype(np.float32)
 VOCAB, MAX_LEN, K = 24, 64, 2
@@ -96,11 +103,30 @@ def test_padded_width_is_the_least_that_fits():
             assert padded_width(batch, width, 1) == width
 
 
+def abstract(config, target, drafter, program):
+    """A program of an engine, which defers nothing, and the shapes of its packed arguments."""
+    model = step_model(config, target, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
+    layout = Layout.of(config, target.vocab_size, model.windows)
+    shapes = [layout.packing(kind).shape(batch) for kind, batch in program.packed]
+    packed = [jax.ShapeDtypeStruct(shape, "int32") for shape in shapes]
+    return jitted(program, Static(model, layout)), packed
+
+
+def abstract_state(config, target, drafter):
+    model = step_model(config, target, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
+    return jax.eval_shape(lambda: empty_state(config, model, K))
+
+
+def abstract_weights(specs):
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32"), specs)
+
+
 @dataclass(frozen=True)
 class Watching(NGramDrafter):
-    """Notes the rows that it is shown."""
+    """Drafts from the text, notes the rows that it is shown, and may look at features."""
 
     shown: list = field(default_factory=list)
+    aux_layers: tuple[int, ...] = ()
 
     def observe(self, target, params, state, seen):
         self.shown.append(seen.rows)
@@ -110,24 +136,56 @@ class Watching(NGramDrafter):
 def test_drafters_do_not_see_the_pages_of_the_targets_windows():
     """Their own pages are never given back, so a layer of theirs with the same window must use the
     page table of layers without one, after a round and after a chunk."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    fields = {"model_type": "mistral", "sliding_window": 8, **sizes}
-    target, drafter = describe_model(HFConfig(fields, "config.json")), Watching()
+    target, drafter = described("mistral", sliding_window=8, num_hidden_layers=1), Watching()
     config = EngineConfig(max_model_len=MAX_LEN, max_num_seqs=2, page_size=8, num_pages=16)
-    model = step_model(config, target, drafter, SeedExact(), "cpu")
-    assert model.windows == (8,)
-
-    layout = Layout.of(config, VOCAB, model.windows)
-    weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32"), target.specs())
-    state = jax.eval_shape(lambda: empty_state(config, model, K))
     joined = Joined(Begin(1, 4, Variant()), Decode(2, K, Variant()))
-    shapes = [layout.packing(kind).shape(batch) for kind, batch in joined.packed]
-    packed = (jax.ShapeDtypeStruct(shape, "int32") for shape in shapes)
-    jax.eval_shape(jitted(joined, Static(model, layout)), Params(weights, None), state, *packed)
+    step, packed = abstract(config, target, drafter, joined)
+    params = Params(abstract_weights(target.specs()), None)
+    jax.eval_shape(step, params, abstract_state(config, target, drafter), *packed)
     assert [rows.width for rows in drafter.shown] == [K + 1, 4]
     for rows in drafter.shown:
         assert rows.table(8) is rows.page_table
+
+
+LLAMA = demo_llama(64, 2, 192)
+DENSE = replace(demo_qwen3_5(64, 1, 192), layer_types=(ATTENTION,))
+SPARSE = replace(DENSE, experts=Experts(4, 2, 128, 128, True))
+HEADS = {
+    "eagle3": (
+        LLAMA,
+        Eagle3Head(
+            shape=replace(LLAMA, num_layers=1),
+            target_hidden_size=192,
+            draft_vocab_size=64,
+            aux_layers=(0, 1, 2),
+        ),
+    ),
+    "mtp-experts": (SPARSE, MTPHead(SPARSE)),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
+    """Neither its attention nor its feed-forward layer: nothing reads what they make. As it is
+    lowered, beside a drafter that has the target say what the head looks at."""
+    (target, head), batch = HEADS[kind], 8
+    own = head.specs()
+    config = EngineConfig(
+        max_model_len=32, max_num_seqs=batch, page_size=16, num_pages=16, dtype="float32"
+    )
+
+    def num_flops(drafter, own):
+        step, packed = abstract(config, target, drafter, Decode(batch, 0, Variant()))
+        params = Params(abstract_weights(target.specs()), abstract_weights(own))
+        lowered = step.lower(params, abstract_state(config, target, drafter), *packed)
+        return lowered.cost_analysis()["flops"]
+
+    more = num_flops(ChainDrafter(head), own) - num_flops(
+        Watching(aux_layers=head.aux_layers), None
+    )
+    attention = own.layer.attention if kind.startswith("mtp") else own.attention
+    projections = sum(math.prod(one.values.shape) for one in (own.fc, attention.qkv))
+    assert 1 < more / (2 * batch * projections) < 1.1
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_text"])
@@ -136,7 +194,6 @@ def test_steps_keep_the_dtype_of_pages(checkpoints, name):
     model, params = load_model(checkpoints.target(name).folder, FLOAT32)
     drafter, own = shape_drafter("eagle", model, name, "float32")
     config = EngineConfig(max_model_len=32, max_num_seqs=2, page_size=8, num_pages=13)
-    static = step_model(config, model, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
     sizes = CacheSizes(2, 13, 8, K + 1, 2, page_dtype=jnp.bfloat16)
 
     def empty():
@@ -149,12 +206,9 @@ def test_steps_keep_the_dtype_of_pages(checkpoints, name):
     for leaf in jax.tree.leaves((state.caches, state.drafter)):
         is_pool = leaf.shape[1:3] == (13, 8)
         assert (leaf.dtype == jnp.bfloat16) == is_pool, leaf
-    layout = Layout.of(config, model.vocab_size, static.windows)
     for program in Prefill(1, 16), Decode(2, K, Variant()), Decode(2, 0, Variant()):
-        ((kind, batch),) = program.packed
-        packed = jax.ShapeDtypeStruct(layout.packing(kind).shape(batch), jnp.int32)
-        step = jitted(program, Static(static, layout))
-        after, _ = jax.eval_shape(step, Params(params, own), state, packed)
+        step, packed = abstract(config, model, drafter, program)
+        after, _ = jax.eval_shape(step, Params(params, own), state, *packed)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
             lambda x: (x.shape, x.dtype), state
         )

@@ -55,21 +55,23 @@ def test_auto_is_the_first_that_the_gpu_can_run_and_says_nothing(gpu, capability
         assert choose("op", "auto", names) == chosen
 
 
-def test_a_kernel_that_this_device_cannot_run_is_replaced_with_one_warning(gpu):
-    gpu(None)
-    with pytest.warns(UserWarning, match="kernels='triton': needs an NVIDIA GPU.*plain JAX"):
+@pytest.mark.parametrize(
+    "capability, backends, reason",
+    [
+        (None, {"triton", "mosaic"}, "needs an NVIDIA GPU.*plain JAX"),
+        ((9, 0), {"mosaic"}, f"jax {jax.__version__} has no Pallas backend for triton"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_replaced_with_one_warning(
+    gpu, monkeypatch, capability, backends, reason
+):
+    gpu(capability)
+    monkeypatch.setattr(dispatch, "has_backend", backends.__contains__)
+    with pytest.warns(UserWarning, match=f"kernels='triton': {reason}"):
         assert choose("op", "triton", BOTH) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose("op", "triton", BOTH) == "reference"
-
-
-def test_a_jax_without_the_backend_is_said(gpu, monkeypatch):
-    gpu((9, 0))
-    monkeypatch.setattr(dispatch, "has_backend", lambda name: name != "triton")
-    with pytest.warns(UserWarning, match=f"jax {jax.__version__} has no Pallas backend for triton"):
-        assert choose("op", "triton", BOTH) == "reference"
-    assert choose("op", "auto", BOTH) == "reference"
+        assert choose("op", "triton", BOTH) == choose("op", "auto", BOTH) == "reference"
 
 
 def test_what_the_kernel_does_not_take_goes_to_the_reference_only_under_auto(gpu, caplog):

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.route import Rule, route
-from pallas_kernels.route.triton import fits, route_triton
+from pallas_kernels.route.triton import fits
 
 GROUPS = Rule(is_sigmoid=True, num_groups=4, num_chosen_groups=2)
 
@@ -146,12 +145,3 @@ def test_many_rows_and_groups_are_plain_jax_without_a_word(kernels, monkeypatch,
         check_places(route(logits, 4, Rule(), kernels=kernels), 128, 4)
         check_places(route(logits[:8], 4, GROUPS, kernels=kernels), 128, 4)
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "shape, num_chosen, rule",
-    [((65, 128), 2, Rule()), ((4, 64), 33, Rule()), ((4, 64), 2, GROUPS)],
-)
-def test_what_the_kernel_does_not_take_is_named(shape, num_chosen, rule):
-    with pytest.raises(UnsupportedError, match=rf"{num_chosen}, rule has {rule.num_groups} groups"):
-        route_triton(np.zeros(shape, np.float32), num_chosen, rule, interpret=True)

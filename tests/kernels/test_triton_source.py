@@ -76,28 +76,26 @@ def test_what_has_no_translation_is_named():
         source_of(kernel, (4,))
 
 
-def test_the_backend_is_pallas_where_it_is_there(monkeypatch):
-    monkeypatch.delenv(triton_call.VARIABLE, raising=False)
-    monkeypatch.setattr(triton_call, "plt", pl)
-    assert triton_call.backend() == "pallas" and not triton_call.packages_of_backend()
-    monkeypatch.setattr(triton_call, "plt", None)
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
-    assert triton_call.backend() == "jax_triton" and triton_call.packages_of_backend()
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: None)
-    assert triton_call.backend() is None
-
-
 @pytest.mark.parametrize(
-    "name, message",
+    "asked, has_pallas, has_jax_triton, found",
     [
-        ("mosaic", "'mosaic' is unknown; choose one of pallas, jax_triton"),
-        ("jax_triton", "'jax_triton' is not installed; pip install jax-triton"),
-        ("pallas", "'pallas' is not installed; unset it"),
+        (None, True, True, "pallas"),
+        (None, False, True, "jax_triton"),
+        (None, False, False, None),
+        ("mosaic", True, True, "'mosaic' is unknown; choose one of pallas, jax_triton"),
+        ("jax_triton", True, False, "'jax_triton' is not installed; pip install jax-triton"),
+        ("pallas", False, True, "'pallas' is not installed; unset it"),
     ],
 )
-def test_a_backend_that_cannot_be_is_an_error(name, message, monkeypatch):
-    monkeypatch.setenv(triton_call.VARIABLE, name)
-    monkeypatch.setattr(triton_call, "plt", None)
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=message):
+def test_backends(asked, has_pallas, has_jax_triton, found, monkeypatch):
+    monkeypatch.delenv(triton_call.VARIABLE, raising=False)
+    monkeypatch.setattr(triton_call, "plt", pl if has_pallas else None)
+    spec = "a spec" if has_jax_triton else None
+    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: spec)
+    if asked is None:
+        assert triton_call.backend() == found
+        assert bool(triton_call.packages_of_backend()) == (found == "jax_triton")
+        return
+    monkeypatch.setenv(triton_call.VARIABLE, asked)
+    with pytest.raises(ValueError, match=found):
         triton_call.backend()

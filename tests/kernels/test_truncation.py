@@ -81,18 +81,15 @@ def adversarial_rows(rng, vocab_size):
     is_out[0] = False
     rows = [
         np.zeros(vocab_size),
-        np.full(vocab_size, -7.25),
         np.round(normal),
         np.round(normal * 2) / 2 - 50,
         np.where(is_out, -np.inf, normal),
         np.where(np.arange(vocab_size) == vocab_size // 2, 1.5, -np.inf),
-        np.where(is_out, -np.inf, 3.0),
         normal * 1e-30,
         normal * 1e30,
         normal * 1e-40,
         np.where(is_out, 1e38, -1e38),
         -np.abs(normal) * 5,
-        np.abs(normal) * 5 + 100,
         np.where(is_out, -0.0, 0.0),
         np.linspace(0, 20, vocab_size),
     ]

@@ -57,11 +57,7 @@ class Case:
 
 
 def is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return data.decode(errors="ignore").encode() == data
 
 
 def byte_names() -> dict[int, str]:

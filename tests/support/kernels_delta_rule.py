@@ -236,11 +236,6 @@ class Serving:
             if (num_folded := n - self.pending[r]) > 0:
                 assert error(self.states[r], states[num_folded]) < TOLERANCE
 
-    def last_errors(self) -> list[float]:
-        """Of every request's last output."""
-        taken = self.stream, self.length - 1
-        return list(map(error, self.out[taken], self.streams.truth[0][taken]))
-
 
 def on_device(cache: DeltaRuleCache) -> DeltaRuleCache:
     """A copy, which no program has to make."""

@@ -6,10 +6,9 @@ a program only a barrier orders its threads, and a fault is an element that is w
 read, read after it was written, or written twice, without a barrier between.
 
 One case is in order without a barrier: a tile is read, and then exactly this tile is written, as
-kernels do that update an array in place. The new elements are computed from the old ones, and each
-thread has its own. That needs an element for each thread: of smaller tiles several threads have
-copies, and a slow one might still read. The checker does not know whether the new elements do come
-from the old ones.
+kernels do that update an array in place. Each thread has its own elements, if there are as many:
+of smaller tiles several threads have copies, and a slow one might still read. Whether the new
+elements come from the old ones is not checked.
 """
 
 from collections import Counter
