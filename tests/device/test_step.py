@@ -104,17 +104,13 @@ def test_padded_width_is_the_least_that_fits():
 
 
 def abstract(config, target, drafter, program):
-    """A program of an engine, which defers nothing, and the shapes of its packed arguments."""
+    """A program of an engine, which defers nothing, its state, and its packed arguments."""
     model = step_model(config, target, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
     layout = Layout.of(config, target.vocab_size, model.windows)
     shapes = [layout.packing(kind).shape(batch) for kind, batch in program.packed]
     packed = [jax.ShapeDtypeStruct(shape, "int32") for shape in shapes]
-    return jitted(program, Static(model, layout)), packed
-
-
-def abstract_state(config, target, drafter):
-    model = step_model(config, target, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
-    return jax.eval_shape(lambda: empty_state(config, model, K))
+    state = jax.eval_shape(lambda: empty_state(config, model, K))
+    return jitted(program, Static(model, layout)), state, packed
 
 
 def abstract_weights(specs):
@@ -139,9 +135,8 @@ def test_drafters_do_not_see_the_pages_of_the_targets_windows():
     target, drafter = described("mistral", sliding_window=8, num_hidden_layers=1), Watching()
     config = EngineConfig(max_model_len=MAX_LEN, max_num_seqs=2, page_size=8, num_pages=16)
     joined = Joined(Begin(1, 4, Variant()), Decode(2, K, Variant()))
-    step, packed = abstract(config, target, drafter, joined)
-    params = Params(abstract_weights(target.specs()), None)
-    jax.eval_shape(step, params, abstract_state(config, target, drafter), *packed)
+    step, state, packed = abstract(config, target, drafter, joined)
+    jax.eval_shape(step, Params(abstract_weights(target.specs()), None), state, *packed)
     assert [rows.width for rows in drafter.shown] == [K + 1, 4]
     for rows in drafter.shown:
         assert rows.table(8) is rows.page_table
@@ -175,10 +170,9 @@ def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
     )
 
     def num_flops(drafter, own):
-        step, packed = abstract(config, target, drafter, Decode(batch, 0, Variant()))
+        step, state, packed = abstract(config, target, drafter, Decode(batch, 0, Variant()))
         params = Params(abstract_weights(target.specs()), abstract_weights(own))
-        lowered = step.lower(params, abstract_state(config, target, drafter), *packed)
-        return lowered.cost_analysis()["flops"]
+        return step.lower(params, state, *packed).cost_analysis()["flops"]
 
     more = num_flops(ChainDrafter(head), own) - num_flops(
         Watching(aux_layers=head.aux_layers), None
@@ -207,7 +201,7 @@ def test_steps_keep_the_dtype_of_pages(checkpoints, name):
         is_pool = leaf.shape[1:3] == (13, 8)
         assert (leaf.dtype == jnp.bfloat16) == is_pool, leaf
     for program in Prefill(1, 16), Decode(2, K, Variant()), Decode(2, 0, Variant()):
-        step, packed = abstract(config, model, drafter, program)
+        step, _, packed = abstract(config, model, drafter, program)
         after, _ = jax.eval_shape(step, Params(params, own), state, *packed)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
             lambda x: (x.shape, x.dtype), state
