@@ -1,65 +1,28 @@
-"""Fields of configs: transformers' own are all known, others' are errors, and unknown ones warn."""
+"""Fields of configs: transformers' own are all known and mean the same, and unknown ones warn.
+
+Those that a model cannot have are in test_hf_config.py.
+"""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from support.refusals import refusal
+from support.configs import described
 from support.targets import CONFIG_SIZES
 
 from specjax.checkpoint.demo import demo_folder
 from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import KINDS, MODELS, describe_model, read_config
-from specjax.device.models.text_config import WRAPPERS
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-CLASSES = {
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "ministral": "MinistralConfig",
-    "ministral3": "Ministral3Config",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "phi3": "Phi3Config",
-    "arcee": "ArceeConfig",
-    "gemma2": "Gemma2Config",
-    "gemma3_text": "Gemma3TextConfig",
-    "gpt_oss": "GptOssConfig",
-    "qwen3_next": "Qwen3NextConfig",
-    "qwen3_5_text": "Qwen3_5TextConfig",
-    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
-    "deepseek_v3": "DeepseekV3Config",
-    "glm4_moe": "Glm4MoeConfig",
-    "glm4_moe_lite": "Glm4MoeLiteConfig",
-}
-WHOLES = {
-    "qwen3_5": "Qwen3_5Config",
-    "qwen3_5_moe": "Qwen3_5MoeConfig",
-    "qwen3_vl": "Qwen3VLConfig",
-    "qwen3_vl_moe": "Qwen3VLMoeConfig",
-    "qwen2_vl": "Qwen2VLConfig",
-    "qwen2_5_vl": "Qwen2_5_VLConfig",
-    "mistral3": "Mistral3Config",
-    "glm4v_moe": "Glm4vMoeConfig",
-    "llava": "LlavaConfig",
-    "internvl": "InternVLConfig",
-    "idefics3": "Idefics3Config",
-    "smolvlm": "SmolVLMConfig",
-    "voxtral": "VoxtralConfig",
-    "gemma3": "Gemma3Config",
-}
-
-
-def described(kind="llama", **fields):
-    config = {"model_type": kind, **CONFIG_SIZES, **fields}
-    return describe_model(HFConfig(config, "there/config.json"))
 
 
 def test_every_family_has_its_list():
-    assert READ.keys() == MODELS.keys() == CLASSES.keys()
-    assert WRAPPERS.keys() == WHOLES.keys()
+    assert READ.keys() == MODELS.keys()
     assert not any(READ[kind] & HARMLESS for kind in READ) and not CHANGES.keys() & HARMLESS
 
 
@@ -68,11 +31,15 @@ WIDTH = {"head_dim": 128}
 DEFAULT_SIZES = {"glm4_moe": WIDTH, "glm4v_moe": {"text_config": {"num_attention_heads": 32}}}
 
 
-@pytest.mark.parametrize("kind, name", [*CLASSES.items(), *WHOLES.items()])
-def test_the_defaults_of_transformers_are_taken(kind, name):
+def class_of(kind):
+    """transformers' class for a model type."""
+    return pytest.importorskip("transformers").CONFIG_MAPPING[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_defaults_of_transformers_are_taken(kind):
     """Without a warning, which would be an error here, and alike however they are saved."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, name)(**DEFAULT_SIZES.get(kind, {}))
+    config = class_of(kind)(**DEFAULT_SIZES.get(kind, {}))
     given = config.to_dict(), config.to_diff_dict(), json.loads(config.to_json_string())
     one, *others = (describe_model(HFConfig(fields, "config.json")) for fields in given)
     assert all(other == one for other in others)
@@ -85,8 +52,8 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("kind, name", [*CLASSES.items(), *WHOLES.items()])
-def test_missing_fields_mean_what_transformers_has(kind, name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_fields_mean_what_transformers_has(kind):
     kept = NEEDED | DEFAULT_SIZES.get(kind, {}).keys()
     if kind == "ministral3":  # the scaling of queries must be in its config
         kept |= {"rope_parameters"}
@@ -98,7 +65,7 @@ def test_missing_fields_mean_what_transformers_has(kind, name):
             if name in kept
         }
 
-    cls = getattr(pytest.importorskip("transformers"), name)
+    cls = class_of(kind)
     fields = pruned(cls(**DEFAULT_SIZES.get(kind, {})).to_dict())
     whole = cls.from_dict(fields).to_dict()
     one, other = (describe_model(HFConfig(given, "config.json")) for given in (fields, whole))
@@ -114,16 +81,13 @@ def test_published_configs_are_taken():
 HARMLESS_ONES = {
     "_name_or_path": "meta-llama/Llama-3.1-8B",
     "auto_map": {"AutoModel": "modeling.Llama"},
-    "attention_dropout": 0.1,
-    "pretraining_tp": 2,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
     "unsloth_fixed": True,
-    "pad_token_id": 128004,
     "_attn_implementation_autoset": True,
     "rope_interleaved": False,
     "sliding_window": None,
     "logit_scale": 1.0,
+    "quantization_config": {},
     "brand_new": None,
     "brand_new_too": False,
 }
@@ -137,35 +101,18 @@ def test_fields_that_do_not_matter(kind):
         assert described(kind, **windows, use_sliding_window=False) == described(kind)
 
 
-@pytest.mark.parametrize("name", sorted(CHANGES))
-def test_fields_that_change_the_mathematics(name):
-    value = ["sliding_attention"] * 4 if name == "layer_types" else 30
-    kind = next(kind for kind in READ if name not in READ[kind])
-    words = "there/config.json", f"{name}={value!r}", CHANGES[name], f"{kind!r}"
-    refusal(lambda: described(kind, **{name: value}), *words)
-
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, DELTA = "sliding_attention", "full_attention", "linear_attention"
 # Fields of a model of four layers, and their windows.
 WINDOWS = [
-    ("mistral", {}, [4096] * 4),
     ("mistral", {"sliding_window": None}, [None] * 4),
-    ("mistral", {"sliding_window": 7}, [7] * 4),
     ("ministral", {"layer_types": [SLIDING, FULL] * 2}, [4096, None] * 2),
-    ("ministral", {"sliding_window": None}, [None] * 4),
-    ("qwen3", {"sliding_window": 7, "layer_types": [FULL] * 4}, [None] * 4),
     ("qwen3", {"sliding_window": 7, "max_window_layers": 1}, [None] * 4),
     ("qwen3", {"use_sliding_window": True}, [None] * 4),  # from layer 28 on
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [4096]),
     ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, [4096] * 4),
     ("qwen3_moe", {"sliding_window": 7}, [None] * 4),
-    ("gpt_oss", {}, [128, None] * 2),
     ("gpt_oss", {"sliding_window": 9, "layer_types": [FULL, SLIDING] * 2}, [None, 9] * 2),
-    ("gemma2", {}, [4096, None] * 2),
-    ("gemma3_text", {}, [4096] * 4),
     ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 3}, [9, 9, None, 9]),
-    ("gemma3_text", {"layer_types": [FULL] * 4, "sliding_window": None}, [None] * 4),
-    ("phi3", {}, [None] * 4),
     ("phi3", {"sliding_window": 2047}, [2047] * 4),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
     (
@@ -184,31 +131,6 @@ def test_layers_within_a_window(kind, fields, windows):
     assert [kind.window for kind in first.cache_kinds] == windows[:1]
 
 
-def test_windows_that_contradict_themselves():
-    types = {"layer_types": [FULL] * 3 + [SLIDING]}
-    refusal(lambda: described("qwen3", **types), "layer_types", "use_sliding_window is false")
-    given = types | {"sliding_window": None}
-    refusal(lambda: described("ministral", **given), "layer_types", "no sliding_window")
-    refusal(lambda: described("ministral", layer_types=[SLIDING]), "num_hidden_layers=4")
-    refusal(lambda: described("mistral", sliding_window=0), "sliding_window", "0")
-
-
-@pytest.mark.parametrize(
-    "kind, near",
-    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("olmo3", None)],
-)
-def test_another_model_type_is_told_its_kin(kind, near):
-    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(KINDS))
-    assert text.endswith(f"did you mean {near!r}?" if near else KINDS[-1])
-
-
-def test_text_models_and_wholes_that_are_not_read():
-    text = {"model_type": "olmo3", **CONFIG_SIZES}
-    words = "config.json: text_config", "model_type='olmo3'", "mistral3"
-    refusal(lambda: described("mistral3", text_config=text), *words)
-    refusal(lambda: described("llava_next", text_config=text), "model_type='llava_next'", "llava")
-
-
 def test_fields_that_nobody_knows_are_warned_of():
     with pytest.warns(UserWarning, match=r"there/config\.json: brand_new, other is unknown"):
         assert described(other=2, brand_new="x") == described()
@@ -217,88 +139,118 @@ def test_fields_that_nobody_knows_are_warned_of():
         describe_model(HFConfig({"model_type": "qwen3_5", "text_config": inside}, "config.json"))
 
 
-METHODS = [
-    {"quant_method": "awq", "bits": 4, "group_size": 128},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "fp8"},
-    {"quant_method": "fp8", "weight_block_size": [128]},
-    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},
-    {"quant_method": "compressed-tensors"},
-    {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    {"quant_method": "mxfp4"},
-    "int8",
-    {"bits": 8},
-]
-
-
-@pytest.mark.parametrize("given", METHODS, ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_quantised_weights_are_refused_by_their_method(kind, given):
-    method = given["quant_method"] if "quant_method" in given else given
-    words = "quantization_config", repr(method), "bfloat16"
-    refusal(lambda: described(kind, quantization_config=given), *words)
-
-
-def test_nothing_quantised():
-    assert described(quantization_config=None) == described(quantization_config={}) == described()
-
-
-WRONG_TYPES = [
-    ("model_type", ["llama"]),
-    ("model_type", 3),
-    ("rms_norm_eps", "1e-6"),
-    ("rms_norm_eps", -1e-6),
-    ("rms_norm_eps", True),
-    ("rope_theta", "10000"),
-    ("rope_theta", 0),
-    ("rope_scaling", "linear"),
-    ("rope_scaling", {"type": ["linear"]}),
-    ("rope_scaling", {"type": "linear", "factor": "two"}),
-    ("rope_scaling", {"type": "linear", "factor": 0}),
-    ("rope_parameters", [1]),
-    ("tie_word_embeddings", "no"),
-    ("attention_bias", "False"),
-    ("head_dim", 7.5),
-    ("num_attention_heads", [4]),
-    ("num_key_value_heads", 3),
-    ("max_position_embeddings", "long"),
-]
-
-
-@pytest.mark.parametrize("name, value", WRONG_TYPES, ids=str)
-def test_fields_of_the_wrong_type(name, value):
-    text = refusal(lambda: described(**{name: value}), "there/config.json: ", name)
-    assert "\n" not in text
-
-
-# --- Gemma ----------------------------------------------------------------------------------------
-
-
-def test_a_published_gemma_config_says_little():
-    """The rest is as transformers has it: heads, vocabulary, windows, frequencies."""
-    text = {
-        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
-        **{"num_hidden_layers": 34, "sliding_window": 1024},
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }
-    parts = {"mm_tokens_per_image": 256, "boi_token_index": 255999, "vision_config": {"a": 1}}
-    model = describe_model(HFConfig({"model_type": "gemma3", "text_config": text, **parts}, "x"))
-    assert (model.vocab_size, model.num_heads, model.num_kv_heads) == (262208, 8, 4)
-    assert model.windows[:7] == (1024,) * 5 + (None, 1024) and model.tie_word_embeddings
-    assert (model.rope.theta, model.rope.factor, model.max_position) == (1e6, 8.0, 131072)
-    assert (model.local_rope.theta, model.local_rope.scaling) == (1e4, "default")
-    assert (model.query_scale, model.logit_cap, model.score_cap) == (1, None, None)
-    assert model.ropes == (model.local_rope, model.rope)
-
-
 def test_older_names_in_published_gemma_configs():
+    """The rest of what they do not say is as transformers has it."""
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    model = described("gemma3_text", rope_scaling=scaling, num_hidden_layers=6)
+    assert (model.rope.scaling, model.rope.factor, model.max_position) == ("linear", 8.0, 131072)
+    assert model.ropes == (model.local_rope, model.rope) and model.local_rope.scaling == "default"
     names = {"sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"}
     assert described("gemma2", **names) == described("gemma2")
 
 
-def test_caps_that_are_switched_off():
-    caps = "attn_logit_softcapping", "final_logit_softcapping"
-    model = described("gemma2")
-    assert (model.score_cap, model.logit_cap) == (50, 30)
-    model = described("gemma2", **dict.fromkeys(caps))
-    assert (model.score_cap, model.logit_cap) == (None, None)
+CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+PARTS = {"partial_rotary_factor": 0.5, "rope_theta": 5e3}
+SPARSE_OR_DENSE = ["sparse", "dense", "sparse", "dense"]
+MEANINGS = [
+    ("gemma2", {}, "score_cap", 50),
+    ("gemma2", {}, "logit_cap", 30),
+    ("gemma2", dict.fromkeys(CAPS), "score_cap", None),
+    ("gemma2", dict.fromkeys(CAPS), "logit_cap", None),
+    ("qwen3_next", {}, "rope.head_dim", 4),
+    ("qwen3_next", PARTS, "rope.head_dim", 8),
+    ("qwen3_next", {"partial_rotary_factor": 0.75, "rope_parameters": PARTS}, "rope.head_dim", 8),
+    ("qwen3_next", {"partial_rotary_factor": 0.75, "rope_parameters": PARTS}, "rope.theta", 5e3),
+    ("llama", {"partial_rotary_factor": 1.0}, "rope.head_dim", 16),
+    ("qwen3_5_text", {}, "layer_types", (DELTA,) * 3 + (FULL,)),
+    ("qwen3_5", {"num_hidden_layers": 6}, "layer_types", (DELTA,) * 3 + (FULL,) + (DELTA,) * 2),
+    ("qwen3_next", {"layer_types": [FULL, DELTA] * 2}, "layer_types", (FULL, DELTA) * 2),
+    ("deepseek_v3", {}, "dense_layers", (0, 1, 2)),
+    ("deepseek_v3", {"first_k_dense_replace": 0}, "dense_layers", ()),
+    ("glm4_moe_lite", {"first_k_dense_replace": 1}, "dense_layers", (0,)),
+    ("glm4_moe_lite", {"mlp_layer_types": SPARSE_OR_DENSE}, "dense_layers", (1, 3)),
+    ("qwen3_next", {}, "dense_layers", ()),
+    ("qwen3_5_moe_text", {}, "dense_layers", ()),
+    ("qwen3_next", {"mlp_only_layers": [1]}, "dense_layers", (1,)),
+    ("qwen3_next", {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "dense_layers", (0, 1, 2)),
+    ("qwen3_moe", {}, "experts.router.rule.normalises", False),
+    ("qwen3_moe", {"norm_topk_prob": True}, "experts.router.rule.normalises", True),
+    ("qwen3_next", {"num_experts": 0}, "experts", None),
+    ("qwen3_5_text", {}, "experts", None),
+]
+
+
+@pytest.mark.parametrize("kind, fields, name, value", MEANINGS, ids=str)
+def test_what_fields_mean(kind, fields, name, value):
+    assert attrgetter(name)(described(kind, **fields)) == value
+
+
+@pytest.mark.parametrize(
+    "outer, inner, is_tied",
+    [(True, None, True), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_the_outer_config_says_whether_the_head_is_tied(outer, inner, is_tied):
+    text = CONFIG_SIZES | {"tie_word_embeddings": inner}
+    fields = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outer}
+    assert describe_model(HFConfig(fields, "config.json")).tie_word_embeddings == is_tied
+
+
+# --- scaled rotations; what attention makes of them is in tests/oracle/test_models.py -------------
+
+ORIGINAL = {"original_max_position_embeddings": 4096}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, **ORIGINAL}
+ROTATIONS = {
+    "llama3": {
+        **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **ORIGINAL},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "yarn": YARN,
+    "yarn-deepseek": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 16},
+    "yarn-one-mscale": {**YARN, "mscale": 0.707, "beta_slow": 2},
+    "yarn-not-truncated": {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
+    "yarn-attention-factor": {**YARN, "attention_factor": 1.5, "rope_theta": 1e6},
+    "yarn-of-the-whole-length": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0},
+    "yarn-factor-below-one": {**YARN, "factor": 0.5},
+    "yarn-ramp-of-no-width": {**YARN, "rope_theta": 1e30},
+}
+# The original length outside of `rope_parameters`, where it counts before the one inside.
+OUTSIDE = {"yarn": {"original_max_position_embeddings": 1024}, "llama3": ORIGINAL}
+
+
+@pytest.mark.parametrize("dim", [64, 10])
+@pytest.mark.parametrize(
+    "name, outside", [*((n, {}) for n in ROTATIONS), *OUTSIDE.items()], ids=str
+)
+def test_scaled_rotations(name, outside, dim):
+    pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fields = ROTATIONS[name]
+    length = {"max_position_embeddings": 2048, **outside}
+    config = class_of("llama")(head_dim=dim, rope_parameters=dict(fields), **length)
+    expected, factor = ROPE_INIT_FUNCTIONS[fields["rope_type"]](config)
+    rope = HFConfig({"rope_parameters": fields, **length}, "config.json").rope(dim)
+    np.testing.assert_allclose(rope.inverse_frequencies(), expected.numpy(), rtol=2e-6)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-6)
+    cos, sin = rope.angles(jnp.arange(3)).rotation
+    np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)
+
+
+QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LENGTHS = [  # as vLLM derives them, or what `max_position_embeddings` says if that is more
+    (40960, QWEN3, 131072),
+    (131072, QWEN3, 131072),
+    (262144, QWEN3, 262144),
+    (40960, {"type": "yarn", "factor": 4.0}, 163840),
+    (4096, {"type": "linear", "factor": 8.0}, 32768),
+    (131072, ROTATIONS["llama3"], 131072),
+    (4096, {"rope_type": "default"}, 4096),
+]
+
+
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("length, rope, longest", LENGTHS)
+def test_how_many_positions_a_scaled_model_has(length, rope, longest, where):
+    for kind in "qwen3", "llama":
+        fields = {"max_position_embeddings": length, where: rope}
+        assert described(kind, **fields).max_position == longest

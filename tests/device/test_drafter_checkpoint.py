@@ -13,9 +13,27 @@ from specjax.device.placement import Placement
 FP32 = np.dtype("float32")
 
 
+def loaded(folder, target, method="eagle3", *, placement=None):
+    """(drafter, its parameters, the lines of the log)."""
+    model, _ = load_model(target.folder, FP32)
+    config, lines = SpeculativeConfig(method=method, model="", num_speculative_tokens=2), []
+    return *load_drafter(folder, config, model, FP32, placement, log=lines.append), lines
+
+
+@pytest.fixture
+def rewritten(tmp_path):
+    """Write a head's file once more, with other tensors."""
+
+    def write(head, tensors):
+        pytest.importorskip("safetensors.torch").save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
+        return tmp_path
+
+    return write
+
+
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_old_names_load_as_the_published_ones(checkpoints, prefix, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+def test_old_names_load_as_the_published_ones(checkpoints, prefix, rewritten):
     target = checkpoints.target()
     head = checkpoints.eagle3(target, fc_norm=True, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     old = {"fc_norm.0": "aux_norm_low", "fc_norm.1": "aux_norm_mid", "fc_norm.2": "aux_norm_high"}
@@ -24,24 +42,19 @@ def test_old_names_load_as_the_published_ones(checkpoints, prefix, tmp_path):
         stem = name.removesuffix(".weight")
         return f"{old[stem]}.weight" if stem in old else prefix + name
 
-    renamed = {rename(name): tensor for name, tensor in head.tensors.items()}
-    safetensors.save_file(renamed, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
-    model, _ = load_model(target.folder, FP32)
-    config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=2)
-    drafter, params = load_drafter(head.folder, config, model, FP32)
-    again, loaded = load_drafter(tmp_path, config, model, FP32)
+    folder = rewritten(head, {rename(name): tensor for name, tensor in head.tensors.items()})
+    (drafter, params, _), (again, found, _) = loaded(head.folder, target), loaded(folder, target)
     assert again == drafter and drafter.head.has_aux_norms
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
 def test_a_config_alone_gives_the_head_that_the_weights_have(checkpoints, tmp_path):
     target = checkpoints.target()
     head = checkpoints.eagle3(target, norm_before_residual=True)
+    drafter, params, _ = loaded(head.folder, target)
+    (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
     model, _ = load_model(target.folder, FP32)
     config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=2)
-    drafter, params = load_drafter(head.folder, config, model, FP32)
-    (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
     described, shapes = drafter_from_config(tmp_path, config, model, "float32")
     assert described == drafter
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
@@ -66,61 +79,42 @@ UNREAD = "verifier_norm.weight", "layers.0.self_attn.rotary_emb.inv_freq", "midl
     ids=["unread", "nothing", "another-mask", "no-layers", "unknown"],
 )
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_what_a_heads_file_holds_besides(checkpoints, tmp_path, options, more, words, prefix):
+def test_what_a_heads_file_holds_besides(checkpoints, rewritten, options, more, words, prefix):
     """What cannot matter is named in the log, and what may is refused by name."""
     torch = pytest.importorskip("torch")
     target = checkpoints.target(num_hidden_layers=3)
     head = checkpoints.eagle3(target, **options)
     tensors = head.tensors | {name: torch.zeros(96) for name in more}
-    renamed = {prefix + name: tensor for name, tensor in tensors.items()}
-    pytest.importorskip("safetensors.torch").save_file(renamed, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
-    model, _ = load_model(target.folder, FP32)
-    config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=2)
-    lines = []
+    folder = rewritten(head, {prefix + name: tensor for name, tensor in tensors.items()})
     if words is None:
         with pytest.raises(CheckpointError, match=f"unexpected: {prefix}{more[0]}"):
-            load_drafter(tmp_path, config, model, FP32)
+            loaded(folder, target)
         return
-    load_drafter(tmp_path, config, model, FP32, log=lines.append)
+    *_, lines = loaded(folder, target)
     (line,) = lines or [""]
     assert bool(line) == bool(words) and all(word in line for word in words), lines
 
 
-def test_copies_in_a_module_that_differ_from_the_target(checkpoints, rewrite_tensors):
-    torch = pytest.importorskip("torch")
+@pytest.mark.parametrize("differs", [False, True])
+def test_copies_in_a_module_that_differ_from_the_target(checkpoints, rewrite_tensors, differs):
     made = checkpoints.mtp(checkpoints.target("glm4_moe"))
-    model, _ = load_model(made.folder, FP32)
-    config = SpeculativeConfig(method="mtp", model="", num_speculative_tokens=2)
+    folder = checkpoints.copy(made.folder)
 
-    def lines(head):
-        def add(tensors):
-            more = {"embed_tokens": tensors["model.embed_tokens.weight"], "shared_head.head": head}
-            return tensors | {f"model.layers.2.{n}.weight": x.clone() for n, x in more.items()}
+    def add(tensors):
+        head = tensors["lm_head.weight"] * (0 if differs else 1)
+        more = {"embed_tokens": tensors["model.embed_tokens.weight"], "shared_head.head": head}
+        return tensors | {f"model.layers.2.{n}.weight": x.clone() for n, x in more.items()}
 
-        folder, found = checkpoints.copy(made.folder), []
-        rewrite_tensors(folder / "model.safetensors", add)
-        load_drafter(folder, config, model, FP32, log=found.append)
-        return found
-
-    assert not lines(_head(made.folder))
-    (line,) = lines(torch.zeros(96, 32))
-    assert "model.layers.2.shared_head.head.weight differs from lm_head.weight" in line
-
-
-def _head(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")["lm_head.weight"]
+    rewrite_tensors(folder / "model.safetensors", add)
+    *_, lines = loaded(folder, made, "mtp")
+    message = "model.layers.2.shared_head.head.weight differs from lm_head.weight"
+    assert [message in line for line in lines] == [True] * differs
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_all_arrays_are_on_the_device_of_the_placement(checkpoints, method):
     target = checkpoints.target("qwen3_5" if method == "mtp" else "llama")
     options = {"draft_vocab": 15} if method == "eagle3" else {}
-    head = getattr(checkpoints, method)(target, **options)
-    model, _ = load_model(target.folder, FP32)
-    config = SpeculativeConfig(method=method, model="", num_speculative_tokens=2)
-    other = jax.devices()[1]
-    _, params = load_drafter(head.folder, config, model, FP32, Placement.on(other))
+    head, other = getattr(checkpoints, method)(target, **options), jax.devices()[1]
+    _, params, _ = loaded(head.folder, target, method, placement=Placement.on(other))
     assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {other}

@@ -23,29 +23,24 @@ def test_every_method_can_be_loaded():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_a_method_without_a_model_of_its_own_may_leave_it_out(method):
+def test_only_its_own_fields_go_with_a_method(method):
+    """And only one without a model of its own may leave that out."""
     fields = {"method": method, "num_speculative_tokens": 2}
     if METHODS[method].needs_model:
         with pytest.raises(ValueError, match="lacks \\['model'\\]"):
             SpeculativeConfig.of(fields)
     else:
         assert SpeculativeConfig.of(fields).model is None
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_options_of_another_method_are_refused(method):
     for other, needs in METHODS.items():
         for option in needs.options if other != method else ():
             with pytest.raises(ValueError, match=f"{option} goes with method='{other}'"):
-                SpeculativeConfig(method=method, model="x", num_speculative_tokens=2, **{option: 3})
+                SpeculativeConfig(**fields, model="x", **{option: 3})
 
 
 def test_rows_that_drafting_adds_to_the_budget_of_a_step():
     """As vLLM counts them (max_num_new_slots_for_drafting), which has no Medusa."""
     table = {
-        "eagle": (ChainDrafter, 0, 0, 0),
-        "eagle3": (ChainDrafter, 0, 0, 0),
-        "mtp": (ChainDrafter, 0, 0, 0),
+        **dict.fromkeys(("eagle", "eagle3", "mtp"), (ChainDrafter, 0, 0, 0)),
         "dflash": (DFlashDrafter, 0, 0, 0),
         "p_eagle": (PEagleDrafter, 0, 0, 4),
         "draft_model": (DraftModel, 1, 1, 1),

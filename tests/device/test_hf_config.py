@@ -4,271 +4,259 @@ import json
 
 import numpy as np
 import pytest
-from support.targets import CONFIG_SIZES, LATENT_SIZES
+from support.configs import described
+from support.refusals import label, refusal
+from support.targets import CONFIG_SIZES, LATENT_KINDS
 
-from specjax.checkpoint.errors import CheckpointError
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.models.config_fields import CHANGES, READ
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.registry import describe_model, load_model
+from specjax.device.models.registry import KINDS, describe_model, load_model
 from specjax.engine.compiled import CompiledPrograms
 from specjax.engine.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
 
 FLOAT32 = np.dtype(np.float32)
-DELTA, ATTENTION = "linear_attention", "full_attention"
-HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
-SIZES = CONFIG_SIZES | {"head_dim": 16}
-
-
-def described(kind, nested=None, **fields):
-    """The model of a config; fields lie in its text part where there would be one."""
-    nested = kind in ("qwen3_5", "qwen3_5_moe") if nested is None else nested
-    config = SIZES | fields
-    config = {"text_config": config} if nested else config
-    return describe_model(HFConfig({"model_type": kind, **config}, "there/config.json"))
-
-
-def refusal(do, *words):
-    """The message of the CheckpointError that `do` must raise; it holds all `words`."""
-    with pytest.raises(CheckpointError) as error:
-        do()
-    text = str(error.value)
-    assert all(str(word) in text for word in words), text
-
-
-BAD_FIELDS = [
-    ({"layer_types": [ATTENTION] * 3 + [DELTA], "full_attention_interval": 4}, ["interval=4"]),
-    ({"layer_types": [DELTA] * 3 + [ATTENTION], "full_attention_interval": 2}, ["interval=2"]),
-    ({"layer_types": [DELTA] * 3 + ["sliding_attention"]}, ["sliding_attention"]),
-    ({"layer_types": [DELTA] * 3}, ["num_hidden_layers=4"]),
-    ({"layer_types": [DELTA] * 5}, ["num_hidden_layers=4"]),
-    ({"layer_types": []}, ["num_hidden_layers=4"]),
-    ({"full_attention_interval": 0}, []),
-    ({"linear_num_value_heads": 6, "linear_num_key_heads": 4}, ["=6", "linear_num_key_heads=4"]),
-    ({"linear_num_key_heads": 0}, []),
-    ({"linear_conv_kernel_dim": -1}, []),
-    ({"quantization_config": {"quant_method": "fp8"}}, ["fp8"]),
-    ({"attn_output_gate": False}, ["False", "True"]),
-    ({"attention_bias": True}, ["True"]),
-    ({"use_sliding_window": True}, ["True"]),
-    ({"hidden_act": "gelu"}, ["'gelu'", "'silu'"]),
-    ({"mamba_ssm_dtype": "bfloat16"}, ["'bfloat16'", "'float32'"]),
-    ({"output_gate_type": "sigmoid"}, ["'sigmoid'", "'swish'"]),
-    ({"mtp_use_dedicated_embeddings": True}, ["True"]),
-    ({"partial_rotary_factor": 0.1}, ["0.1", "even", "16"]),
-    ({"partial_rotary_factor": 0}, ["even"]),
-    ({"partial_rotary_factor": 1.25}, ["1.25", "16"]),
-    ({"partial_rotary_factor": -0.5}, ["-0.5"]),
-    ({"num_hidden_layers": None}, ["positive"]),
-    ({"vocab_size": "many"}, ["'many'"]),
-]
-
-
-@pytest.mark.parametrize("fields, words", BAD_FIELDS, ids=lambda x: str(x)[:60])
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_field_that_a_hybrid_model_cannot_have(kind, fields, words):
-    described(kind)
-    refusal(lambda: described(kind, **fields), "there/config.json", next(iter(fields)), *words)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_quantised_weights_beside_a_nested_config(kind):
-    fields = {"model_type": kind, "text_config": SIZES}
-    fields["quantization_config"] = {"quant_method": "fp8"}
-    refusal(lambda: describe_model(HFConfig(fields, "config.json")), "quantization_config", "fp8")
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"num_experts_per_tok": 9, "num_experts": 8}, ["num_experts_per_tok=9", "num_experts=8"]),
-        ({"num_experts": -2}, ["num_experts", "-2"]),
-        ({"moe_intermediate_size": 0}, ["moe_intermediate_size"]),
-        ({"shared_expert_intermediate_size": 1.5}, ["shared_expert_intermediate_size", "1.5"]),
-    ],
-)
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"])
-def test_a_mixture_that_cannot_be(kind, fields, words):
-    refusal(lambda: described(kind, **fields), *words)
-
-
-def latent(kind="deepseek_v3", **fields):
-    return described(kind, **{**LATENT_SIZES, "num_hidden_layers": 4, **fields})
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"attention_bias": True}, ["attention_bias=True"]),
-        ({"num_key_value_heads": 2}, ["num_key_value_heads=2", "4"]),
-        ({"scoring_func": "softmax"}, ["scoring_func='softmax'", "sigmoid"]),
-        ({"topk_method": "greedy"}, ["topk_method='greedy'"]),
-        ({"moe_layer_freq": 2}, ["moe_layer_freq=2"]),
-        ({"n_group": 3}, ["n_group=3", "n_routed_experts=8"]),
-        ({"n_group": 8, "topk_group": 8}, ["n_group=8", "two or more"]),
-        ({"n_group": 2, "topk_group": 3}, ["topk_group=3", "n_group=2"]),
-        ({"n_group": 4, "topk_group": 1}, ["num_experts_per_tok=3", "2 experts"]),
-        ({"q_lora_rank": 0}, ["q_lora_rank", "0"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
-        ({"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
-    ],
-    ids=lambda x: str(x)[:60],
-)
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
-def test_a_field_that_latent_attention_cannot_have(kind, fields, words):
-    latent(kind)
-    refusal(lambda: latent(kind, **fields), "there/config.json", *words)
-
-
-def test_which_layers_of_latent_attention_are_dense():
-    assert latent().dense_layers == (0, 1, 2)
-    assert latent(first_k_dense_replace=0).dense_layers == ()
-    assert latent("glm4_moe_lite", first_k_dense_replace=1).dense_layers == (0,)
-    types = ["sparse", "dense", "sparse", "dense"]
-    assert latent("glm4_moe_lite", mlp_layer_types=types).dense_layers == (1, 3)
-    for bad in types[1:], "dense", ["linear"] * 4:
-        refusal(lambda bad=bad: latent("glm4_moe_lite", mlp_layer_types=bad), "mlp_layer_types")
-    refusal(lambda: latent("glm4_moe_lite", first_k_dense_replace=2), "first_k_dense_replace=2")
-
-
+DELTA, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 ROPE = "rope_parameters"
-BAD_GEMMAS = [
-    ("gemma2", {"hidden_activation": "gelu"}, ["'gelu'", "'gelu_pytorch_tanh'"]),
-    ("gemma2", {"final_logit_softcapping": -30.0}, ["-30.0", "positive"]),
-    ("gemma2", {"query_pre_attn_scalar": 0}, ["0", "positive"]),
-    ("gemma3_text", {"use_bidirectional_attention": True}, ["True", "later tokens", "without"]),
-    ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["50.0", "without"]),
-    ("gemma3_text", {"sliding_window": None}, ["sliding_attention"]),
-    ("gemma3_text", {"sliding_window_pattern": 0}, ["0", "positive"]),
-    ("gemma3_text", {ROPE: {"rope_type": "linear", "factor": 2.0}}, ["full_attention", "2.0"]),
-    ("gemma3_text", {ROPE: {ATTENTION: 5}}, ["full_attention must be an object", "5"]),
+HYBRIDS = "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"
+MIXTURES = "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"
+
+# What models of several kinds cannot have, and what the error says besides the first field's name.
+REFUSED = [
     (
-        "gemma3_text",
-        {ROPE: {"sliding_attention": {"rope_type": "ntk"}}},
-        ["sliding_attention", "'ntk'"],
+        HYBRIDS,
+        [
+            ({"layer_types": [FULL] * 3 + [DELTA], "full_attention_interval": 4}, "interval=4"),
+            ({"layer_types": [DELTA] * 3 + [FULL], "full_attention_interval": 2}, "interval=2"),
+            ({"layer_types": [DELTA] * 3 + [SLIDING]}, SLIDING),
+            ({"layer_types": [DELTA] * 3}, "num_hidden_layers=4"),
+            ({"layer_types": 5}, "got 5"),
+            ({"full_attention_interval": 0}, ""),
+            ({"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "=6", "key_heads=4"),
+            ({"mtp_num_hidden_layers": "2"}, "a positive integer"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+            ({"attn_output_gate": False}, "False", "True"),
+            ({"attention_bias": True}, "True"),
+            ({"use_sliding_window": True}, "True"),
+            ({"hidden_act": "gelu"}, "'gelu'", "'silu'"),
+            ({"mamba_ssm_dtype": "bfloat16"}, "'bfloat16'", "'float32'"),
+            ({"output_gate_type": "sigmoid"}, "'sigmoid'", "'swish'"),
+            ({"mtp_use_dedicated_embeddings": True}, "True"),
+            ({"partial_rotary_factor": 0.1}, "0.1", "even", "16"),
+            ({"partial_rotary_factor": 0}, "even"),
+            ({"partial_rotary_factor": 1.25}, "1.25", "16"),
+            ({"vocab_size": "many"}, "'many'"),
+        ],
     ),
-    ("gemma3_text", {"rope_local_base_freq": "1e4"}, ["'1e4'", "positive"]),
-    ("arcee", {"hidden_act": "silu"}, ["'silu'", "'relu2'"]),
+    (
+        MIXTURES,
+        [
+            ({"num_experts_per_tok": 9, "num_experts": 8}, "num_experts_per_tok=9", "=8"),
+            ({"moe_intermediate_size": 0}, ""),
+            ({"shared_expert_intermediate_size": 1.5}, "1.5"),
+        ],
+    ),
+    (
+        LATENT_KINDS,
+        [
+            ({"attention_bias": True}, "attention_bias=True"),
+            ({"num_key_value_heads": 2}, "num_key_value_heads=2", "4"),
+            ({"scoring_func": "softmax"}, "scoring_func='softmax'", "sigmoid"),
+            ({"topk_method": "greedy"}, "topk_method='greedy'"),
+            ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+            ({"n_group": 3}, "n_group=3", "n_routed_experts=8"),
+            ({"n_group": 8, "topk_group": 8}, "n_group=8", "two or more"),
+            ({"topk_group": 3, "n_group": 2}, "topk_group=3", "n_group=2"),
+            ({"topk_group": 1, "n_group": 4}, "num_experts_per_tok=3", "2 experts"),
+            ({"q_lora_rank": 0}, "0"),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+            ({"first_k_dense_replace": -1}, ""),
+        ],
+    ),
+    (
+        ["glm4_moe_lite"],
+        [
+            *(({"mlp_layer_types": x}, "") for x in (["dense"] * 3, "dense", ["linear"] * 4)),
+            ({"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
+        ],
+    ),
+    (
+        ["gemma2"],
+        [
+            ({"hidden_activation": "gelu"}, "'gelu'", "'gelu_pytorch_tanh'"),
+            ({"final_logit_softcapping": -30.0}, "-30.0", "positive"),
+            ({"query_pre_attn_scalar": 0}, "0", "positive"),
+        ],
+    ),
+    (
+        ["gemma3_text"],
+        [
+            ({"use_bidirectional_attention": True}, "True", "later tokens", "without"),
+            ({"attn_logit_softcapping": 50.0}, "50.0", "without"),
+            ({"sliding_window": None}, SLIDING),
+            ({"sliding_window_pattern": 0}, "0", "positive"),
+            ({ROPE: {"rope_type": "linear", "factor": 2.0}}, FULL, "2.0"),
+            ({ROPE: {FULL: 5}}, f"{FULL} must be an object", "5"),
+            ({ROPE: {SLIDING: {"rope_type": "ntk"}}}, SLIDING, "'ntk'"),
+            ({"rope_local_base_freq": "1e4"}, "'1e4'", "positive"),
+        ],
+    ),
+    (["arcee"], [({"hidden_act": "silu"}, "'silu'", "'relu2'")]),
+    (
+        ["qwen3"],
+        [({"layer_types": [FULL] * 3 + [SLIDING]}, "use_sliding_window is false")],
+    ),
+    (
+        ["ministral"],
+        [
+            ({"layer_types": [FULL, SLIDING] * 2, "sliding_window": None}, "no sliding_window"),
+            ({"layer_types": [SLIDING]}, "num_hidden_layers=4"),
+        ],
+    ),
+    (["mistral"], [({"sliding_window": 0}, "0")]),
+    (
+        ["llama"],
+        [
+            ({"model_type": ["llama"]}, ""),
+            ({"model_type": 3}, ""),
+            *(({"rms_norm_eps": x}, "positive") for x in ("1e-6", -1e-6, True)),
+            *(({"rope_theta": x}, "positive") for x in ("10000", 0)),
+            ({"rope_scaling": "linear"}, "an object"),
+            ({"rope_scaling": {"type": ["linear"]}}, "not supported"),
+            ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor"),
+            ({ROPE: [1]}, "an object"),
+            ({ROPE: {FULL: {}, SLIDING: None}}, f"each kind of layer ({FULL})"),
+            ({"tie_word_embeddings": "no"}, "true or false"),
+            ({"num_attention_heads": [4]}, "positive integer"),
+            ({"num_key_value_heads": 3}, "must divide num_attention_heads=4"),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5", "whole heads"),
+            *(
+                ({name: {"partial_rotary_factor": 0.5, "rope_type": "default"}}, "whole heads")
+                for name in (ROPE, "rope_scaling")
+            ),
+        ],
+    ),
 ]
 
 
-@pytest.mark.parametrize("kind, fields, words", BAD_GEMMAS, ids=lambda x: str(x)[:60])
-def test_a_field_that_gemma_and_arcee_cannot_have(kind, fields, words):
+@pytest.mark.parametrize(
+    "kind, fields, words",
+    [(kind, fields, words) for kinds, rows in REFUSED for kind in kinds for fields, *words in rows],
+    ids=label,
+)
+def test_a_field_that_a_model_cannot_have(kind, fields, words):
     described(kind)
-    refusal(lambda: described(kind, **fields), "there/config.json", next(iter(fields)), *words)
+    names = [] if "partial_rotary_factor" in str(fields) else [next(iter(fields))]
+    text = refusal(lambda: described(kind, **fields), "there/config.json", *names, *words)
+    assert "\n" not in text
 
 
-@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling", None])
-def test_llama_rotates_whole_heads(where):
-    fields = {"partial_rotary_factor": 0.5}
-    fields = fields if where is None else {where: fields}
-    refusal(lambda: described("llama", **fields), "partial_rotary_factor=0.5", "whole heads")
-
-
-def test_the_part_of_a_head_that_is_rotated():
-    parts = {"partial_rotary_factor": 0.5, "rope_theta": 5e3}
-    assert described("qwen3_next").rope.head_dim == 4
-    assert described("qwen3_next", **parts).rope.head_dim == 8
-    model = described("qwen3_next", partial_rotary_factor=0.75, rope_parameters=parts)
-    assert (model.rope.head_dim, model.rope.theta) == (8, 5e3)
-    assert described("llama", partial_rotary_factor=1.0).rope.head_dim == 16
-
-
-def test_layers_told_by_interval_or_by_name():
-    by_default, by_interval = described("qwen3_5_text"), described("qwen3_5", num_hidden_layers=6)
-    assert by_default.layer_types == (DELTA,) * 3 + (ATTENTION,)
-    assert by_interval.layer_types == (DELTA,) * 3 + (ATTENTION,) + (DELTA,) * 2
-    types = [ATTENTION, DELTA, DELTA, ATTENTION]
-    assert described("qwen3_next", layer_types=types).layer_types == tuple(types)
-
-
-def test_which_layers_have_experts():
-    def dense(kind, **fields):
-        model = described(kind, **fields)
-        return None if model.experts is None else model.dense_layers
-
-    assert dense("qwen3_next") == dense("qwen3_5_moe_text") == ()
-    assert dense("qwen3_next", mlp_only_layers=[1]) == (1,)
-    assert dense("qwen3_next", mlp_only_layers=[1], decoder_sparse_step=2) == (0, 1, 2)
-    assert dense("qwen3_next", num_experts=0) is None
-    assert dense("qwen3_5_text") is None
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_fields_that_change_the_mathematics(name):
+    value = [SLIDING] * 4 if name == "layer_types" else 30
+    kind = next(kind for kind in READ if name not in READ[kind])
+    words = "there/config.json", f"{name}={value!r}", CHANGES[name], f"{kind!r}"
+    refusal(lambda: described(kind, **{name: value}), *words)
 
 
 @pytest.mark.parametrize(
-    "outer, inner, is_tied",
-    [(True, None, True), (None, True, True), (True, False, True), (False, True, False)],
+    "kind, near",
+    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("olmo3", None)],
 )
-def test_the_outer_config_says_whether_the_head_is_tied(outer, inner, is_tied):
-    text = SIZES | {"tie_word_embeddings": inner}
-    fields = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outer}
-    assert describe_model(HFConfig(fields, "config.json")).tie_word_embeddings == is_tied
+def test_another_model_type_is_told_its_kin(kind, near):
+    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(KINDS))
+    assert text.endswith(f"did you mean {near!r}?" if near else KINDS[-1])
+
+
+@pytest.mark.parametrize(
+    "kind, fields, words",
+    [
+        ("mistral3", {"model_type": "olmo3"}, ("text_config", "model_type='olmo3'", "mistral3")),
+        ("llava_next", {"model_type": "olmo3"}, ("model_type='llava_next'", "llava")),
+        ("qwen3_5", 5, ("text_config must be an object, got 5",)),
+    ],
+)
+def test_text_models_and_wholes_that_are_not_read(kind, fields, words):
+    text = CONFIG_SIZES | fields if isinstance(fields, dict) else fields
+    whole = HFConfig({"model_type": kind, "text_config": text}, "config.json")
+    refusal(lambda: describe_model(whole), "config.json", *words)
+
+
+METHODS = [
+    {"quant_method": "fp8"},
+    {"quant_method": "fp8", "weight_block_size": [128]},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},
+    {"quant_method": "compressed-tensors"},
+    {"quant_method": "mxfp4"},
+    "int8",
+    {"bits": 8},
+]
+
+
+@pytest.mark.parametrize("given", METHODS, ids=str)
+def test_quantised_weights_are_refused_by_their_method(given):
+    """In the config itself, and beside its text part."""
+    method = given["quant_method"] if "quant_method" in given else given
+    words = "quantization_config", repr(method), "bfloat16"
+    whole = {"model_type": "qwen3_5", "text_config": CONFIG_SIZES, "quantization_config": given}
+    refusal(lambda: described("llama", quantization_config=given), *words)
+    refusal(lambda: describe_model(HFConfig(whole, "config.json")), *words)
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight"])
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
-def test_a_missing_tensor(checkpoints, rewrite_tensors, kind, name):
-    folder = checkpoints.copy(checkpoints.target(kind).folder)
-    prefix = "model.language_model" if kind == "qwen3_5" else "model"
-    name = f"{prefix}.layers.0.linear_attn.{name}"
-
-    def drop(tensors):
-        return {key: x for key, x in tensors.items() if key != name}
-
-    rewrite_tensors(folder / "model.safetensors", drop)
-    refusal(lambda: load_model(folder, FLOAT32), "missing", name)
+DELTA_NAMES = "model.layers.0.linear_attn", "model.language_model.layers.0.linear_attn"
+EXPERTS = "model.layers.1.mlp.experts"
 
 
-@pytest.mark.parametrize("single, fused", [("up_proj", "gate_up_proj"), ("down_proj", "down_proj")])
-def test_mixed_layouts_of_experts(checkpoints, rewrite_tensors, single, fused):
-    import torch
+@pytest.fixture
+def rewritten(checkpoints, rewrite_tensors):
+    """A folder of a model with a tensor less, or with more."""
+    torch = pytest.importorskip("torch")
 
-    target = checkpoints.fused(checkpoints.target("qwen3_5_moe_text"))
-    folder, prefix = checkpoints.copy(target.folder), "model.layers.1.mlp.experts"
-    one = f"{prefix}.0.{single}.weight"
-    rewrite_tensors(folder / "model.safetensors", lambda old: old | {one: torch.zeros(24, 32)})
-    refusal(lambda: load_model(folder, FLOAT32), one, f"{prefix}.gate_up_proj")
+    def write(kind, removed=(), added=()):
+        target = checkpoints.target("qwen3_5_moe_text" if kind == "fused" else kind)
+        target = checkpoints.fused(target) if kind == "fused" else target
+        folder = checkpoints.copy(target.folder)
 
+        def change(tensors):
+            assert {*removed} <= tensors.keys()
+            more = {name: torch.zeros(24, 32) for name in added}
+            return {name: x for name, x in tensors.items() if name not in removed} | more
 
-@pytest.mark.parametrize("fused", ["gate_up_proj", "down_proj"])
-def test_half_of_the_fused_experts(checkpoints, rewrite_tensors, fused):
-    target = checkpoints.fused(checkpoints.target("qwen3_5_moe_text"))
-    folder, name = checkpoints.copy(target.folder), f"model.layers.1.mlp.experts.{fused}"
+        rewrite_tensors(folder / "model.safetensors", change)
+        return folder
 
-    def drop(tensors):
-        return {key: x for key, x in tensors.items() if key != name}
-
-    rewrite_tensors(folder / "model.safetensors", drop)
-    refusal(lambda: load_model(folder, FLOAT32), "missing", name)
+    return write
 
 
 @pytest.mark.parametrize(
-    "name",
+    "kind, how, name, words",
     [
-        "model.layers.0.linear_attn.conv1d.bias",
-        "model.language_model.layers.0.linear_attn.conv1d.bias",
-        "model.language_model.visual.blocks.0.attn.proj.bias",
-        "mtpx.fc.weight",
-        "head.weight",
+        ("qwen3_next", "removed", f"{DELTA_NAMES[0]}.A_log", "missing"),
+        ("qwen3_5", "removed", f"{DELTA_NAMES[1]}.dt_bias", "missing"),
+        ("qwen3_5", "removed", f"{DELTA_NAMES[1]}.conv1d.weight", "missing"),
+        ("fused", "removed", f"{EXPERTS}.gate_up_proj", "missing"),  # half of the experts
+        ("fused", "removed", f"{EXPERTS}.down_proj", "missing"),
+        ("qwen3_5", "added", f"{DELTA_NAMES[0]}.conv1d.bias", "unexpected"),
+        ("qwen3_5", "added", f"{DELTA_NAMES[1]}.conv1d.bias", "unexpected"),
+        ("qwen3_5", "added", "model.language_model.visual.attn.bias", "unexpected"),
+        ("qwen3_5", "added", "mtpx.fc.weight", "unexpected"),
+        ("qwen3_5", "added", "head.weight", "unexpected"),
+        ("fused", "added", f"{EXPERTS}.0.up_proj.weight", "gate_up_proj"),  # two layouts
+        ("fused", "added", f"{EXPERTS}.0.down_proj.weight", "gate_up_proj"),
     ],
 )
-def test_tensors_beside_the_vision_tower_are_unexpected(checkpoints, rewrite_tensors, name):
-    import torch
+def test_tensors_that_do_not_fit(rewritten, kind, how, name, words):
+    refusal(lambda: load_model(rewritten(kind, **{how: [name]}), FLOAT32), name, words)
 
-    target = checkpoints.target("qwen3_5")
-    held = load_model(target.folder, FLOAT32)[0]
-    folder = checkpoints.copy(target.folder)
-    assert held.hidden_size == 32
-    for ignored in "model.visual.more.weight", "visual.more.weight", "mtp.fc.weight":
-        rewrite_tensors(
-            folder / "model.safetensors", lambda old, new=ignored: old | {new: torch.zeros(2)}
-        )
-    load_model(folder, FLOAT32)
-    rewrite_tensors(folder / "model.safetensors", lambda old: old | {name: torch.zeros(2)})
-    refusal(lambda: load_model(folder, FLOAT32), "unexpected", name)
+
+def test_the_vision_tower_and_drafters_are_ignored(rewritten):
+    added = "model.visual.more.weight", "visual.more.weight", "mtp.fc.weight"
+    load_model(rewritten("qwen3_5", added=added), FLOAT32)
 
 
 def test_a_tower_alone_does_not_make_its_names_the_models(checkpoints):
@@ -284,34 +272,17 @@ def test_a_tower_alone_does_not_make_its_names_the_models(checkpoints):
 # --- the ring of recurrent states -----------------------------------------------------------------
 
 
-def test_more_drafts_than_the_ring_was_sized_for(checkpoints, monkeypatch):
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "llama"])
+def test_more_drafts_than_the_ring_was_sized_for(checkpoints, monkeypatch, kind):
     monkeypatch.setattr(CompiledPrograms, "compile_ahead", lambda *_, **__: None)
-    for kind in "qwen3_5_text", "llama":
-        model, params = load_model(checkpoints.target(kind).folder, FLOAT32)
-        config = EngineConfig(
-            max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16, num_pages=8
-        )
-        engine = Engine(config, model, NoDrafter(), Params(params, None), StaticPolicy(2))
-        engine.set_policy(StaticPolicy(1))
-        engine.set_policy(StaticPolicy(2))
-        if kind == "llama":
-            engine.set_policy(StaticPolicy(3))
-            continue
-        with pytest.raises(ValueError, match="K=3 does not fit.*2 drafts.*num_speculative_tokens"):
-            engine.set_policy(StaticPolicy(3))
+    model, params = load_model(checkpoints.target(kind).folder, FLOAT32)
+    config = EngineConfig(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16, num_pages=8)
+    engine = Engine(config, model, NoDrafter(), Params(params, None), StaticPolicy(2))
+    for k in 1, 2:
+        engine.set_policy(StaticPolicy(k))
+    if kind == "llama":
+        engine.set_policy(StaticPolicy(3))
+    else:
+        words = "K=3 does not fit", "2 drafts", "num_speculative_tokens"
+        refusal(lambda: engine.set_policy(StaticPolicy(3)), *words)
         assert engine.scheduler.policy == StaticPolicy(2)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"text_config": 5}, "text_config must be an object, got 5"),
-        ({"layer_types": 5}, "layer_types must name .* got 5"),
-        ({"layer_types": [["linear_attention"]] * 4}, "layer_types must name"),
-        ({"mtp_num_hidden_layers": "2"}, "mtp_num_hidden_layers must be a positive integer"),
-    ],
-)
-def test_fields_of_other_types(fields, message):
-    fields = SIZES | {"model_type": "qwen3_5"} | fields
-    with pytest.raises(CheckpointError, match=message):
-        describe_model(HFConfig(fields, "config.json"))

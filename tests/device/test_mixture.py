@@ -1,95 +1,16 @@
-"""Routers and mixtures of experts against the modules of transformers, with their weights."""
+"""The padding of a mixture of experts; what it computes is in tests/oracle/test_models.py."""
 
 from functools import partial
 
 import jax
 import numpy as np
-import pytest
-from support.weights import randomise
 
-from specjax.checkpoint.spec import TensorSpec
-from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
-from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
+from specjax.device.models.layers.moe import Experts, MoE, moe
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 ROWS, DIM, INNER, NUM_EXPERTS, NUM_CHOSEN = 13, 24, 10, 8, 3
 FLOAT32 = np.dtype(np.float32)
-
-
-def deepseek(normalises, groups, chosen_groups, scaling):
-    """(transformers' mixture, its sizes here)."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-
-    config = transformers.DeepseekV3Config(
-        hidden_size=DIM,
-        moe_intermediate_size=INNER,
-        n_routed_experts=NUM_EXPERTS,
-        num_experts_per_tok=NUM_CHOSEN,
-        n_shared_experts=2,
-        n_group=groups,
-        topk_group=chosen_groups,
-        norm_topk_prob=normalises,
-        routed_scaling_factor=scaling,
-    )
-    router = SigmoidRouter(normalises, scaling, groups, chosen_groups)
-    sizes = Experts(
-        NUM_EXPERTS, NUM_CHOSEN, INNER, 2 * INNER, router=router, shared_name="shared_experts"
-    )
-    return DeepseekV3MoE(config), sizes
-
-
-def qwen3(normalises):
-    """As `deepseek`, of a mixture without a shared expert."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=DIM,
-        moe_intermediate_size=INNER,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=NUM_CHOSEN,
-        norm_topk_prob=normalises,
-    )
-    sizes = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, router=SoftmaxRouter(normalises))
-    return Qwen3MoeSparseMoeBlock(config), sizes
-
-
-CASES = {
-    "sigmoid": partial(deepseek, True, 1, 1, 1.8),
-    "sigmoid-in-groups": partial(deepseek, True, 4, 2, 2.5),
-    "sigmoid-not-normalised": partial(deepseek, False, 2, 1, 1.0),
-    "softmax": partial(qwen3, True),
-    "softmax-not-normalised": partial(qwen3, False),
-}
-
-
-FAST = "sigmoid-in-groups", "softmax-not-normalised"
-PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES]
-
-
-@pytest.mark.parametrize("name", PARAMS)
-def test_mixtures(name):
-    module, sizes = CASES[name]()
-    module = module.eval()
-    tensors = dict(module.state_dict())
-    randomise(tensors, seed=3)
-    specs = moe_specs(sizes, DIM, "mlp", ["mlp.experts.gate_up_proj"])
-    params = jax.tree.map(
-        lambda spec: spec.join(
-            [tensors[name.removeprefix("mlp.")].numpy() for name in spec.names], FLOAT32
-        ),
-        specs,
-        is_leaf=lambda x: isinstance(x, TensorSpec),
-    )
-    x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = module(x[None])
-    expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
-    mixed = jax.jit(partial(moe, experts=sizes, kernels="reference"))(params, x.numpy())
-    np.testing.assert_allclose(mixed, expected.numpy(), rtol=0, atol=1e-5)
 
 
 def test_padding_reads_no_experts_that_real_rows_do_not():

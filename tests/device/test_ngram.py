@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.edits import History
@@ -64,15 +63,6 @@ def search(history, shortest, longest, k):
     return None
 
 
-def drafted(history, shortest=2, longest=5):
-    """Five drafts of one request by the drafter, None if it has none."""
-    context = context_of(*padded([history], np.random.default_rng(0)))
-    draft, state = run(NGramDrafter(shortest, longest), context, 5)
-    assert draft.probs is None and state is None
-    assert draft.counts.tolist() in ([0], [5])
-    return draft.tokens[0].tolist() if draft.counts[0] else None
-
-
 def random_histories(rng, alphabet, count, length=LENGTH):
     histories = [rng.integers(0, alphabet, n).tolist() for n in rng.integers(0, length + 1, count)]
     # None, one, two and as many tokens as there are places.
@@ -81,114 +71,48 @@ def random_histories(rng, alphabet, count, length=LENGTH):
     return histories
 
 
-def compare(bounds, k, histories, is_active, tokens, lengths):
-    """How many requests have drafts, each being as the search has it."""
-    draft, _ = run(NGramDrafter(*bounds), context_of(tokens, lengths, is_active), k)
-    assert draft.tokens.dtype == draft.counts.dtype == np.int32
-    assert not draft.tokens.weak_type and not draft.counts.weak_type
-    assert draft.tokens.shape == (len(histories), k) and draft.counts.shape == (len(histories),)
-    found = [search(history, *bounds, k) for history in histories]
-    found = [one if live else None for one, live in zip(found, is_active, strict=True)]
-    counts = [0 if one is None else k for one in found]
-    expected = [[0] * k if one is None else one for one in found]
-    np.testing.assert_array_equal(draft.counts, counts)
-    np.testing.assert_array_equal(draft.tokens, np.array(expected).reshape(len(histories), k))
-    return sum(one is not None for one in found)
-
-
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("k", [0, 1, 3, 8])
-def test_random_histories(bounds, k):
+@pytest.mark.parametrize("k, length", [(0, LENGTH), (3, LENGTH), (8, LENGTH), (2, 3)])
+def test_random_histories(bounds, k, length):
+    """Also where the longest match does not fit."""
     rng = np.random.default_rng(k)
     for alphabet in range(2, 6):
-        histories = random_histories(rng, alphabet, BATCH)
+        histories = random_histories(rng, alphabet, BATCH, length)
         is_active = rng.random(BATCH) < 0.9
         is_active[:4] = True
-        num_found = compare(bounds, k, histories, is_active, *padded(histories, rng))
-        assert 10 < num_found < BATCH - 10  # some have drafts, some have none
-
-
-def test_a_history_shorter_than_the_longest_match():
-    rng = np.random.default_rng(0)
-    histories = random_histories(rng, 2, 100, length=3)
-    tokens, lengths = padded(histories, rng, length=3)
-    assert compare((1, 5), 2, histories, [True] * 100, tokens, lengths)
-
-
-def test_tokens_past_the_known_do_not_matter():
-    """Even those that would go on with a match, or be one that is later or longer."""
-    rng = np.random.default_rng(0)
-    known = [7, 1, 2, 8, 6, 1, 2]
-    behind = [[8, 1, 2, 9], [8, 6, 1, 2, 3], [1, 2, 1, 2], [6, 1, 2, 5, 7, 1, 2]]
-    histories = [known] * len(behind)
-    tokens, lengths = padded([known + more for more in behind], rng)
-    lengths = [len(known)] * len(behind)
-    assert compare((2, 5), 3, histories, [True] * len(behind), tokens, lengths) == len(behind)
-    assert drafted(known) == [8, 6, 1, 2, 8]
-
-
-def test_the_longest_match_counts_though_a_shorter_is_later():
-    history = [5, 1, 2, 3, 7, 7, 9, 2, 3, 8, 8, 4, 1, 2, 3]
-    assert drafted(history, 2, 3) == [7, 7, 9, 2, 3]
-    assert drafted(history, 2, 2) == [8, 8, 4, 1, 2]
-
-
-def test_of_equal_matches_the_latest_counts():
-    assert drafted([1, 2, 6, 1, 2, 7, 1, 2, 8, 9, 0, 1, 2]) == [8, 9, 0, 1, 2]
-    # One more token than the longest match says nothing.
-    assert drafted([3, 1, 2, 6, 0, 1, 2, 7, 0, 3, 1, 2], 2, 2) == [7, 0, 3, 1, 2]
-    assert drafted([3, 1, 2, 6, 0, 1, 2, 7, 0, 3, 1, 2], 2, 3) == [6, 0, 1, 2, 7]
-
-
-def test_a_match_may_overlap_the_last_tokens():
-    assert drafted([4, 4, 4, 4]) == [4, 4, 4, 4, 4]
-    assert drafted([4, 4, 4]) == [4, 4, 4, 4, 4]
-    assert drafted([9, 1, 2, 1, 2, 1]) == [2, 1, 2, 1, 2]
-
-
-def test_a_match_at_the_end_goes_on_in_circles():
-    assert drafted([0, 1, 2, 3, 1, 2]) == [3, 1, 2, 3, 1]
-    assert drafted([0, 1, 2, 3, 4, 1, 2]) == [3, 4, 1, 2, 3]
-    assert drafted([1, 2, 3, 4, 5, 6, 1, 2]) == [3, 4, 5, 6, 1]
-
-
-def test_the_history_may_fill_its_row():
-    history = [5, 6, *range(10, 10 + LENGTH - 4), 5, 6]
-    assert drafted(history) == [10, 11, 12, 13, 14]
-    assert drafted([*range(10, 10 + LENGTH - 4), 5, 6, 5, 6]) == [5, 6, 5, 6, 5]
+        tokens, lengths = padded(histories, rng, length)
+        # A row of padding may say that it has any number of tokens.
+        unknown = rng.choice([0, 3, -5, length + 5, 2**31 - 1], BATCH)
+        lengths = np.where(is_active, lengths, unknown)
+        draft, _ = run(NGramDrafter(*bounds), context_of(tokens, lengths, is_active), k)
+        assert draft.tokens.dtype == draft.counts.dtype == np.int32
+        assert not draft.tokens.weak_type and not draft.counts.weak_type
+        found = [search(history, *bounds, k) for history in histories]
+        found = [one if live else None for one, live in zip(found, is_active, strict=True)]
+        counts = [0 if one is None else k for one in found]
+        expected = [[0] * k if one is None else one for one in found]
+        np.testing.assert_array_equal(draft.counts, counts)
+        np.testing.assert_array_equal(draft.tokens, np.array(expected).reshape(BATCH, k))
+        # Some have drafts, some have none.
+        assert length < LENGTH or 10 < sum(one is not None for one in found) < BATCH - 10
 
 
 @pytest.mark.parametrize(
-    "history", [[], [1], [1, 1], [1, 2], [1, 2, 3, 4], [1, 2, 3, 2], [2, 1, 3, 1, 2, 4, 1]]
+    "history, bounds, drafts",
+    [
+        ([5, 1, 2, 3, 7, 7, 9, 2, 3, 8, 8, 4, 1, 2, 3], (2, 3), [7, 7, 9, 2, 3]),  # the longest
+        ([5, 1, 2, 3, 7, 7, 9, 2, 3, 8, 8, 4, 1, 2, 3], (2, 2), [8, 8, 4, 1, 2]),  # the latest
+        ([9, 1, 2, 1, 2, 1], (2, 5), [2, 1, 2, 1, 2]),  # overlaps the last tokens
+        ([0, 1, 2, 3, 4, 1, 2], (2, 5), [3, 4, 1, 2, 3]),  # goes on in circles
+        ([2, 1, 3, 1, 2, 4, 1], (2, 5), None),
+    ],
 )
-def test_no_match_of_two_tokens(history):
-    assert drafted(history) is None
-
-
-def test_a_match_of_one_token():
-    assert drafted([1, 1], 1, 3) == [1, 1, 1, 1, 1]
-    assert drafted([1, 2, 3, 2], 1, 3) == [3, 2, 3, 2, 3]
-    assert drafted([1], 1, 3) is None
-
-
-def test_requests_that_are_not_active_have_no_drafts():
-    tokens, lengths = padded([[4, 4, 4]] * 3, np.random.default_rng(0))
-    # A row of padding may say that it has any number of tokens.
-    for length in 3, 0, -5, LENGTH + 5, 2**31 - 1:
-        context = context_of(tokens, [3, length, 3], [True, False, True])
-        draft, _ = run(NGramDrafter(), context, 3)
-        assert draft.counts.tolist() == [3, 0, 3]
-        assert draft.tokens.tolist() == [[4, 4, 4], [0, 0, 0], [4, 4, 4]]
-
-
-def test_one_program_for_a_shape(compilations):
-    rng = np.random.default_rng(0)
-    histories = random_histories(rng, 3, 3)
-    run(NGramDrafter(), context_of(*padded(histories, rng)), 3)
-    with compilations.none_expected():
-        histories = random_histories(rng, 3, 3)
-        # Drafters of the same bounds are the same.
-        run(NGramDrafter(2, 5), context_of(*padded(histories, rng), [True, False, True]), 3)
+def test_examples(history, bounds, drafts):
+    context = context_of(*padded([history], np.random.default_rng(0)))
+    draft, state = run(NGramDrafter(*bounds), context, 5)
+    assert draft.probs is None and state is None
+    assert draft.counts.tolist() == [5 if drafts else 0]
+    assert drafts is None or draft.tokens[0].tolist() == drafts
 
 
 def test_no_value_is_larger_than_the_history():
@@ -198,10 +122,3 @@ def test_no_value_is_larger_than_the_history():
     sizes = [np.prod([int(x) for x in shape.split(",")]) for shape in shapes]
     assert len(sizes) > 20 and max(sizes) <= 8 * (512 + NGramDrafter().prompt_lookup_max)
     assert not re.search(r"\b(sort|scan|while|cond)\b", program)
-
-
-def test_there_is_no_state():
-    drafter = NGramDrafter()
-    assert drafter.init_state(CacheSizes(4, 8, 16, 1), np.float32) is None
-    assert drafter.observe(*[None] * 4) is None
-    assert drafter.aux_layers == ()

@@ -1,7 +1,6 @@
 """The noise: a function of seed, stream, counters and token alone, and of the laws it claims."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -69,52 +68,17 @@ def test_no_key_is_used_twice():
 def test_draws_under_different_keys_are_independent():
     """Correlations of what meets in a round are those of 2e5 independent draws."""
     target = draw(gumbel, Stream.TARGET)
-    drawn = {
-        "target": target,
-        "draft": draw(gumbel, Stream.DRAFT),
-        "step 0": draw(gumbel, Stream.DRAFT, rounds=(0,)),
-        "step 1": draw(gumbel, Stream.DRAFT, rounds=(1,)),
-        "coins": draw(uniform, Stream.ACCEPT),
-        "halved coins": draw(uniform, Stream.ACCEPT) / 2,
-        "seed": draw(gumbel, Stream.TARGET, seed=6),
-        "position": np.roll(target, 1, axis=0),
-        "token": np.roll(target, 1, axis=1),
-    }
-    ranks = np.array([stats.rankdata(x) for x in drawn.values()])
-    names = list(drawn)
-    found = np.abs(np.corrcoef(ranks)) - np.eye(len(names))
-    i = names.index("coins"), names.index("halved coins")
-    assert found[i] > 0.99  # the measure does find what is there
-    found[i] = found[i[::-1]] = 0
-    assert found.max() < 4.5 / np.sqrt(target.size), dict(zip(names, found, strict=True))
-
-
-def test_choices_by_two_streams_are_independent():
-    """Chi-square of the joint argmax of six tokens, which is what verification relies on."""
-    choices = [
-        np.concatenate([draw(gumbel, stream, seed=seed)[:, :6].argmax(1) for seed in range(5)])
-        for stream in Stream
+    drawn = [
+        target,
+        draw(gumbel, Stream.DRAFT),
+        *(draw(gumbel, Stream.DRAFT, rounds=(step,)) for step in range(2)),
+        draw(uniform, Stream.ACCEPT),
+        draw(gumbel, Stream.TARGET, seed=6),
+        *(np.roll(target, 1, axis) for axis in range(2)),  # the next position, the next token
     ]
-    for first, second in itertools.combinations(choices, 2):
-        joint = np.bincount(6 * first + second, minlength=36)
-        assert stats.chisquare(joint).pvalue > 1e-4
-
-
-def test_the_gumbel_law():
-    """4e6 draws: counts between quantiles of the whole range, both tails, and the mean."""
-    drawn = np.concatenate([draw(gumbel, Stream.TARGET, seed=seed).ravel() for seed in range(20)])
-    tails = np.logspace(-6, -3, 10)
-    levels = np.concatenate([tails, np.linspace(0, 1, 201)[1:-1], 1 - tails[::-1]])
-    counts, _ = np.histogram(drawn, [-np.inf, *stats.gumbel_r.ppf(levels), np.inf])
-    expected = np.diff([0, *levels, 1]) * drawn.size
-    rare = expected < 5
-    assert 0 < rare.sum() <= 4
-    counts, expected = ([*x[~rare], x[rare].sum()] for x in (counts, expected))
-    assert stats.chisquare(counts, expected).pvalue > 1e-4
-    for tail in 1e-4, 1e-5, 1e-6:
-        num_above = (drawn > stats.gumbel_r.isf(tail)).sum()
-        assert abs(num_above - tail * drawn.size) < 4 * np.sqrt(tail * drawn.size)
-    assert abs(drawn.mean() - np.euler_gamma) < 4 * np.pi / np.sqrt(6 * drawn.size)
+    ranks = np.array([stats.rankdata(x) for x in drawn])
+    found = np.abs(np.corrcoef(ranks)) - np.eye(len(drawn))
+    assert found.max() < 4.5 / np.sqrt(target.size), found
 
 
 def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
@@ -127,27 +91,3 @@ def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
     above = np.minimum((words + 0.5) / 2**32, 1 - 2.0**-24)
     np.testing.assert_allclose(noise[0], stats.gumbel_r.isf(above), rtol=2e-5)
     assert noise[0, 0] > 22 and np.isfinite(noise).all()
-
-
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # it runs for long
-def num_above(end, seeds, position):
-    positions = jnp.full(len(seeds), position)
-    return (gumbel_noise(seeds, Stream.TARGET, (positions,), 2**12) > end).sum()
-
-
-@pytest.mark.slow
-def test_the_far_tail():
-    """2.7e8 draws have sixteen above 16.6, where noise made from a rounded 1 - u would end."""
-    seeds, end = np.arange(2**12, dtype=np.uint32), np.float32(stats.gumbel_r.isf(2.0**-24))
-    above = sum(int(num_above(end, seeds, position)) for position in range(16))
-    assert 4 <= above <= 36
-
-
-def test_the_uniform_law():
-    drawn = draw(uniform, Stream.ACCEPT)
-    assert drawn.min() >= 0 and drawn.max() < 1
-    counts, _ = np.histogram(drawn, np.linspace(0, 1, 101))
-    assert stats.chisquare(counts).pvalue > 1e-4
-    assert all(stats.kstest(column, "uniform").pvalue > 1e-4 for column in drawn[:, :5].T)
-    cells, _ = np.histogramdd(drawn[:, :48].reshape(-1, 3), bins=8, range=[(0, 1)] * 3)
-    assert stats.chisquare(cells.ravel()).pvalue > 1e-4

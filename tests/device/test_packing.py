@@ -1,15 +1,20 @@
 """Packed inputs: what the host fills is what the device reads, whatever the fields are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.shapes import checked
 
 from specjax.device.inputs import AdmitInputs, DecodeInputs, PrefillInputs, SnapshotInputs
 from specjax.device.layout import Layout
 from specjax.device.packing import packed
+from specjax.device.requests import init_requests
+from specjax.device.state import init_state
+from specjax.device.step import admit
 
 LAYOUT = Layout(5, 40, 6, 70, num_tables=2, num_snapshots=3)
 
@@ -54,3 +59,19 @@ def test_rows_that_nobody_fills_are_padding():
     assert rows.nested["x"].tolist() == [0.5, 0.5] and (rows.nested["y"] == 2**32 - 1).all()
     packing.rows(2)[1].first[:] = 3
     assert packing.rows(2)[1].first.tolist() == [-1, -1], "each array is a new one"
+
+
+def test_what_is_not_as_declared_is_refused_before_anything_runs():
+    """Of the inputs and results of all functions of a step, in tests; see `check_boundary`."""
+    state = init_state(4, 16, 40, (), (), None)
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    inputs = AdmitInputs(jnp.zeros(2, jnp.int32), init_requests(2, 40), tokens)
+    assert checked(admit)(state, inputs).requests.limits.shape == (4,)
+    wrong = {
+        "inputs.tokens": (state, replace(inputs, tokens=jnp.zeros((2, 16)))),
+        "inputs.requests.prompt_lengths": (state, replace(inputs, slots=jnp.zeros(3, jnp.int32))),
+        "state.progress": (replace(state, progress=jnp.zeros((4, 2), jnp.int32)), inputs),
+    }
+    for field, arguments in wrong.items():
+        with pytest.raises(TypeError, match=rf"admit: {field} is "):
+            checked(admit)(*arguments)

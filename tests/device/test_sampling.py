@@ -6,71 +6,36 @@ import jax
 import numpy as np
 import pytest
 import scipy.special
-from scipy import stats
+from support.asked import sampling_of
 
 from specjax.device.edits import History
+from specjax.device.logprobs import token_logprobs
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.device.requests import Requests, Sampling, init_requests
-from specjax.device.sampling import choose, draw_draft, process, scale, spread
+from specjax.device.requests import Requests, init_requests
+from specjax.device.sampling import choose, draw_draft, process, spread
 from specjax.sampling_params import SamplingParams
 
 compiled_process, compiled_choose = jax.jit(process), jax.jit(choose)
+compiled_logprobs = jax.jit(token_logprobs, static_argnums=2)
 compiled_draw = jax.jit(draw_draft, static_argnames=("vocab_size", "stream", "wants_probs"))
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 3))
-MANY, BATCH, ROWS = 20_000, 100, 1000
+BATCH = 100
 
 
 def padded(*trees):
     """Trees of arrays with greedy rows behind theirs, so that one compilation serves them all."""
 
     def pad(x):
-        return np.pad(x, ((0, ROWS - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
+        return np.pad(x, ((0, BATCH - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
 
     return jax.tree.map(pad, trees)
-
-
-def pieces(*trees):
-    """Trees of arrays, ROWS of each at a time."""
-    for start in range(0, len(jax.tree.leaves(trees)[0]), ROWS):
-        yield jax.tree.map(lambda x, start=start: x[start : start + ROWS], trees)
-
-
-def run_process(logits, requests, history):
-    """`process` of a few rows f32[N, V] without drafts, in a batch of rows of 200 tokens."""
-    n, vocab_size = logits.shape
-    logits = np.pad(logits, ((0, 0), (0, 200 - vocab_size)), constant_values=-np.inf)
-    rows = np.resize(np.arange(n), BATCH)
-    inputs = jax.tree.map(lambda x: np.asarray(x)[rows], (logits[:, None], requests, history))
-    return np.asarray(compiled_process(*inputs))[:n, 0, :vocab_size]
 
 
 def run_choose(logits, sampling, positions):
     """`choose` among 30 tokens, most of which may be out."""
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
-    found = [compiled_choose(*padded(*piece)) for piece in pieces(logits, sampling, positions)]
-    return np.concatenate(found)[:n]
-
-
-def run_draw(logits, sampling, counters):
-    """Drafts among five tokens, and what they were drawn from."""
-    found = []
-    for piece in pieces(np.asarray(logits, np.float32), sampling, counters):
-        rows, of, at = padded(*piece)
-        found.append(compiled_draw(rows, None, 5, of, Stream.DRAFT, at, wants_probs=True))
-    token, q = (np.concatenate(x)[: len(logits)] for x in zip(*found, strict=True))
-    return token, q
-
-
-def sampling_of(temperatures, seeds=None):
-    n = len(temperatures)
-    return Sampling(
-        np.array(temperatures, np.float32),
-        np.array(range(n) if seeds is None else seeds, np.uint32),
-        np.zeros(n, np.int32),
-        np.ones(n, np.float32),
-        np.zeros(n, np.float32),
-    )
+    return np.asarray(compiled_choose(*padded(logits, sampling, positions)))[:n]
 
 
 def history_of(requests, drafts, length=18):
@@ -82,7 +47,7 @@ def history_of(requests, drafts, length=18):
     return History(np.array(rows, np.int32), np.array(lengths, np.int32))
 
 
-@pytest.mark.parametrize("vocab_size, k, seed", [(7, 1, 0), (33, 3, 1), (96, 2, 2), (200, 0, 3)])
+@pytest.mark.parametrize("vocab_size, k, seed", [(7, 1, 0), (33, 3, 1), (200, 0, 3)])
 def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
     """Edited, then cut by min_p, top_k and top_p of the scaled; what stays is not scaled."""
     rng, batch = np.random.default_rng(seed), BATCH
@@ -106,24 +71,12 @@ def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
     assert num_cut > batch / 2
 
 
-def test_truncation_sees_the_temperature(asked):
-    """Of p = .6 .3 .1, top_p of .7 keeps two tokens, but one at half the temperature, and all where
-    it is 0."""
-    logits = np.log(np.float32([[0.6, 0.3, 0.1]] * 3))
-    requests = [
-        asked(SamplingParams(temperature=temperature, top_p=0.7)) for temperature in (1.0, 0.5, 0.0)
-    ]
-    device = asked.on_device(requests, 200)
-    processed = run_process(logits, device, history_of(requests, np.zeros((3, 0), int)))
-    assert np.isfinite(processed).sum(axis=1).tolist() == [2, 1, 3]
-    np.testing.assert_array_equal(processed[np.isfinite(processed)], logits[np.isfinite(processed)])
-
-
 def test_initial_requests_ask_for_nothing():
-    logits = np.random.default_rng(0).normal(size=(3, 200)).astype(np.float32)
-    history = History(np.full((3, 18), -1, np.int32), np.array([0, 4, 18], np.int32))
-    requests = jax.jit(init_requests, static_argnums=(0, 1))(3, 200)
-    np.testing.assert_array_equal(run_process(logits, requests, history), logits)
+    logits = np.random.default_rng(0).normal(size=(BATCH, 1, 200)).astype(np.float32)
+    lengths = np.resize(np.int32([0, 4, 18]), BATCH)
+    history = History(np.full((BATCH, 18), -1, np.int32), lengths)
+    requests = jax.jit(init_requests, static_argnums=(0, 1))(BATCH, 200)
+    np.testing.assert_array_equal(compiled_process(logits, requests, history), logits)
 
 
 def test_requests_are_put_at_their_slots(asked):
@@ -135,47 +88,24 @@ def test_requests_are_put_at_their_slots(asked):
     assert jax.jit(Requests.at)(put, np.array([2, 0])).sampling.seeds.tolist() == [0, 2]
 
 
-def test_greedy_rows_take_the_first_best_whatever_stands_beside_them():
-    logits = np.float32([[0, 3, 3, 1], [5, 1, 5, 0], [2, 2, 2, 2]])
-    positions = np.array([4, 5, 6])
-    cold = run_choose(logits, sampling_of([0, 0, 0]), positions)
-    assert cold.tolist() == [1, 0, 0] and cold.dtype == np.int32
-    mixed = run_choose(logits, sampling_of([0, 9.0, 0]), positions)
-    assert mixed.tolist()[::2] == [1, 0]
-
-
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-20, 2e-38, 1e-42])
 def test_a_tiny_temperature_is_greedy(temperature):
     """Whether float32 has a quotient for it or not; also where none of the batch is warmer."""
-    logits = np.float32(
-        [
-            [-3.0, 5.0, 30.0, 29.0, -np.inf],
-            [-9.0, -7.0, -7.5, -30.0, -9.0],
-            [2.0, 1.0, 3.0, 4.0, 0.0],
-        ]
-    )
+    rows = [-3.0, 5.0, 30.0, 29.0, -np.inf], [-9.0, -7.0, -7.5, -30.0, -9.0], [2, 1, 3, 4, 0]
+    logits = np.float32(rows)
     positions, counters = np.arange(3), (np.arange(3), np.zeros(3, int))
     alone = run_choose(logits, sampling_of([temperature] * 3), positions)
     assert alone.tolist() == [2, 1, 3]
     mixed = sampling_of([temperature, temperature, 1.0])
     assert run_choose(logits, mixed, positions)[:2].tolist() == [2, 1]
-    token, q = run_draw(logits, mixed, counters)
+    token, q = compiled_draw(logits, None, 5, mixed, Stream.DRAFT, counters, wants_probs=True)
     assert token[:2].tolist() == [2, 1]
     np.testing.assert_array_equal(q[:2], np.eye(5)[[2, 1]])
 
 
-def test_draws_follow_the_softmax_at_each_temperature():
-    logits = np.float32([1.0, 0.0, -1.0, 2.0, 0.5])
-    for temperature in 0.5, 1.0, 2.0:
-        params = sampling_of([temperature] * MANY, [11] * MANY)
-        tokens = run_choose(np.tile(logits, (MANY, 1)), params, np.arange(MANY))
-        expected = MANY * scipy.special.softmax(logits.astype(np.float64) / temperature)
-        assert stats.chisquare(np.bincount(tokens, minlength=5), expected).pvalue > 1e-4
-
-
-def test_draws_are_a_function_of_seed_and_position():
+def test_draws_are_a_function_of_seed_position_and_temperature():
     logits = np.tile(np.random.default_rng(0).normal(size=30).astype(np.float32), (6, 1))
-    params = sampling_of([1.0] * 6, [5, 5, 6, 5, 5, 5])
+    params = sampling_of([1.0, 1.0, 1.0, 0.5, 2.0, 1.0], [5, 5, 6, 5, 5, 5])
     positions = np.array([8, 8, 8, 9, 10, 11])
     together = run_choose(logits, params, positions)
     order = np.array([4, 2, 0, 5, 1, 3])
@@ -183,7 +113,8 @@ def test_draws_are_a_function_of_seed_and_position():
     assert others.tolist() == together[order].tolist()
     assert together[0] == together[1] != together[2]
     noise = noise_of(params.seeds, Stream.TARGET, (positions,), 30)
-    np.testing.assert_array_equal(together, (logits + noise).argmax(-1))
+    scaled = logits / params.temperature[:, None]
+    np.testing.assert_array_equal(together, (scaled + noise).argmax(-1))
 
 
 @pytest.mark.parametrize("temperatures", [(1.0, 0.0, 0.3), (0.0, 0.0, 0.0)])
@@ -218,22 +149,17 @@ def test_what_drafts_were_drawn_from():
     scaled = logits.astype(np.float64) / np.maximum(temperatures, 1e-9)[:, None]
     expected[:, ids] = scipy.special.softmax(scaled, axis=1)
     np.testing.assert_allclose(q, expected, atol=1e-6)
-    assert token[1] == ids[logits[1].argmax()] and (np.asarray(q)[np.arange(4), token] > 0).all()
-
-
-def test_drafts_follow_what_they_claim_to_be_drawn_from():
-    logits = np.tile(np.float32([1.0, 0.0, -1.0, 2.0, -np.inf]), (MANY, 1))
-    counters = np.arange(MANY), np.ones(MANY, int)
-    token, q = run_draw(logits, sampling_of([0.7] * MANY), counters)
-    counts, expected = np.bincount(token, minlength=5), MANY * q[0].astype(np.float64)
-    assert counts[4] == expected[4] == 0
-    assert stats.chisquare(counts[:4], expected[:4] * MANY / expected.sum()).pvalue > 1e-4
+    assert token[1] == ids[logits[1].argmax()]
+    noise = np.asarray(noise_of(np.arange(4, dtype=np.uint32), Stream.DRAFT, counters, 30))
+    drawn = ids[(scaled + noise[:, ids]).argmax(-1)]
+    np.testing.assert_array_equal(token, drawn)
 
 
 def test_a_draft_that_nothing_was_left_for_has_no_probability():
     """As where the tokens that a request allows are not in the drafter's vocabulary."""
-    logits = [[-np.inf] * 5, [0.0, -np.inf, -np.inf, -np.inf, -np.inf]]
-    _, q = run_draw(logits, sampling_of([1.0, 1.0]), (np.arange(2), np.zeros(2, int)))
+    logits = np.float32([[-np.inf] * 5, [0.0, -np.inf, -np.inf, -np.inf, -np.inf]])
+    sampling, counters = sampling_of([1.0, 1.0]), (np.arange(2), np.zeros(2, int))
+    _, q = compiled_draw(logits, None, 5, sampling, Stream.DRAFT, counters, wants_probs=True)
     np.testing.assert_array_equal(q, [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
 
 
@@ -244,12 +170,26 @@ def test_spread_logits_stand_at_their_ids():
     np.testing.assert_array_equal(full, [[2, -inf, 1, -inf], [4, -inf, 3, -inf]])
 
 
-def test_repeat_keeps_the_rows_of_a_request_together():
-    repeated = jax.jit(Sampling.repeat, static_argnums=1)(sampling_of([0.5, 1.5], [1, 2]), 3)
-    assert repeated.temperature.tolist() == [0.5] * 3 + [1.5] * 3
-    assert repeated.seeds.tolist() == [1] * 3 + [2] * 3
-
-
-def test_scaled_logits():
-    scaled = jax.jit(scale)(np.float32([[2.0, -np.inf], [2.0, 1.0]]), sampling_of([0.5, 0.0]))
-    np.testing.assert_array_equal(scaled, [[4, -np.inf], [2, 1]])
+@pytest.mark.parametrize("vocab_size, num_top", [(7, 7), (200, 5), (200, 0), (5000, 20)])
+def test_logprobs_and_ranks_against_a_sort(vocab_size, num_top):
+    """Ties have the rank of their first, and come with the lowest id first."""
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.normal(size=(40, vocab_size)) * np.resize([1, 10, 0.01], 40)[:, None]
+    logits[::2] = np.round(logits[::2])
+    logits[1::4, rng.random(vocab_size) < 0.5] = -np.inf
+    logits[:, 0] = 2.0
+    logits = logits.astype(np.float32)
+    tokens = rng.integers(0, vocab_size, 40)
+    tokens[:6] = logits[:6].argmax(-1)
+    found = jax.device_get(compiled_logprobs(logits, tokens, num_top))
+    assert found.ranks.dtype == found.top_ids.dtype == np.int32
+    assert found.top_ids.shape == found.top_logprobs.shape == (40, num_top)
+    for i, (row, token) in enumerate(zip(logits.astype(np.float64), tokens, strict=True)):
+        logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        order = np.argsort(-row, kind="stable")[:num_top]
+        tolerance = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(found.logprobs[i], logprobs[token], **tolerance)
+        np.testing.assert_array_equal(found.top_ids[i], order)
+        np.testing.assert_allclose(found.top_logprobs[i], logprobs[order], **tolerance)
+        assert found.ranks[i] == 1 + sum(row > row[token])
+    assert found.ranks[:6].tolist() == [1] * 6

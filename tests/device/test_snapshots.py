@@ -1,6 +1,7 @@
 """A request that goes on from a snapshot and shared pages is the request that ran it all."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +21,25 @@ SLOTS, PAGE, NUM_PAGES, CHUNK, MAX_ROWS = 4, 8, 12, 16, 4
 LENGTH, NUM_SNAPSHOTS = 56, 3
 
 
-@pytest.fixture(scope="module")
-def model():
-    small = demo_qwen3_5(64, 2, 128)
-    rope = replace(small.rope, head_dim=8)
-    return replace(small, layer_types=(DELTA, ATTENTION, DELTA), head_dim=16, rope=rope)
+SMALL = demo_qwen3_5(64, 2, 128)
+MODEL = replace(
+    SMALL,
+    layer_types=(DELTA, ATTENTION, DELTA),
+    head_dim=16,
+    rope=replace(SMALL.rope, head_dim=8),
+)
+take, restore = jax.jit(MODEL.delta_rule.take), jax.jit(MODEL.delta_rule.restore)
 
 
 @pytest.fixture(scope="module")
-def moves(model):
-    """(take, restore) of the recurrent layers."""
-    return jax.jit(model.delta_rule.take), jax.jit(model.delta_rule.restore)
-
-
-@pytest.fixture(scope="module")
-def empty(model):
+def empty():
     """Caches and snapshots of an engine without requests."""
 
     @jax.jit
     def init():
         sizes = CacheSizes(SLOTS, NUM_PAGES, PAGE, MAX_ROWS)
-        snapshots = model.delta_rule.init_snapshots(NUM_SNAPSHOTS, jnp.float32)
-        return init_caches(model, sizes, jnp.float32), snapshots
+        snapshots = MODEL.delta_rule.init_snapshots(NUM_SNAPSHOTS, jnp.float32)
+        return init_caches(MODEL, sizes, jnp.float32), snapshots
 
     return jax.device_get(init())
 
@@ -51,48 +49,31 @@ def ints(x):
 
 
 @pytest.fixture(scope="module")
-def extend(model):
+def extend():
     """Run a piece of one request: (hidden, cache)."""
-    params = jax.device_put(random_params(model.specs(), 0))
+    params = jax.device_put(random_params(MODEL.specs(), 0))
 
-    @jax.jit
-    def run_chunk(cache, tokens, slot, table, start, count):
-        return run(cache, tokens, slot, table, start, count, jnp.int32(0), folds=True)
-
-    @jax.jit
-    def run_step(cache, tokens, slot, table, start, count, pending):
-        return run(cache, tokens, slot, table, start, count, pending, folds=False)
-
-    def run(cache, tokens, slot, table, start, count, pending, folds):
-        rows = CachedRows.starting_at(
-            start[None],
-            count[None],
-            tokens.shape[0],
-            table[None],
-            slots=slot[None],
-            pending=pending[None],
-            folds=folds,
-        )
-        features, cache = model.extend(params, tokens, rows, cache)
+    @partial(jax.jit, static_argnames="folds")
+    def run(cache, tokens, *others, folds):
+        slot, table, start, count, pending = (x[None] for x in others)
+        where = {"slots": slot, "pending": pending, "folds": folds}
+        rows = CachedRows.starting_at(start, count, tokens.shape[0], table, **where)
+        features, cache = MODEL.extend(params, tokens, rows, cache)
         return features.hidden, cache
 
     def extend(cache, tokens, slot, pages, start, pending=None):
-        table = ints([*pages, *[-1] * (LENGTH // PAGE - len(pages))])
-        count = len(tokens)
-        where = ints(slot), table, ints(start), ints(count)
-        if pending is None:
-            hidden, cache = run_chunk(cache, ints([*tokens, *[0] * (CHUNK - count)]), *where)
-        else:
-            padded = ints([*tokens, *[0] * (MAX_ROWS - count)])
-            hidden, cache = run_step(cache, padded, *where, ints(pending))
+        folds, count = pending is None, len(tokens)
+        padded = [*tokens, *[0] * ((CHUNK if folds else MAX_ROWS) - count)]
+        table = [*pages, *[-1] * (LENGTH // PAGE - len(pages))]
+        inputs = map(ints, (padded, slot, table, start, count, pending or 0))
+        hidden, cache = run(cache, *inputs, folds=folds)
         return np.asarray(hidden)[:count], cache
 
     return extend
 
 
 @pytest.mark.parametrize("shared", [8, 16, 32])
-def test_going_on_from_a_snapshot(empty, moves, extend, shared):
-    take, restore = moves
+def test_going_on_from_a_snapshot(empty, extend, shared):
     tokens = np.random.default_rng(shared).integers(0, 64, LENGTH).tolist()
     cache, snapshots = empty
     cache = jax.tree.map(lambda x: np.full_like(x, np.nan), cache)
@@ -131,8 +112,7 @@ def test_going_on_from_a_snapshot(empty, moves, extend, shared):
     assert np.isfinite(expected).all()
 
 
-def test_ids_and_slots_past_the_end_are_dropped(empty, moves):
-    take, restore = moves
+def test_ids_and_slots_past_the_end_are_dropped(empty):
     cache, snapshots = empty
     delta = jax.tree.map(np.ones_like, cache[1])
     slots, ends = ints([0, 1]), ints([8, 8])
@@ -140,18 +120,3 @@ def test_ids_and_slots_past_the_end_are_dropped(empty, moves):
     jax.tree.map(np.testing.assert_array_equal, kept, snapshots)
     restored = restore(delta, ints([SLOTS] * 2), snapshots, slots, ends)
     jax.tree.map(np.testing.assert_array_equal, restored, delta)
-
-
-def test_a_wrong_count_after_restoring_shows(empty, moves, extend):
-    """A count of 1 where nothing is pending makes NaN, and not plausible text."""
-    take, restore = moves
-    cache, snapshots = empty
-    pages = list(range(7))
-    _, cache = extend(cache, list(range(8)), 0, pages, 0)
-    first, slots, ends = ints([0]), ints([0]), ints([8])
-    snapshots = take(snapshots, first, cache[1], slots, ends)
-    cache = cache[0], restore(cache[1], ints([1]), snapshots, first, ends)
-    right, _ = extend(cache, [8, 9], 1, pages, 8, 0)
-    wrong, _ = extend(cache, [8, 9], 1, pages, 8, 1)
-    assert np.isfinite(right).all()
-    assert np.isnan(wrong).all()

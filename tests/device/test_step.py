@@ -1,106 +1,58 @@
 """How a step is run changes no token and no count: padded rows, and one program or three."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.configs import described
 from support.engines import programs_with
 
 from specjax.config import EngineConfig, SpeculativeConfig
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import padded_width
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.drafters.eagle3 import Eagle3Head
+from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.ngram import NGramDrafter
-from specjax.device.drafters.registry import load_drafter
+from specjax.device.drafters.registry import load_drafter, shape_drafter
 from specjax.device.layout import Layout
-from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.registry import describe_model, load_model
-from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.models.layers.moe import Experts
+from specjax.device.models.model import init_caches
+from specjax.device.models.qwen3_5 import ATTENTION
+from specjax.device.models.registry import load_model
+from specjax.device.state import init_state
 from specjax.device.verification import SeedExact
 from specjax.engine.engine import Engine
-from specjax.engine.programs import Begin, Decode, Joined
+from specjax.engine.programs import Begin, Decode, Joined, Prefill
 from specjax.engine.step_model import empty_state, step_model
 from specjax.engine.tracing import Static, jitted
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
-from specjax.train.context import CausalRows
+from specjax.train.target import demo_llama, demo_qwen3_5
 
 FLOAT32 = np.dtype(np.float32)
 VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)
-gumbel = jax.jit(gumbel_noise, static_argnums=(1, 3))
-GRAMMAR = {"structured_outputs": {"regex": "any"}}
-
-
-@dataclass
-class Matcher:
-    """A grammar by a rule of which tokens may follow others; it notes the drafts of every step."""
-
-    rule: object
-    tokens: list[int] = field(default_factory=list)
-    num_drafts: int = 0
-    is_finished: bool = False
-
-    def accept(self, tokens):
-        assert tokens
-        self.tokens += tokens
-
-    def masks(self, drafts):
-        self.num_drafts += len(drafts)
-        prefixes = [self.tokens + drafts[:i] for i in range(len(drafts) + 1)]
-        return np.array([[sum(1 << i for i in self.rule(p))] for p in prefixes], np.int32)
-
-
-def anything(tokens):
-    return range(VOCAB)
-
-
-def hopping(tokens):
-    """What may follow depends on the last token and on how many there are."""
-    last = tokens[-1] if tokens else 0
-    return [i for i in range(VOCAB) if (i + last + len(tokens)) % 3]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What an engine made of the requests."""
-
-    sequences: list
-    num_accepted_per_pos: tuple[int, ...]
-    matchers: list
-    is_active: np.ndarray  # bool[slots], as the device has it afterwards
-
-    @property
-    def outcome(self):
-        return [sequence.output for sequence in self.sequences], self.num_accepted_per_pos
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints):
-    """Target, drafter and their parameters."""
+def serve(checkpoints):
+    """Serves a few requests, their rows padded to a multiple: (outputs, counts of accepted drafts,
+    bool[slots] of who is active afterwards)."""
     target = checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
     model, params = load_model(target.folder, FLOAT32)
     folder = checkpoints.eagle3(target, num_aux=2).folder
     config = SpeculativeConfig(method="eagle3", model=str(folder), num_speculative_tokens=K)
     drafter, head_params = load_drafter(folder, config, model, FLOAT32)
-    return model, drafter, Params(params, head_params)
-
-
-@pytest.fixture(scope="module")
-def run(loaded):
-    """Serves a few requests, under a grammar or without, their rows padded to a multiple."""
-    model, drafter, params = loaded
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (5, 40, 17)]
 
-    def serve(*, rule=None, row_multiple=1, **asks):
-        matchers = []
-
-        def follow():
-            matchers.append(Matcher(rule))
-            return matchers[-1]
-
+    def serve(row_multiple=1, **asks):
         def make_model(*arguments):
             return step_model(*arguments)._replace(row_multiple=row_multiple)
 
@@ -112,85 +64,34 @@ def run(loaded):
             prefill_shapes=((2, 16),),
             num_pages=12,
         )
-        policy, make_programs = StaticPolicy(K), programs_with(make_model=make_model)
-        engine = Engine(config, model, drafter, params, policy, make_programs=make_programs)
-        for i, prompt in enumerate(prompts):
-            asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else asks))
-            follows = follow if rule else None
-            engine.add(Request(i, prompt, asked, 20, (i,), follow_grammar=follows))
-        sequences = []
+        programs, both = programs_with(make_model=make_model), Params(params, head_params)
+        engine = Engine(config, model, drafter, both, StaticPolicy(K), make_programs=programs)
+        for i, (prompt, temperature) in enumerate(zip(prompts, (0.0, 0.7, 0.0), strict=True)):
+            asked = SamplingParams(temperature=temperature, **asks)
+            engine.add(Request(i, prompt, asked, 20, (i,)))
+        outputs = {}
         while engine.has_work:
-            sequences += [s for s in engine.step() if s.is_finished]
-        sequences.sort(key=lambda sequence: sequence.request.request_id)
-        accepted, state = engine.metrics().num_accepted_tokens_per_pos, engine.programs.state
-        return Served(sequences, accepted, matchers, np.asarray(state.is_active))
+            done = [sequence for sequence in engine.step() if sequence.is_finished]
+            outputs |= {one.request.request_id: one.output for one in done}
+            assert all(sequence.finish_reason == "length" for sequence in done)
+        accepted = engine.metrics().num_accepted_tokens_per_pos
+        return outputs, accepted, np.asarray(engine.programs.state.is_active)
 
     return serve
 
 
-@pytest.fixture(scope="module")
-def plain(run):
-    return run(row_multiple=1)
+def test_padded_rows_change_nothing_and_the_device_ends_requests_by_itself(serve):
+    outputs, accepted, is_active = serve()
+    assert serve(row_multiple=8)[:2] == (outputs, accepted)
+    assert sum(accepted) > 0 and len(outputs) == 3 and not is_active.any()
 
 
-@pytest.fixture(scope="module")
-def logits_of(loaded):
-    """The target's logits [T, V] of whole sequences of tokens."""
-    model, _, params = loaded
-
-    @jax.jit
-    def causal(params, tokens):
-        features, _ = model.extend(params, tokens, CausalRows.of(1, MAX_LEN), None)
-        return model.logits(params, features.hidden)
-
-    def run(sequence):
-        tokens = [*sequence.request.prompt_token_ids, *sequence.output]
-        padded = np.pad(np.array(tokens, np.int32), (0, MAX_LEN - len(tokens)))
-        return np.asarray(causal(params.target, padded))[: len(tokens)]
-
-    return run
-
-
-def test_padded_rows_change_nothing(run, plain):
-    assert run(row_multiple=8).outcome == plain.outcome
-    assert sum(plain.num_accepted_per_pos) > 0
-
-
-def test_the_device_ends_requests_by_itself(plain):
-    assert all(sequence.finish_reason == "length" for sequence in plain.sequences)
-    assert not plain.is_active.any()
-
-
-def test_drafts_follow_what_requests_ask_of_logits(run):
+def test_drafts_follow_what_requests_ask_of_logits(serve):
     """One token has all the probability, so a drafter that is told so is right every time."""
-    served = run(logit_bias={7: 100.0})
-    assert all(set(sequence.output) == {7} for sequence in served.sequences)
+    outputs, accepted, _ = serve(logit_bias={7: 100.0})
+    assert all(set(output) == {7} for output in outputs.values())
     whole_rounds = 19 // (K + 1)  # of 20 tokens, the first comes with the prompt
-    assert min(served.num_accepted_per_pos) >= len(served.sequences) * whole_rounds
-
-
-def test_three_programs_do_what_one_does(run, plain):
-    """A grammar that rules nothing out splits the step, and sees what was drafted."""
-    served = run(rule=anything)
-    assert served.outcome == plain.outcome
-    assert len(served.matchers) == 3
-    assert all(matcher.num_drafts >= K for matcher in served.matchers)
-
-
-def test_masks_are_obeyed_and_nothing_else_changes(run, plain, logits_of):
-    """Every token is the choice among those that its grammar permits, drafts or not."""
-    served = run(rule=hopping)
-    assert sum(served.num_accepted_per_pos) > 0
-    assert served.outcome[0] != plain.outcome[0]
-    for i, sequence in enumerate(served.sequences):
-        start, scores = len(sequence.request.prompt_token_ids), logits_of(sequence)
-        if temperature := TEMPERATURES[i]:
-            positions = np.arange(1, MAX_LEN + 1)  # of the tokens that they choose
-            noise = gumbel(np.full(MAX_LEN, i, np.uint32), Stream.TARGET, (positions,), VOCAB)
-            scores = scores / temperature + np.asarray(noise)[: len(scores)]
-        for j, token in enumerate(sequence.output):
-            permitted = hopping(sequence.output[:j])
-            assert token == max(permitted, key=lambda t, row=scores[start - 1 + j]: row[t])
+    assert min(accepted) >= len(outputs) * whole_rounds
 
 
 def test_padded_width_is_the_least_that_fits():
@@ -202,11 +103,26 @@ def test_padded_width_is_the_least_that_fits():
             assert padded_width(batch, width, 1) == width
 
 
+def abstract(config, target, drafter, program):
+    """A program of an engine, which defers nothing, its state, and its packed arguments."""
+    model = step_model(config, target, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
+    layout = Layout.of(config, target.vocab_size, model.windows)
+    shapes = [layout.packing(kind).shape(batch) for kind, batch in program.packed]
+    packed = [jax.ShapeDtypeStruct(shape, "int32") for shape in shapes]
+    state = jax.eval_shape(lambda: empty_state(config, model, K))
+    return jitted(program, Static(model, layout)), state, packed
+
+
+def abstract_weights(specs):
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32"), specs)
+
+
 @dataclass(frozen=True)
 class Watching(NGramDrafter):
-    """Notes the rows that it is shown."""
+    """Drafts from the text, notes the rows that it is shown, and may look at features."""
 
     shown: list = field(default_factory=list)
+    aux_layers: tuple[int, ...] = ()
 
     def observe(self, target, params, state, seen):
         self.shown.append(seen.rows)
@@ -216,21 +132,77 @@ class Watching(NGramDrafter):
 def test_drafters_do_not_see_the_pages_of_the_targets_windows():
     """Their own pages are never given back, so a layer of theirs with the same window must use the
     page table of layers without one, after a round and after a chunk."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    fields = {"model_type": "mistral", "sliding_window": 8, **sizes}
-    target, drafter = describe_model(HFConfig(fields, "config.json")), Watching()
+    target, drafter = described("mistral", sliding_window=8, num_hidden_layers=1), Watching()
     config = EngineConfig(max_model_len=MAX_LEN, max_num_seqs=2, page_size=8, num_pages=16)
-    model = step_model(config, target, drafter, SeedExact(), "cpu")
-    assert model.windows == (8,)
-
-    layout = Layout.of(config, VOCAB, model.windows)
-    weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32"), target.specs())
-    state = jax.eval_shape(lambda: empty_state(config, model, K))
     joined = Joined(Begin(1, 4, Variant()), Decode(2, K, Variant()))
-    shapes = [layout.packing(kind).shape(batch) for kind, batch in joined.packed]
-    packed = (jax.ShapeDtypeStruct(shape, "int32") for shape in shapes)
-    jax.eval_shape(jitted(joined, Static(model, layout)), Params(weights, None), state, *packed)
+    step, state, packed = abstract(config, target, drafter, joined)
+    jax.eval_shape(step, Params(abstract_weights(target.specs()), None), state, *packed)
     assert [rows.width for rows in drafter.shown] == [K + 1, 4]
     for rows in drafter.shown:
         assert rows.table(8) is rows.page_table
+
+
+LLAMA = demo_llama(64, 2, 192)
+DENSE = replace(demo_qwen3_5(64, 1, 192), layer_types=(ATTENTION,))
+SPARSE = replace(DENSE, experts=Experts(4, 2, 128, 128, True))
+HEADS = {
+    "eagle3": (
+        LLAMA,
+        Eagle3Head(
+            shape=replace(LLAMA, num_layers=1),
+            target_hidden_size=192,
+            draft_vocab_size=64,
+            aux_layers=(0, 1, 2),
+        ),
+    ),
+    "mtp-experts": (SPARSE, MTPHead(SPARSE)),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
+    """Neither its attention nor its feed-forward layer: nothing reads what they make. As it is
+    lowered, beside a drafter that has the target say what the head looks at."""
+    (target, head), batch = HEADS[kind], 8
+    own = head.specs()
+    config = EngineConfig(
+        max_model_len=32, max_num_seqs=batch, page_size=16, num_pages=16, dtype="float32"
+    )
+
+    def num_flops(drafter, own):
+        step, state, packed = abstract(config, target, drafter, Decode(batch, 0, Variant()))
+        params = Params(abstract_weights(target.specs()), abstract_weights(own))
+        return step.lower(params, state, *packed).cost_analysis()["flops"]
+
+    more = num_flops(ChainDrafter(head), own) - num_flops(
+        Watching(aux_layers=head.aux_layers), None
+    )
+    attention = own.layer.attention if kind.startswith("mtp") else own.attention
+    projections = sum(math.prod(one.values.shape) for one in (own.fc, attention.qkv))
+    assert 1 < more / (2 * batch * projections) < 1.1
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_text"])
+def test_steps_keep_the_dtype_of_pages(checkpoints, name):
+    """Pages in a dtype of their own: all pools have it, and nothing else."""
+    model, params = load_model(checkpoints.target(name).folder, FLOAT32)
+    drafter, own = shape_drafter("eagle", model, name, "float32")
+    config = EngineConfig(max_model_len=32, max_num_seqs=2, page_size=8, num_pages=13)
+    sizes = CacheSizes(2, 13, 8, K + 1, 2, page_dtype=jnp.bfloat16)
+
+    def empty():
+        caches = init_caches(model, sizes, "float32")
+        snapshots = tuple(kind.init_snapshots(2, "float32") for kind in model.cache_kinds)
+        of_drafter = drafter.init_state(sizes, "float32")
+        return init_state(2, 32, model.vocab_size, caches, snapshots, of_drafter)
+
+    state = jax.eval_shape(empty)
+    for leaf in jax.tree.leaves((state.caches, state.drafter)):
+        is_pool = leaf.shape[1:3] == (13, 8)
+        assert (leaf.dtype == jnp.bfloat16) == is_pool, leaf
+    for program in Prefill(1, 16), Decode(2, K, Variant()), Decode(2, 0, Variant()):
+        step, _, packed = abstract(config, model, drafter, program)
+        after, _ = jax.eval_shape(step, Params(params, own), state, *packed)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), state
+        )

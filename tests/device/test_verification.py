@@ -1,6 +1,5 @@
 """Verdicts: what holds of each. That their distribution is right is for tests/statistical."""
 
-import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -8,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.asked import sampling_of
 
 from specjax.config import SpeculativeConfig
 from specjax.device import verification
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
-from specjax.device.requests import Sampling
 from specjax.device.sampling import choose
 from specjax.device.verification import (
     Block,
@@ -21,10 +20,6 @@ from specjax.device.verification import (
     SeedExact,
     Synthetic,
     Target,
-    _coins,
-    acceptance,
-    block_acceptance,
-    draft_probs,
     make_verification,
     target_probs,
 )
@@ -45,17 +40,6 @@ def verify(method, draft, target):
 
 def run(method, draft, target):
     return jax.device_get(verify(method, draft, target))
-
-
-def sampling_of(temperatures):
-    n = len(temperatures)
-    return Sampling(
-        np.array(temperatures, np.float32),
-        np.arange(n, dtype=np.uint32),
-        np.zeros(n, np.int32),
-        np.ones(n, np.float32),
-        np.zeros(n, np.float32),
-    )
 
 
 def target_of(logits, temperatures=(1.0,), num_drafts=None):
@@ -110,8 +94,7 @@ def plain_tokens(target, row):
 
 
 draw_plain, probs_of = jax.jit(choose), jax.jit(target_probs)
-acceptance_of, coins_of = jax.jit(acceptance), jax.jit(_coins, static_argnums=1)
-probs_drafted = jax.jit(draft_probs, static_argnums=1)
+coins_of = jax.jit(verification._coins, static_argnums=1)
 gumbel, uniform = (jax.jit(noise, static_argnums=(1, 3)) for noise in (gumbel_noise, uniform_noise))
 
 
@@ -147,25 +130,11 @@ class TestEveryMethod:
         assert (verdict.num_accepted <= num_drafts).all()
         assert (verdict.num_accepted == num_drafts)[num_drafts > 0].any()
         tokens = emitted(verdict)
-        for k in 1, K:
+        for k in 0, 1, K:
             fewer = emitted(run(method, *cut(draft, target, k)))
             rows = np.flatnonzero(num_drafts == k)
             assert [tokens[b] for b in rows] == [fewer[b] for b in rows]
-        plain = plain_tokens(target, 0)
-        assert all(tokens[b] == [plain[b]] for b in np.flatnonzero(num_drafts == 0))
-
-    def test_rows_do_not_depend_on_each_other(self, method, certain):
-        draft, target = case(2, (1.0, 0.0, 0.3), certain=certain)
-        order = np.random.default_rng(0).permutation(ROWS)
-        shuffled = run(method, *jax.tree.map(lambda x: x[order], (draft, target)))
-        together = emitted(run(method, draft, target))
-        assert emitted(shuffled) == [together[b] for b in order]
-
-    def test_without_drafts_it_is_plain_decoding(self, method, certain):
-        draft, target = cut(*case(3, (1.0, 0.0, 0.3), certain=certain), 0)
-        verdict = run(method, draft, target)
-        assert verdict.num_accepted.tolist() == [0] * ROWS
-        np.testing.assert_array_equal(verdict.tokens[:, 0], plain_tokens(target, 0))
+            assert k or fewer == plain_tokens(target, 0)[:, None].tolist()
 
     @pytest.mark.parametrize("fill", [-np.inf, np.nan])
     def test_drafts_end_where_no_token_is_left(self, method, certain, fill):
@@ -184,38 +153,24 @@ class TestEveryMethod:
 
 
 @pytest.mark.parametrize("method, certain", LOSSLESS)
-class TestEveryLosslessMethod:
-    def test_greedy_is_the_longest_prefix_of_the_best(self, method, certain):
-        """In a greedy batch, whose drafts have no distribution, and beside requests that draw."""
-        draft, target = case(4, (0.0,), certain=certain)
-        best = target.logits.argmax(-1).tolist()
-        expected = list(map(longest_prefix, draft.tokens.tolist(), best))
-        assert {len(tokens) for tokens in expected} == set(range(1, K + 2))
-        zeros = None if certain else np.zeros_like(draft.probs)
-        assert emitted(run(method, draft._replace(probs=zeros), target)) == expected
-        mixed = replace(target, sampling=sampling_of(np.resize([1.0, 0.0], ROWS)))
-        assert emitted(run(method, draft, mixed))[1::2] == expected[1::2]
+def test_greedy_is_the_longest_prefix_of_the_best(method, certain):
+    """In a greedy batch, whose drafts have no distribution, and beside requests that draw."""
+    draft, target = case(4, (0.0,), certain=certain)
+    best = target.logits.argmax(-1).tolist()
+    expected = list(map(longest_prefix, draft.tokens.tolist(), best))
+    assert {len(tokens) for tokens in expected} == set(range(1, K + 2))
+    zeros = None if certain else np.zeros_like(draft.probs)
+    assert emitted(run(method, draft._replace(probs=zeros), target)) == expected
+    mixed = replace(target, sampling=sampling_of(np.resize([1.0, 0.0], ROWS)))
+    assert emitted(run(method, draft, mixed))[1::2] == expected[1::2]
 
-    def test_certain_drafts_of_a_certain_target_all_stand(self, method, certain):
-        rng = np.random.default_rng(5)
-        best = rng.integers(0, V, (ROWS, K + 1))
-        logits = np.where(np.eye(V)[best] == 1, rng.normal(size=(ROWS, 1, 1)), -np.inf)
-        draft = draft_of(best[:, :-1], None if certain else np.eye(V)[best[:, :-1]])
-        verdict = run(method, draft, target_of(logits))
-        assert verdict.num_accepted.tolist() == [K] * ROWS
-        np.testing.assert_array_equal(verdict.tokens, best)
 
-    def test_impossible_drafts_never_stand(self, method, certain):
-        """Nor what comes after one, likely as it may be."""
-        draft, target = case(6, certain=certain)
-        for i in range(K):
-            logits = target.logits.copy()
-            logits[np.arange(ROWS), i, (draft.tokens[:, i] + 1) % V] = 1.0
-            logits[np.arange(ROWS), i, draft.tokens[:, i]] = -np.inf
-            verdict = run(method, draft, replace(target, logits=logits))
-            assert verdict.num_accepted.max() == i
-            for b, tokens in enumerate(emitted(verdict)):
-                assert all(np.isfinite(logits[b, t, token]) for t, token in enumerate(tokens))
+def legal_prefix(draft, target):
+    """How many drafts come before the first that the target cannot produce."""
+    at_draft = np.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)[..., 0]
+    legal = np.cumprod(np.isfinite(at_draft), axis=1).sum(axis=1)
+    assert set(legal.tolist()) == set(range(K + 1))
+    return legal
 
 
 @pytest.mark.parametrize("method", [Rejection(), Block()])
@@ -228,28 +183,6 @@ class TestDrawnMethods:
         verdict = run(method, draft_of(tokens, p), target)
         assert verdict.num_accepted.tolist() == [K] * ROWS
 
-    def test_drafts_beside_the_target_all_fall(self, method):
-        """The token then is one that p has, however it is spread."""
-        logits = np.full((ROWS, K + 1, V), -np.inf)
-        logits[..., :3] = np.random.default_rng(1).normal(size=(ROWS, K + 1, 3))
-        q = np.broadcast_to(np.arange(V) >= 3, (ROWS, K, V)) / 3
-        tokens = np.random.default_rng(2).integers(3, V, (ROWS, K))
-        verdict = run(method, draft_of(tokens, q), target_of(logits))
-        assert verdict.num_accepted.tolist() == [0] * ROWS
-        assert set(verdict.tokens[:, 0].tolist()) == {0, 1, 2}
-
-    def test_what_is_drawn_after_a_rejection_is_what_q_lacks(self, method):
-        """Where q covers all of p but one token, every rejection draws that token."""
-        p, q = np.array([0.2, 0.5, 0, 0, 0, 0.3]), np.array([0.4, 0.6, 0, 0, 0, 0])
-        with np.errstate(divide="ignore"):
-            logits = np.broadcast_to(np.log(p), (ROWS, K + 1, V))
-        tokens = np.random.default_rng(3).choice(V, size=(ROWS, K), p=q)
-        draft = draft_of(tokens, np.broadcast_to(q, (ROWS, K, V)))
-        verdict = run(method, draft, target_of(logits, num_drafts=[1] * ROWS))
-        fell = np.asarray(verdict.num_accepted) == 0
-        assert abs(fell.mean() - 0.3) < 4 * np.sqrt(0.21 / ROWS)
-        assert (verdict.tokens[fell, 0] == 5).all()
-
     def test_a_draft_without_a_distribution_falls(self, method):
         """Zeros stand for a drafter that has none of the tokens that a request allows."""
         draft, target = case(8)
@@ -260,52 +193,19 @@ class TestDrawnMethods:
         assert emitted(verdict) == emitted(alone)
         assert verdict.num_accepted.max() == 1
 
-
-def test_seed_exact_emits_the_targets_draws():
-    """Whatever the drafts; the longest prefix of them that equals the draws stands."""
-    drafts = np.array(list(itertools.product(range(2), repeat=K)), np.int32)
-    logits = np.full((12, K + 1, V), -np.inf)
-    logits[..., :2] = np.random.default_rng(0).normal(size=(12, K + 1, 2))
-    temperatures = np.repeat(np.resize([1.0, 0.0, 0.5], 12), len(drafts))
-    target = target_of(np.repeat(logits, len(drafts), axis=0), temperatures)
-    plain = np.stack([plain_tokens(target, t) for t in range(K + 1)], axis=1).tolist()
-    drafts = np.tile(drafts, (12, 1))
-    verdict = run(SeedExact(), draft_of(drafts), target)
-    assert emitted(verdict) == list(map(longest_prefix, drafts.tolist(), plain))
+    def test_a_coin_of_zero_accepts_nothing_impossible(self, monkeypatch, method):
+        """Coins are in [0, 1): one of 0 wins at every chance but 0."""
+        monkeypatch.setattr(verification, "_coins", lambda target, k: jnp.zeros((ROWS, k)))
+        draft, target = case(9)
+        verdict = jax.jit(method.verify)(draft, target)
+        np.testing.assert_array_equal(verdict.num_accepted, legal_prefix(draft, target))
 
 
-def test_the_coins_of_one_round_are_not_those_of_another():
-    """Though their positions overlap; they come from a stream of their own."""
-    target = target_of(np.zeros((30, K + 1, V)))
-    rounds = replace(
-        target,
-        lengths=np.arange(30, dtype=np.int32),
-        sampling=replace(target.sampling, seeds=np.zeros(30, np.uint32)),
-    )
-    coins = np.asarray(coins_of(rounds, K))
-    assert len(np.unique(coins)) == coins.size
-    for stream in Stream:
-        drawn = uniform(rounds.sampling.seeds, stream, (rounds.lengths,), K)
-        assert np.isin(coins, drawn).all() == (stream == Stream.ACCEPT)
-
-
-N = 200 * ROWS  # verdicts of a measurement
-
-
-def measured(method, k, rates, temperatures=(1.0,), num_drafts=K):
-    """Checks how many of N verdicts on any drafts accept the first, the first two, ..."""
-    rng, accepted = np.random.default_rng(0), []
-    logits = np.broadcast_to(np.arange(V) == 0, (ROWS, k + 1, V)) * 3
-    target = target_of(logits, temperatures, np.minimum(np.resize(num_drafts, ROWS), k))
-    for start in range(0, N, ROWS):
-        seeds = np.arange(start, start + ROWS, dtype=np.uint32)
-        draft = draft_of(rng.integers(0, V, (ROWS, k)))
-        sampling = replace(target.sampling, seeds=seeds)
-        accepted.append(run(method, draft, replace(target, sampling=sampling)).num_accepted)
-    assert (accepted <= target.num_drafts).all()
-    for i, rate in enumerate(rates[:k]):
-        stands = np.array(accepted)[:, target.num_drafts > i] > i
-        assert abs(stands.mean() - rate) <= 3 * np.sqrt(rate * (1 - rate) / stands.size)
+def test_the_coins_of_a_round_have_a_stream_of_their_own():
+    """Those of one round at a time, though the positions of rounds overlap."""
+    _, target = case(11)
+    drawn = uniform(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), K)
+    np.testing.assert_array_equal(coins_of(target, K), drawn)
 
 
 @pytest.mark.parametrize(
@@ -328,98 +228,40 @@ def test_synthetic_rates(options, rates):
     np.testing.assert_allclose(config.synthetic_rates, rates)
     method = make_verification(config)
     assert hash(method) == hash(make_verification(config))
-    measured(method, K, rates, temperatures=(1.0, 0.0), num_drafts=[3, 3, 2, 1])
-
-
-def test_synthetic_with_fewer_drafts_than_rates():
-    measured(Synthetic(RATES), 1, RATES)
+    rng, logits = np.random.default_rng(0), np.broadcast_to(3 * np.eye(V)[0], (ROWS, K + 1, V))
+    target, accepted = target_of(logits, (1.0, 0.0), np.resize([3, 3, 2, 1], ROWS)), []
+    for start in range(0, 200 * ROWS, ROWS):
+        seeds = np.arange(start, start + ROWS, dtype=np.uint32)
+        others = replace(target, sampling=replace(target.sampling, seeds=seeds))
+        draft = draft_of(rng.integers(0, V, (ROWS, K)))
+        accepted.append(run(method, draft, others).num_accepted)
+    assert (accepted <= target.num_drafts).all()
+    for i, rate in enumerate(rates):
+        stands = np.array(accepted)[:, target.num_drafts > i] > i
+        assert abs(stands.mean() - rate) <= 3 * np.sqrt(rate * (1 - rate) / stands.size)
 
 
 def test_synthetic_never_accepts_what_the_target_cannot_produce():
-    """The token after it is legal, too; legal drafts beside it stand as ever."""
+    """The token after it is legal, too; legal drafts beside it stand as ever, and so where a step
+    has fewer drafts than there are rates."""
     draft, target = case(9, (1.0, 0.0))
-    verdict = run(Synthetic((1.0, 1.0, 1.0)), draft, target)
-    at_draft = np.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)[..., 0]
-    legal = np.cumprod(np.isfinite(at_draft), axis=1).sum(axis=1)
-    np.testing.assert_array_equal(verdict.num_accepted, legal)
-    assert set(legal.tolist()) == set(range(K + 1))
-    last = np.asarray(verdict.tokens)[np.arange(ROWS), legal]
-    np.testing.assert_array_equal(last, plain_tokens(target, legal))
+    legal = legal_prefix(draft, target)
+    for k in 1, K:
+        verdict = run(Synthetic((1.0, 1.0, 1.0)), *cut(draft, target, k))
+        np.testing.assert_array_equal(verdict.num_accepted, np.minimum(legal, k))
+        last = np.asarray(verdict.tokens)[np.arange(ROWS), verdict.num_accepted]
+        np.testing.assert_array_equal(last, plain_tokens(target, verdict.num_accepted))
 
 
-@pytest.mark.parametrize("method", [Rejection(), Block()])
-def test_a_coin_of_zero_accepts_nothing_impossible(monkeypatch, method):
-    """Coins are in [0, 1): one of 0 wins at every chance but 0."""
-    monkeypatch.setattr(verification, "_coins", lambda target, k: jnp.zeros((ROWS, k)))
-    draft, target = case(9)
-    at_draft = np.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)[..., 0]
-    legal = np.cumprod(np.isfinite(at_draft), axis=1).sum(axis=1)
-    verdict = jax.jit(method.verify)(draft, target)
-    np.testing.assert_array_equal(verdict.num_accepted, legal)
-    assert set(legal.tolist()) == set(range(K + 1))
-
-
-@pytest.mark.parametrize("name", ["seed_exact", "rejection", "block"])
-def test_methods_have_their_config_names(name):
+@pytest.mark.parametrize(
+    "name, method", [("seed_exact", SeedExact()), ("rejection", Rejection()), ("block", Block())]
+)
+def test_methods_have_their_config_names(name, method):
     config = SpeculativeConfig(
         method="eagle", model="none", num_speculative_tokens=1, verification=name
     )
-    method = make_verification(config)
-    expected = {"seed_exact": SeedExact(), "rejection": Rejection(), "block": Block()}[name]
-    assert method == expected and method.shares_noise == (name == "seed_exact")
-    assert Synthetic((0.5,)).shares_noise
-
-
-def test_target_probs():
-    logits = np.float32([[[1, 3, -np.inf], [2, 2, 1]], [[0, 4, 4], [-9, -np.inf, -8]]])
-    probs = np.asarray(probs_of(target_of(logits, (0.5, 0.0))))
-    np.testing.assert_allclose(probs[0].sum(-1), 1, rtol=1e-6)
-    np.testing.assert_allclose(np.log(probs[0, 0, 1] / probs[0, 0, 0]), 4, rtol=1e-5)
-    assert probs[0, 0, 2] == 0
-    np.testing.assert_array_equal(probs[1], [[0, 1, 0], [0, 0, 1]])
-
-
-def test_acceptance_by_hand():
-    """min(1, p/q); without probabilities p; a draft that q never makes is not accepted."""
-    p = np.float32([[[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]]])
-    q = np.float32([[[0.8, 0.1, 0.1], [0.2, 0.0, 0.8], [0.0, 1.0, 0.0]]])
-    tokens = np.array([[0, 2, 0]])
-    np.testing.assert_allclose(acceptance_of(p, Draft(tokens, q)), [[0.25, 0, 0]], rtol=1e-6)
-    np.testing.assert_allclose(acceptance_of(p, Draft(tokens, None)), [[0.2, 0, 0.1]], rtol=1e-6)
-    np.testing.assert_array_equal(acceptance_of(p, Draft(tokens + 1, q))[0, :1], [1])
-    np.testing.assert_array_equal(probs_drafted(Draft(tokens, None), 3)[0], np.eye(3)[[0, 2, 0]])
-
-
-@pytest.mark.parametrize("certain", [False, True])
-def test_block_acceptance_is_the_papers(certain):
-    """Sun et al. 2024, algorithm 2, one request at a time."""
-    draft, target = case(10, certain=certain, num_drafts=np.resize(range(K + 1), ROWS))
-    p = np.asarray(probs_of(target))
-    joint, chances = map(np.asarray, jax.jit(block_acceptance)(p, draft, target.num_drafts))
-    q_all = np.asarray(probs_drafted(draft, V), np.float64)
-    for b in range(ROWS):
-        left = [1.0]
-        for i, token in enumerate(draft.tokens[b].tolist()):
-            q = q_all[b, i]
-            left.append(min(left[-1] * p[b, i, token] / q[token], 1.0))
-        np.testing.assert_allclose(joint[b], left, rtol=1e-5, atol=1e-7)
-        for i in range(1, int(target.num_drafts[b]) + 1):
-            expected = left[i]
-            if i < target.num_drafts[b]:
-                more = np.maximum(left[i] * p[b, i] - q_all[b, i], 0).sum()
-                expected = more / (more + 1 - left[i])
-            np.testing.assert_allclose(chances[b, i - 1], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_block_accepts_more():
-    """On the mean of many rounds, of drafts that were drawn."""
-    means = {method: [] for method in (Rejection(), Block())}
-    for seed in range(40):
-        draft, target = case(100 + seed)
-        for method, of_method in means.items():
-            of_method.append(run(method, draft, target).num_accepted.mean())
-    token_wise, block = (np.mean(x) for x in means.values())
-    assert block > token_wise + 0.02
+    assert make_verification(config) == method
+    assert method.shares_noise == (name == "seed_exact") and Synthetic((0.5,)).shares_noise
 
 
 def test_a_rejection_draws_with_the_targets_stream():

@@ -79,12 +79,9 @@ def test_only_what_changes_is_copied_and_only_of_a_small_model(monkeypatch):
     assert made["norm"] is tree["norm"] and made["head"].values is tree["head"].values
     assert type(made["up"]) is Blocks
     assert jax.tree.map(lambda x: x, tree)["up"].parts == PARTS
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    assert paths == {"['norm']", "['up']", "['head']"}  # an array's is its weight's
     assert second_form_bytes("cpu", "float32", tree) == tree["up"].values.nbytes
     assert second_form_bytes("gpu", "float32", tree) == 0
     monkeypatch.setattr(weight_module, "MAX_DOUBLED", tree["up"].values.nbytes)
     assert weights_on("cpu", tree) is tree and not second_form_bytes("cpu", "float32", tree)
-
-
-def test_the_path_to_an_array_is_the_path_to_its_weight():
-    (path, _), *_ = jax.tree_util.tree_leaves_with_path({"up": dense()})
-    assert jax.tree_util.keystr(path) == "['up']"

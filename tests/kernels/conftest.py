@@ -1,8 +1,27 @@
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
-from support.kernels_delta_rule import Implementation
+from support import kernels_delta_rule, triton_stand_in
+from support.race_checker import RaceChecker
+
+from pallas_kernels import dispatch, triton_call
 
 
 @pytest.fixture(params=["reference", "interpret"])
-def implementation(request) -> Implementation:
-    """One implementation of the gated delta rule."""
-    return Implementation(request.param)
+def kernels(request) -> str:
+    """Every implementation that runs here."""
+    return request.param
+
+
+@pytest.fixture
+def checker(monkeypatch) -> Iterator[RaceChecker]:
+    """Kernels run as jax_triton would run them, watched."""
+    checker = RaceChecker()
+    for module in triton_call, dispatch:
+        monkeypatch.setattr(module, "backend", lambda: "jax_triton")
+    monkeypatch.setattr(triton_call, "launch", partial(triton_stand_in.launch, checker))
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
+    kernels_delta_rule.rule.clear_cache()
+    yield checker
+    kernels_delta_rule.rule.clear_cache()

@@ -10,14 +10,12 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton, max_blocks
+from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
 
 # Sizes of the groups are data: cases with as many rows and as many groups are one program.
 CASES = {
     "one-row": (1,),
-    "one-row-of-many-groups": (0,) * 20 + (1,) + (0,) * 11,
     # Blocks of many rows, with 433 of them in 9 groups.
     "all-in-the-first": (433, 0, 0, 0, 0, 0, 0, 0, 0),
     "all-in-the-last": (0, 0, 0, 0, 0, 0, 0, 0, 433),
@@ -25,7 +23,6 @@ CASES = {
     "around-blocks": (7, 9, 1, 15, 17, 63, 65, 127, 129),
     "gaps": (0, 3, 0, 0, 12, 0, 413, 5, 0),
     # Blocks of 16, with 24 in 24.
-    "all-in-the-second": (0, 24, *(0,) * 22),
     "more-groups-than-rows": (0, 1, 0, 0, 2, 0, 17, 0, 0, 0, 1, 0, *(0,) * 11, 3),
     "one-each": (1,) * 24,
     "no-rows": (0, 0, 0),
@@ -37,10 +34,10 @@ def compiled(kernels):
     return jax.jit(functools.partial(grouped_matmul, kernels=kernels))
 
 
-@pytest.fixture(params=["reference", "interpret"])
-def multiply(request):
+@pytest.fixture
+def multiply(kernels):
     """One implementation, compiled."""
-    return compiled(request.param)
+    return compiled(kernels)
 
 
 def arguments(group_sizes, dtype="float32", dims=(24, 40), seed=0):
@@ -60,12 +57,21 @@ def product_by_definition(x, weights, group_sizes):
     return np.array(products).reshape(len(x), weights.shape[2])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_matches_the_definition(multiply, name):
-    inputs = arguments(CASES[name])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *((name, "float32") for name in CASES),
+        ("around-blocks", "bfloat16"),
+        ("more-groups-than-rows", "bfloat16"),
+    ],
+)
+def test_matches_the_definition(multiply, name, dtype):
+    """Nothing but the result is rounded to bf16."""
+    inputs = arguments(CASES[name], dtype)
     out, expected = multiply(*inputs), product_by_definition(*inputs)
-    assert out.dtype == jnp.float32 and out.shape == expected.shape
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
+    assert out.dtype == dtype and out.shape == expected.shape
+    rtol = 1e-6 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=rtol, atol=2e-6)
 
 
 def test_the_gradient_of_the_reference():
@@ -87,27 +93,6 @@ def test_the_gradient_of_the_reference():
         own = groups == group
         expected = x[own].astype(np.float64).T @ loss_by[own].astype(np.float64)
         np.testing.assert_allclose(by_weights[group], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["around-blocks", "more-groups-than-rows"])
-def test_nothing_but_the_result_is_rounded_to_bf16(multiply, name):
-    inputs = arguments(CASES[name], "bfloat16")
-    out, expected = multiply(*inputs), product_by_definition(*inputs)
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "name", ["around-blocks", "gaps", "one-each", "more-groups-than-rows", "all-in-the-last"]
-)
-def test_rows_go_where_they_are_wanted(multiply, name):
-    """Wherever the first row of the result lies among its block's."""
-    x, weights, sizes = arguments(CASES[name])
-    for seed in range(3):
-        targets = np.random.default_rng(seed).permutation(len(x))
-        out = multiply(x, weights, sizes, None, targets)
-        expected = product_by_definition(x, weights, sizes)
-        np.testing.assert_allclose(np.asarray(out)[targets], expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.every_jax
@@ -137,18 +122,23 @@ def test_bits_do_not_depend_on_the_neighbours(multiply):
 
 
 @pytest.mark.every_jax
-def test_rows_come_from_and_go_to_where_they_are_told(multiply):
-    """Sources repeat; what no source names is NaN."""
-    x, weights, sizes = arguments((0, 5, 17, 0, 2))
-    rng = np.random.default_rng(2)
-    sources, targets = rng.integers(0, 9, size=24), rng.permutation(24)
-    expected = np.zeros((24, weights.shape[2]))
-    expected[targets] = product_by_definition(x[sources], weights, sizes)
-    x[9:] = np.nan
-    out = multiply(x, weights, sizes, sources, targets)
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
-    out = multiply(x, weights, sizes, sources)
-    np.testing.assert_allclose(out, expected[targets], rtol=1e-6, atol=2e-6)
+@pytest.mark.parametrize("name", ["around-blocks", "gaps", "more-groups-than-rows"])
+def test_rows_come_from_and_go_to_where_they_are_told(multiply, name):
+    """Wherever the first row of the result lies among its block's. Sources repeat; what none
+    names is NaN."""
+    x, weights, sizes = arguments(CASES[name])
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        sources, targets = rng.integers(0, 9, size=len(x)), rng.permutation(len(x))
+        out = np.asarray(multiply(x, weights, sizes, None, targets))[targets]
+        expected = product_by_definition(x, weights, sizes)
+        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
+    named = np.where(np.arange(len(x))[:, None] < 9, x, np.nan)
+    expected = product_by_definition(x[sources], weights, sizes)
+    for to in targets, None:
+        out = np.asarray(multiply(named, weights, sizes, sources, to))
+        out = out if to is None else out[to]
+        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
 
 
 def test_nan_in_a_row_stays_there(multiply):
@@ -156,56 +146,6 @@ def test_nan_in_a_row_stays_there(multiply):
     expected = product_by_definition(x, weights, sizes)
     x[[2, 7]] = expected[[2, 7]] = np.nan
     np.testing.assert_allclose(multiply(x, weights, sizes), expected, rtol=1e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "name, shapes",
-    [
-        ("x", {"x": (24,)}),
-        ("x", {"x": (5, 24, 1)}),
-        ("x", {"x": (5, 23)}),
-        ("x", {"weights": (24, 40)}),
-        ("x", {"weights": (3, 40, 24)}),
-        ("group_sizes", {"group_sizes": (2,)}),
-        ("group_sizes", {"group_sizes": (3, 1)}),
-        ("group_sizes", {"group_sizes": ()}),
-        ("sources", {"sources": (5, 1)}),
-        ("targets", {"targets": (4,)}),
-        ("targets", {"sources": (4,), "targets": (5,)}),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(name, shapes):
-    shapes = {"x": (5, 24), "weights": (3, 24, 40), "group_sizes": (3,)} | shapes
-    x, weights = np.zeros(shapes.pop("x")), np.zeros(shapes.pop("weights"))
-    rows = {name: np.zeros(shape, int) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=f"^{name} must be"):
-        grouped_matmul(x, weights, **rows)
-
-
-def test_kernels_that_do_not_exist_are_named():
-    inputs = arguments((2, 1))
-    with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto"):
-        grouped_matmul(*inputs, kernels="cuda")
-    with pytest.raises(ValueError, match="grouped_matmul has no such implementation; it has tri"):
-        grouped_matmul(*inputs, kernels="mosaic")
-
-
-def test_what_the_kernel_does_not_take_is_named():
-    x, weights, sizes = arguments((2, 1))
-    with pytest.raises(UnsupportedError, match="share a dtype of bfloat16, float16, float32; got"):
-        grouped_matmul(x.astype(jnp.dtype("bfloat16")), weights, sizes, kernels="interpret")
-    many = np.zeros(5000, int)
-    with pytest.raises(UnsupportedError, match="group_sizes must be 4096 at most; got 5000"):
-        grouped_matmul(x, np.zeros((5000, 24, 1), np.float32), many, kernels="interpret")
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("block_rows", [16, 64])
-def test_the_grid_is_large_enough(name, block_rows):
-    sizes = np.array(CASES[name])
-    needed = (-(-sizes // block_rows)).sum()
-    if sizes.sum():
-        assert needed <= max_blocks(sizes.sum(), len(sizes), block_rows)
 
 
 @pytest.mark.every_jax

@@ -11,23 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.kernels_paged_attention import LAYER, Case, paged
 
-from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.latent_attention import latent_attention, latent_attention_triton
 from pallas_kernels.latent_attention.triton import LatentTuning
 from specjax.device.cache.latent_prompt import attend_plainly
 from specjax.device.cache.rows import CachedRows
 
-RANK, ROTATED, NOPE, VALUE, PAGE_SIZE, LAYER = 64, 16, 36, 20, 16, 1
+RANK, ROTATED, NOPE, VALUE, PAGE_SIZE = 64, 16, 36, 20, 16
 SCALE = 0.21
-# Starts and numbers of new tokens of requests, in T rows; heads. A page that is not full, one that
-# is, a request without rows, and more rows than a tile has.
+# Requests and heads. A page that is not full, one that is, a request without rows, and more rows
+# than a tile has.
 CASES = {
-    "decode": ((0, 16, 70, 200), (1, 1, 0, 1), 1, 3),
-    "verify": ((5, 31, 250, 0), (4, 2, 4, 0), 4, 5),
-    "chunk": ((0, 40), (24, 17), 24, 4),
+    "decode": (Case((0, 16, 70, 200), (1, 1, 0, 1), 1), 3),
+    "verify": (Case((5, 31, 250, 0), (4, 2, 4, 0), 4), 5),
+    "chunk": (Case((0, 40), (24, 17), 24), 4),
 }
-
 
 # One program for all of a context; the kernel's own choice for so few requests is to split it.
 WHOLE = LatentTuning(block_rows=16, block_tokens=32, num_splits=1, num_warps=4, num_stages=1)
@@ -41,21 +40,10 @@ IMPLEMENTATIONS = {
 @functools.cache
 def made(name):
     """(q_nope, q_rotated, W_uk, W_uv, pool, page_table, positions); NaN where no row may look."""
-    starts, counts, num_rows, num_heads = CASES[name]
+    case, num_heads = CASES[name]
     rng = np.random.default_rng(len(name))
-    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    columns = -(-max(lengths) // PAGE_SIZE) + 1
-    pool = np.full((2, 4 * columns, PAGE_SIZE, RANK + ROTATED), np.nan, np.float32)
-    table, free = np.full((len(starts), columns), -1, np.int32), list(rng.permutation(4 * columns))
-    for b, length in enumerate(lengths):
-        for column in range(-(-length // PAGE_SIZE) if counts[b] else 0):
-            table[b, column] = page = free.pop()
-            seen = slice(0, length - column * PAGE_SIZE)
-            pool[LAYER, page, seen] = rng.normal(size=pool[LAYER, page, seen].shape)
-    row = np.arange(num_rows)[None]
-    starts, counts = np.array(starts)[:, None], np.array(counts)[:, None]
-    positions = np.where(row < counts, starts + row, -1).astype(np.int32)
-    rows = (len(starts), num_rows, num_heads)
+    pool, table, positions = paged(case, rng, RANK + ROTATED)
+    rows = (*positions.shape, num_heads)
     return (
         rng.normal(size=(*rows, NOPE)),
         rng.normal(size=(*rows, ROTATED)),
@@ -71,12 +59,8 @@ def attention_by_definition(q_nope, q_rotated, key_up, value_up, pool, table, po
     """The plain form, one row and head at a time."""
     out = np.zeros((*q_nope.shape[:3], VALUE))
     for b, t in np.argwhere(positions >= 0):
-        entries = np.stack(
-            [
-                pool[LAYER, table[b, j // PAGE_SIZE], j % PAGE_SIZE]
-                for j in range(positions[b, t] + 1)
-            ]
-        ).astype(np.float64)
+        places = np.arange(positions[b, t] + 1)
+        entries = pool[LAYER, table[b, places // PAGE_SIZE], places % PAGE_SIZE].astype(np.float64)
         latents, rotated = entries[:, :RANK], entries[:, RANK:]
         for h in range(q_nope.shape[2]):
             keys = np.concatenate([latents @ key_up[h].T, rotated], axis=1)
@@ -134,19 +118,3 @@ def test_the_plain_form_of_chunks(kernels):
     )
     expected = attention_by_definition(*made("chunk"))
     np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=0, atol=1e-5)
-
-
-def test_bad_arguments():
-    q, pool = np.zeros((1, 2, 3, 80), np.float32), np.zeros((1, 2, 16, 80), np.float32)
-    table, positions = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)
-    bad = [
-        (ValueError, "q must be", (q[0], pool, 0, table, positions), 64),
-        (ValueError, "pool must be .* E=80", (q, pool[..., 1:], 0, table, positions), 64),
-        (ValueError, "page_table must be", (q, pool, 0, table[0], positions), 64),
-        (ValueError, "rank must lie", (q, pool, 0, table, positions), 80),
-        (UnsupportedError, "rank 60", (q, pool, 0, table, positions), 60),
-        (UnsupportedError, "page_size 2", (q, pool[:, :, :2], 0, table, positions), 64),
-    ]
-    for error, message, given, rank in bad:
-        with pytest.raises(error, match=message):
-            latent_attention(*given, rank=rank, scale=1.0, kernels="interpret")

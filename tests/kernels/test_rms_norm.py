@@ -9,7 +9,6 @@ import pytest
 
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 
-IMPLEMENTATIONS = "reference", "interpret"
 EPS = 1e-6
 
 
@@ -31,19 +30,11 @@ def by_definition(x, delta, weight, is_centred):
     return y, y / np.sqrt((y * y).mean(-1, keepdims=True) + EPS) * (weight + is_centred)
 
 
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+@pytest.mark.every_jax
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize(
-    "num_rows, dim, dtype, is_centred",
-    [
-        *(
-            pytest.param(3, 320, dtype, is_centred, marks=pytest.mark.every_jax)
-            for dtype in ("float32", "bfloat16")
-            for is_centred in (False, True)
-        ),
-        (1, 16, "bfloat16", False),
-        (8, 1000, "bfloat16", True),
-        (2, 4096, "float32", False),
-    ],
+    "num_rows, dim, dtype",
+    [(3, 320, "float32"), (3, 320, "bfloat16"), (1, 16, "bfloat16"), (2, 4096, "float32")],
 )
 def test_matches_the_equation(num_rows, dim, dtype, is_centred, kernels):
     inputs = arguments(num_rows, dim, dtype)
@@ -57,7 +48,6 @@ def test_matches_the_equation(num_rows, dim, dtype, is_centred, kernels):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_a_row_does_not_depend_on_the_others(kernels):
     x, delta, weight = arguments(5, 96, "float32")
     _, all_rows = add_rms_norm(x, delta, weight, EPS, kernels=kernels)
@@ -70,23 +60,3 @@ def test_the_norm_alone_is_the_same():
     _, out = compiled(x, np.zeros_like(x), weight, kernels="reference")
     alone = jax.jit(functools.partial(rms_norm, eps=EPS))(x, weight)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(alone))
-
-
-@pytest.mark.parametrize(
-    "name, x, delta, weight",
-    [
-        ("x", (4, 8, 2), (4, 8), (8,)),
-        ("x", (4, 8), (4, 8), (4,)),
-        ("delta", (4, 8), (8,), (8,)),
-        ("delta", (4, 8), (2, 8, 4), (8,)),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(name, x, delta, weight):
-    with pytest.raises(ValueError, match=f"^{name} must be"):
-        add_rms_norm(np.zeros(x), np.zeros(delta), np.zeros(weight), EPS)
-
-
-def test_a_row_too_long_for_the_kernel_is_named():
-    x = np.zeros((1, 32768), np.float32)
-    with pytest.raises(ValueError, match="D=32768; at most"):
-        add_rms_norm(x, x, x[0], EPS, kernels="interpret")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.route import Rule, route
-from pallas_kernels.route.triton import fits, route_triton
+from pallas_kernels.route.triton import fits
+
+GROUPS = Rule(is_sigmoid=True, num_groups=4, num_chosen_groups=2)
 
 
 class Case(NamedTuple):
@@ -46,12 +47,8 @@ CASES = {
     "sigmoid-with-ties": Case(16, 32, 4, Rule(True, normalises=False), "bfloat16", step=0.5),
     "not-normalised": Case(16, 512, 8, Rule(normalises=False), "bfloat16"),
     "more-rows-than-bits": Case(64, 128, 8, Rule(), "bfloat16"),
+    "groups": Case(7, 32, 4, GROUPS, has_correction=True),
 }
-EVERY_JAX = "sigmoid", "more-rows-than-bits"
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.every_jax] if name in EVERY_JAX else []) for name in CASES
-]
-GROUPS = Rule(is_sigmoid=True, num_groups=4, num_chosen_groups=2)
 
 
 @functools.cache
@@ -62,10 +59,10 @@ def compiled(kernels, num_chosen, rule):
     return jax.jit(run)
 
 
-@pytest.fixture(params=["reference", "interpret"])
-def run(request):
+@pytest.fixture
+def run(kernels):
     """One implementation, compiled for a case, of its arguments."""
-    return lambda case, *given: compiled(request.param, case.chosen, case.rule)(*given)
+    return lambda case, *given: compiled(kernels, case.chosen, case.rule)(*given)
 
 
 def weighted(logits, experts, rule):
@@ -102,7 +99,8 @@ def check_places(routes, num_experts, num_chosen):
     assert {one.dtype for one in routes[1:]} == {jnp.dtype("int32")}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_jax
+@pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(run, name):
     case = CASES[name]
     for seed in range(3):
@@ -133,33 +131,6 @@ def test_places_are_valid_whatever_the_logits(run, name):
     check_places(routes, case.experts, case.chosen)
 
 
-def test_groups():
-    logits, correction, _ = Case(7, 32, 4, has_correction=True).arguments()
-    routes = compiled("reference", 4, GROUPS)(logits, correction, None)
-    experts = chosen_by_definition(logits, 4, GROUPS, correction)
-    assert np.any(experts != chosen_by_definition(logits, 4, Rule(True), correction))
-    np.testing.assert_array_equal(routes.experts, experts)
-    np.testing.assert_allclose(routes.weights, weighted(logits, experts, GROUPS), rtol=2e-6)
-
-
-@pytest.mark.parametrize("rule", [Rule(), Rule(normalises=False), Rule(True, scaling=2.0)])
-def test_the_gradient_of_the_reference(rule):
-    """Training a mixture runs it; along a direction, by the difference of weights in f64."""
-    logits, _, _ = Case(4, 16, 3).arguments()
-    rng = np.random.default_rng(1)
-    along, loss_by = rng.normal(size=logits.shape), rng.normal(size=(4, 3))
-
-    def loss(logits):
-        return (route(logits, 3, rule, kernels="reference").weights * loss_by).sum()
-
-    gradient = jax.grad(loss)(logits)
-    experts = chosen_by_definition(logits, 3, rule, None)
-    ahead, behind = (
-        (weighted(logits + step * along, experts, rule) * loss_by).sum() for step in (1e-5, -1e-5)
-    )
-    np.testing.assert_allclose((gradient * along).sum(), (ahead - behind) / 2e-5, rtol=1e-4)
-
-
 @pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", ["auto", "interpret"])
 def test_many_rows_and_groups_are_plain_jax_without_a_word(kernels, monkeypatch, caplog):
@@ -174,37 +145,3 @@ def test_many_rows_and_groups_are_plain_jax_without_a_word(kernels, monkeypatch,
         check_places(route(logits, 4, Rule(), kernels=kernels), 128, 4)
         check_places(route(logits[:8], 4, GROUPS, kernels=kernels), 128, 4)
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"logits": np.zeros(8, np.float32)}, r"logits must be floats \[N, E\]; got float32\[8\]"),
-        ({"logits": np.zeros((4, 8), int)}, r"logits must be floats \[N, E\]; got int64\[4, 8\]"),
-        ({"num_chosen": 9}, "num_chosen must be 1 to E=8; got 9"),
-        ({"num_chosen": 0}, "num_chosen must be 1 to E=8; got 0"),
-        ({"rule": Rule(True, num_groups=3)}, "rule.num_groups must divide E=8; got 3"),
-        ({"rule": Rule()}, "correction and groups must be left out without rule.is_sigmoid"),
-        ({"correction": np.zeros(7)}, r"correction must be \[E=8\]; got \(7,\)"),
-        ({"is_padding": np.zeros(4, int)}, r"is_padding must be bool\[N=4\]; got int64\(4,\)"),
-    ],
-)
-def test_bad_input_is_named(changed, message):
-    given = {
-        "logits": np.zeros((4, 8), np.float32),
-        "num_chosen": 2,
-        "rule": Rule(True),
-        "correction": np.zeros(8, np.float32),
-        "is_padding": np.zeros(4, bool),
-    }
-    with pytest.raises(ValueError, match=message):
-        route(**(given | changed))
-
-
-@pytest.mark.parametrize(
-    "shape, num_chosen, rule",
-    [((65, 128), 2, Rule()), ((4, 64), 33, Rule()), ((4, 64), 2, GROUPS)],
-)
-def test_what_the_kernel_does_not_take_is_named(shape, num_chosen, rule):
-    with pytest.raises(UnsupportedError, match=rf"{num_chosen}, rule has {rule.num_groups} groups"):
-        route_triton(np.zeros(shape, np.float32), num_chosen, rule, interpret=True)

@@ -8,22 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from support import triton_stand_in
 
-from pallas_kernels import dispatch, triton_call, triton_source
+from pallas_kernels import triton_call, triton_source
 
 pytestmark = pytest.mark.every_jax
 
 F32 = jnp.float32
-
-
-@pytest.fixture
-def translated(monkeypatch):
-    """Kernels run as jax_triton would have them run."""
-    for module in triton_call, dispatch:
-        monkeypatch.setattr(module, "backend", lambda: "jax_triton")
-    monkeypatch.setattr(triton_call, "launch", triton_stand_in.launch)
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
 
 
 def normal(*shape):
@@ -38,7 +28,7 @@ def launched(kernel, *operands, grid, shape=(), dtype=F32):
     return np.asarray(made)
 
 
-def test_a_multiply_add_rounds_once(translated):
+def test_a_multiply_add_rounds_once(checker):
     def kernel(a, b, c, out):
         out[...] = triton_call.multiply_add(a[...], b[...], c[...], interpret=False)
 
@@ -48,7 +38,7 @@ def test_a_multiply_add_rounds_once(translated):
     np.testing.assert_array_equal(launched(kernel, a, b, c, grid=(1,)), once)
 
 
-def test_a_grid_that_is_too_wide_becomes_one_axis(translated, monkeypatch):
+def test_a_grid_that_is_too_wide_becomes_one_axis(checker, monkeypatch):
     def kernel(out):
         i, j, k = (pl.program_id(axis) for axis in range(3))
         out[i, j, k] = 100 * i + 10 * j + k
@@ -58,31 +48,6 @@ def test_a_grid_that_is_too_wide_becomes_one_axis(translated, monkeypatch):
     i, j, k = np.indices(shape)
     made = launched(kernel, grid=shape, shape=shape, dtype=jnp.int32)
     np.testing.assert_array_equal(made, 100 * i + 10 * j + k)
-
-
-def test_slices_and_loops(translated):
-    """Of lengths that are known when traced, and that are not, none and some, one in the other."""
-
-    def kernel(x, count, out):
-        def add(i, carry):
-            first, second = carry  # which change places
-            return second, jax.lax.fori_loop(0, i, lambda j, z: z + x[pl.ds(j, 8), :], first)
-
-        zero = jnp.zeros((8, 4), F32)
-        of_three = jax.lax.fori_loop(0, 3, add, (zero, zero + 1))
-        of_count = jax.lax.fori_loop(0, count[0], add, of_three)
-        out[0], out[1] = of_count
-
-    def wanted(x, count):
-        pair = np.zeros((8, 4)), np.ones((8, 4))
-        for i in [*range(3), *range(count)]:
-            pair = pair[1], pair[0] + sum(x[j : j + 8] for j in range(i))
-        return pair
-
-    x = normal(16, 4)
-    for count in 0, 4:
-        made = launched(kernel, x, np.array([count], np.int32), grid=(1,), shape=(2, 8, 4))
-        np.testing.assert_allclose(made, wanted(x, count), rtol=1e-5, atol=1e-5)
 
 
 def source_of(kernel, shape):
@@ -111,28 +76,26 @@ def test_what_has_no_translation_is_named():
         source_of(kernel, (4,))
 
 
-def test_the_backend_is_pallas_where_it_is_there(monkeypatch):
-    monkeypatch.delenv(triton_call.VARIABLE, raising=False)
-    monkeypatch.setattr(triton_call, "plt", pl)
-    assert triton_call.backend() == "pallas" and not triton_call.packages_of_backend()
-    monkeypatch.setattr(triton_call, "plt", None)
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
-    assert triton_call.backend() == "jax_triton" and triton_call.packages_of_backend()
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: None)
-    assert triton_call.backend() is None
-
-
 @pytest.mark.parametrize(
-    "name, message",
+    "asked, has_pallas, has_jax_triton, found",
     [
-        ("mosaic", "'mosaic' is unknown; choose one of pallas, jax_triton"),
-        ("jax_triton", "'jax_triton' is not installed; pip install jax-triton"),
-        ("pallas", "'pallas' is not installed; unset it"),
+        (None, True, True, "pallas"),
+        (None, False, True, "jax_triton"),
+        (None, False, False, None),
+        ("mosaic", True, True, "'mosaic' is unknown; choose one of pallas, jax_triton"),
+        ("jax_triton", True, False, "'jax_triton' is not installed; pip install jax-triton"),
+        ("pallas", False, True, "'pallas' is not installed; unset it"),
     ],
 )
-def test_a_backend_that_cannot_be_is_an_error(name, message, monkeypatch):
-    monkeypatch.setenv(triton_call.VARIABLE, name)
-    monkeypatch.setattr(triton_call, "plt", None)
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=message):
+def test_backends(asked, has_pallas, has_jax_triton, found, monkeypatch):
+    monkeypatch.delenv(triton_call.VARIABLE, raising=False)
+    monkeypatch.setattr(triton_call, "plt", pl if has_pallas else None)
+    spec = "a spec" if has_jax_triton else None
+    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: spec)
+    if asked is None:
+        assert triton_call.backend() == found
+        assert bool(triton_call.packages_of_backend()) == (found == "jax_triton")
+        return
+    monkeypatch.setenv(triton_call.VARIABLE, asked)
+    with pytest.raises(ValueError, match=found):
         triton_call.backend()

@@ -186,6 +186,16 @@ class Asked:
         )
 
 
+def sampling_of(temperatures: Sequence[float], seeds: Sequence[int] | None = None) -> Any:
+    """`Sampling` at some temperatures, with seeds 0, 1, ... unless told, and nothing cut."""
+    from specjax.device.requests import Sampling
+
+    n = len(temperatures)
+    seeds = np.array(range(n) if seeds is None else seeds, np.uint32)
+    given, ones = np.array(temperatures, np.float32), np.ones(n, np.float32)
+    return Sampling(given, seeds, np.zeros(n, np.int32), ones, 0 * ones)
+
+
 def float32(x: float) -> float:
     """What is left of x on the device."""
     return float(np.float32(x))

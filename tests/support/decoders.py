@@ -58,11 +58,7 @@ class Case:
 
 
 def is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return data.decode(errors="ignore").encode() == data
 
 
 def make_byte_level(add_prefix_space: bool = False) -> Tokenizer:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support import kernels_paged_attention
-from support.kernels_delta_rule import LAYER, Implementation, Sizes, Streams
+from support.kernels_delta_rule import LAYER, Serving, Sizes, Streams
 from support.kernels_paged_attention import Case
 
 from pallas_kernels.draw_tokens import draw_tokens
@@ -34,11 +34,6 @@ def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
 
 def of(function: Callable[..., Any], *given: Any) -> Operation:
     return lambda kernels: partial(jax.jit(partial(function, kernels=kernels)), *given)
-
-
-def norm() -> Operation:
-    run = partial(add_rms_norm, eps=1e-6, is_centred=True)
-    return of(run, normal(3, 320), normal(3, 320, seed=1), normal(320))
 
 
 def draw(*, has_ids: bool) -> Operation:
@@ -79,18 +74,6 @@ def truncation() -> Operation:
     return of(truncate, logits, np.full(6, 0.7, np.float32), top_k, top_p, min_p)
 
 
-def grouped() -> Operation:
-    sizes = np.array([0, 17, 1, 0, 6], np.int32)
-    return of(grouped_matmul, normal(24, 40), normal(5, 40, 24), sizes)
-
-
-def latent() -> Operation:
-    table = np.array([[3, 0, 5], [2, 4, 1]], np.int32)
-    positions = np.array([[40, 41], [7, -1]], np.int32)
-    given = normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1), table, positions
-    return of(partial(latent_attention, rank=64, scale=0.2), *given)
-
-
 def routes() -> Operation:
     """By sigmoids, of more rows than a word has bits."""
     is_padding = np.arange(40) % 7 == 6
@@ -104,14 +87,8 @@ def routes() -> Operation:
 
 
 def attention(case: Case) -> Operation:
-    run = partial(paged_attention, window=case.window, soft_cap=case.soft_cap)
-    found = kernels_paged_attention.options(case)
-    others = {name: found[name] for name in ("sinks", "kv_scale") if name in found}
-
-    def with_others(*given, kernels):
-        return run(*given, **others, kernels=kernels)
-
-    return of(with_others, *kernels_paged_attention.arguments(case))
+    options = kernels_paged_attention.options(case)
+    return of(partial(paged_attention, **options), *kernels_paged_attention.arguments(case))
 
 
 def delta_rule(heads: Heads, batch: int) -> Operation:
@@ -119,7 +96,7 @@ def delta_rule(heads: Heads, batch: int) -> Operation:
     streams = Streams.random(sizes := Sizes(heads), 3, 32)
 
     def run(kernels: str) -> Any:
-        serving = Implementation(kernels).serve(streams, sizes, batch=batch)
+        serving = Serving(kernels, streams, sizes, batch=batch)
         serving.prompt(3, 5, 2, width=8)
         for counts, stands in (
             ((4, 3, 1), (2, 3, 1)),
@@ -135,13 +112,22 @@ def delta_rule(heads: Heads, batch: int) -> Operation:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "rms_norm": norm(),
+    "rms_norm": of(
+        partial(add_rms_norm, eps=1e-6, is_centred=True),
+        *(normal(3, 320), normal(3, 320, seed=1), normal(320)),
+    ),
     "draw_tokens": draw(has_ids=False),
     "draw_tokens/ids": draw(has_ids=True),
     "rope_write": rope(),
     "truncation": truncation(),
-    "grouped_matmul": grouped(),
-    "latent_attention": latent(),
+    "grouped_matmul": of(
+        grouped_matmul, normal(24, 40), normal(5, 40, 24), np.array([0, 17, 1, 0, 6], np.int32)
+    ),
+    "latent_attention": of(
+        partial(latent_attention, rank=64, scale=0.2),
+        *(normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1)),
+        *(np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]])),
+    ),
     "route": routes(),
     # Few requests are split.
     "paged_attention/split": attention(Case((150, 5, 0), (4, 3, 0), 4, has_sinks=True)),

@@ -21,7 +21,6 @@ LAYER, NUM_LAYERS = 1, 3
 # Unless told, calls are so wide, with the sizes, slots and rows that are the defaults: each
 # implementation is then two programs, of prompts and of steps.
 PROMPT_WIDTH, STEP_WIDTH = 64, 6
-RINGS = DeltaRuleCache._fields[1:]
 TOLERANCE = 2e-5
 BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
 EPS = 1e-3  # of the norm: so large that it shows
@@ -41,6 +40,9 @@ class Sizes:
         """Shapes and dtypes."""
         sizes = layers, slots, self.heads, self.taps, self.most_rows
         return DeltaRuleCache.shapes(*sizes, jnp.dtype(self.dtype))
+
+
+SIZES = Sizes()
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,7 @@ class Streams:
         return rule_by_definition(self)
 
 
-def rule_by_definition(
-    streams: Streams, *, reads_before_decay: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def rule_by_definition(streams: Streams) -> tuple[np.ndarray, np.ndarray]:
     """Outputs [N, n, H_v, D_v], and states [N, n + 1, H_v, D_v, D_k] after 0, 1, ... tokens."""
     x = streams.x.astype(np.float64)
     conv, log_decay, decay_bias, norm = (
@@ -100,8 +100,7 @@ def rule_by_definition(
             q, k = (z / np.sqrt((z**2).sum(1, keepdims=True) + 1e-6) for z in (q, k))
             g, beta = gs[:, t, j, None, None], betas[:, t, j, None, None]
             decayed = np.exp(g) * states[:, t, j]
-            read = states[:, t, j] if reads_before_decay else decayed
-            u = beta * (v[..., None] - read @ k[..., None])
+            u = beta * (v[..., None] - decayed @ k[..., None])
             states[:, t + 1, j] = decayed + u * k[:, None]
             out[:, t, j] = (states[:, t + 1, j] @ q[..., None])[..., 0] / np.sqrt(key_dim)
     if norm is not None:
@@ -125,21 +124,6 @@ def rule(x, weights, cache, layer, slots, positions, pending, *, folds, kernels)
     )
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """Opens caches on which one implementation runs."""
-
-    kernels: str
-
-    @property
-    def num_rows(self) -> int:
-        """Requests at a time, of random schedules; the interpreter runs one program at a time."""
-        return 4 if self.kernels == "interpret" else 125
-
-    def serve(self, streams: Streams, sizes: Sizes | None = None, **others: Any) -> "Serving":
-        return Serving(self.kernels, streams, sizes or Sizes(), **others)
-
-
 class Serving:
     """Requests that one cache serves: the one in row r has slot slots[r] and tokens of one stream.
 
@@ -151,7 +135,7 @@ class Serving:
         self,
         kernels: str,
         streams: Streams,
-        sizes: Sizes,
+        sizes: Sizes = SIZES,
         *,
         slots: Sequence[int] | None = None,
         num_slots: int = 5,
@@ -185,24 +169,21 @@ class Serving:
         other.cache = on_device(self.cache)
         return other
 
-    def prompt(self, *counts: int, width: int = PROMPT_WIDTH, **others: Any) -> None:
+    def prompt(self, *counts: int, width: int = PROMPT_WIDTH, idle_slots: Any = None) -> None:
         """Run the next counts[r] tokens of every request, which are certain."""
-        self.call(counts, counts, width, folds=True, **others)
+        self.step(counts, counts, width, folds=True, idle_slots=idle_slots)
 
-    def step(self, counts: Any, stands: Any, width: int = STEP_WIDTH, **others: Any) -> None:
-        """Run counts[r] tokens of which stands[r] turn out to be right; the others are garbage."""
-        self.call(counts, stands, width, folds=False, **others)
-
-    def call(
+    def step(
         self,
         counts: Any,
         stands: Any,
-        width: int,
+        width: int = STEP_WIDTH,
         *,
-        folds: bool,
+        folds: bool = False,
         pending: Any = None,
         idle_slots: Any = None,
     ) -> None:
+        """Run counts[r] tokens of which stands[r] turn out to be right; the others are garbage."""
         counts, stands, row = np.array(counts), np.array(stands), np.arange(width)
         at = self.length[:, None] + row
         is_real, is_right = row < counts[:, None], row < stands[:, None]
@@ -246,18 +227,6 @@ class Serving:
         """What the cache holds of them, in f32: states and rings."""
         return [np.asarray(x)[LAYER, self.slots].astype(np.float32) for x in self.cache]
 
-    @property
-    def rings(self) -> list[np.ndarray]:
-        """f32[rows, columns, n] of the requests, one for each of RINGS."""
-        _, *rings = self.of_requests()
-        return [x.reshape(*x.shape[:2], -1) for x in rings]
-
-    def poison(self, name: str, columns: Sequence[int]) -> None:
-        """Fill columns of a ring of the requests with NaN."""
-        ring = np.array(getattr(self.cache, name))
-        ring[LAYER, self.slots[:, None], columns] = np.nan
-        self.cache = self.cache._replace(**{name: jnp.array(ring)})
-
     def check(self) -> None:
         """Outputs and states are those of the definition."""
         rounding = BF16_TOLERANCE if self.sizes.dtype == "bfloat16" else TOLERANCE
@@ -266,11 +235,6 @@ class Serving:
             assert not n or error(self.out[i, :n], out[:n]) < rounding
             if (num_folded := n - self.pending[r]) > 0:
                 assert error(self.states[r], states[num_folded]) < TOLERANCE
-
-    def last_errors(self) -> list[float]:
-        """Of every request's last output."""
-        taken = self.stream, self.length - 1
-        return list(map(error, self.out[taken], self.streams.truth[0][taken]))
 
 
 def on_device(cache: DeltaRuleCache) -> DeltaRuleCache:

@@ -35,7 +35,6 @@ class Case:
     is_block: bool = False  # rows see each other; windows count from the row or from the first
     soft_cap: float | None = None
     has_sinks: bool = False
-    seed: int = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -57,28 +56,10 @@ def compiled(kernels: str) -> Callable[..., jax.Array]:
 
 def arguments(case: Case) -> tuple[np.ndarray, ...]:
     """q, kv, layer, page_table, positions; NaN in every key and value that no row may see."""
-    rng = np.random.default_rng(case.seed)
-    batch, pages_per_seq = len(case.starts), case.num_columns
-    kv = np.full(
-        (NUM_LAYERS, batch * pages_per_seq + 3, case.page_size, 2, case.num_kv_heads, case.dim),
-        np.nan,
-        np.float32,
-    )
-    page_table = np.full((batch, pages_per_seq), -1, np.int32)
-    free = rng.permutation(kv.shape[1]).tolist()
-    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
-        oldest = max(0, case.starts[b] - case.window + 1) if case.window else 0
-        for column in range(-(-length // case.page_size)):
-            page_table[b, column] = page = free.pop()
-            start = column * case.page_size
-            seen = slice(max(0, oldest - start), length - start if count else 0)
-            kv[LAYER, page, seen] = rng.normal(size=kv[LAYER, page, seen].shape)
-    row = np.arange(case.num_rows)[None]
-    starts, counts = np.array(case.starts)[:, None], np.array(case.counts)[:, None]
-    ends = starts + counts - 1 if case.is_block else starts + row
-    positions = np.where(row < counts, ends, -1).astype(np.int32)
+    rng = np.random.default_rng(0)
+    kv, page_table, positions = paged(case, rng, 2, case.num_kv_heads, case.dim)
     num_heads = case.num_kv_heads * case.group
-    q = rng.normal(size=(batch, case.num_rows, num_heads, case.dim))
+    q = rng.normal(size=(len(case.starts), case.num_rows, num_heads, case.dim))
     return (
         q.astype(jnp.dtype(case.dtype)),
         kv.astype(jnp.dtype(case.pool or case.dtype)),
@@ -86,6 +67,26 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
         page_table,
         positions,
     )
+
+
+def paged(case: Case, rng: np.random.Generator, *entry: int) -> tuple[np.ndarray, ...]:
+    """A pool [layer, page, offset, *entry], page_table and positions; see `arguments`."""
+    batch, pages_per_seq = len(case.starts), case.num_columns
+    shape = NUM_LAYERS, batch * pages_per_seq + 3, case.page_size, *entry
+    pool, page_table = np.full(shape, np.nan, np.float32), np.full((batch, pages_per_seq), -1)
+    free = rng.permutation(pool.shape[1]).tolist()
+    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
+        oldest = max(0, case.starts[b] - case.window + 1) if case.window else 0
+        for column in range(-(-length // case.page_size)):
+            page_table[b, column] = page = free.pop()
+            start = column * case.page_size
+            seen = slice(max(0, oldest - start), length - start if count else 0)
+            pool[LAYER, page, seen] = rng.normal(size=pool[LAYER, page, seen].shape)
+    row = np.arange(case.num_rows)[None]
+    starts, counts = np.array(case.starts)[:, None], np.array(case.counts)[:, None]
+    ends = starts + counts - 1 if case.is_block else starts + row
+    positions = np.where(row < counts, ends, -1)
+    return pool, page_table.astype(np.int32), positions.astype(np.int32)
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -97,23 +98,12 @@ def options(case: Case) -> dict[str, Any]:
         found["origins"] = starts + rows * (np.arange(len(starts)) % 2)[:, None].astype(np.int32)
     if case.has_sinks:
         num_heads = case.num_kv_heads * case.group
-        sinks = 3 * np.random.default_rng(case.seed).standard_normal(num_heads)
+        sinks = 3 * np.random.default_rng(0).standard_normal(num_heads)
         found["sinks"] = sinks.astype(jnp.dtype(case.dtype))
     if case.pool == "float8_e4m3fn":
-        scale = np.random.default_rng(case.seed).uniform(0.5, 2.0, (2, case.num_kv_heads))
+        scale = np.random.default_rng(0).uniform(0.5, 2.0, (2, case.num_kv_heads))
         found["kv_scale"] = scale.astype(np.float32)
     return {name: value for name, value in found.items() if value is not None}
-
-
-def context(pool: np.ndarray, page_table: np.ndarray, first: int, position: int) -> np.ndarray:
-    """Keys and values [n, H_kv, D] in f64 of the tokens from `first` to `position`."""
-    page_size = pool.shape[1]
-    tokens = [
-        pool[page_table[j // page_size], j % page_size]
-        for j in range(max(0, first), min(position + 1, len(page_table) * page_size))
-        if page_table[j // page_size] >= 0
-    ]
-    return np.stack(tokens).astype(np.float64).transpose(1, 0, 2, 3)
 
 
 def attention_by_definition(
@@ -133,18 +123,21 @@ def attention_by_definition(
     pool = kv[layer].astype(np.float64)
     if kv_scale is not None:
         pool = pool * kv_scale[:, :, None]
-    out = np.zeros(q.shape, np.float64)
+    out, page_size = np.zeros(q.shape, np.float64), pool.shape[1]
     origins = positions if origins is None else origins
     group = q.shape[2] // pool.shape[3]
     for b, t in np.argwhere(positions >= 0):
-        keys, values = context(pool, page_table[b], origins[b, t] - window + 1, positions[b, t])
+        end = min(positions[b, t] + 1, page_table.shape[1] * page_size)
+        places = np.arange(max(0, origins[b, t] - window + 1), end)
+        places = places[page_table[b, places // page_size] >= 0]
+        seen = pool[page_table[b, places // page_size], places % page_size]  # [n, 2, H_kv, D]
         for h in range(q.shape[2]):
-            scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
+            keys, values = seen[:, :, h // group].swapaxes(0, 1)
+            scores = keys @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
             sink = -np.inf if sinks is None else float(sinks[h])
             maximum = max(scores.max(), sink)
             weights = np.exp(scores - maximum)
-            total = weights.sum() + np.exp(sink - maximum)
-            out[b, t, h] = weights @ values[:, h // group] / total
+            out[b, t, h] = weights @ values / (weights.sum() + np.exp(sink - maximum))
     return out

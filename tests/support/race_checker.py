@@ -6,10 +6,9 @@ a program only a barrier orders its threads, and a fault is an element that is w
 read, read after it was written, or written twice, without a barrier between.
 
 One case is in order without a barrier: a tile is read, and then exactly this tile is written, as
-kernels do that update an array in place. The new elements are computed from the old ones, and each
-thread has its own. That needs an element for each thread: of smaller tiles several threads have
-copies, and a slow one might still read. The checker does not know whether the new elements do come
-from the old ones.
+kernels do that update an array in place. Each thread has its own elements, if there are as many:
+of smaller tiles several threads have copies, and a slow one might still read. Whether the new
+elements come from the old ones is not checked.
 """
 
 from collections import Counter
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from support.triton_stand_in import Machine, Pointer, Tensor
+from support.triton_stand_in import Pointer, Tensor, tensor
 
 # What a number, an integer and a boolean are in memory that is not written. A maximum ignores NaN.
 POISON: dict[str, tuple[float, int, bool]] = {
@@ -36,7 +35,7 @@ class _Touched:
         self.first_read, self.last_read, self.last_write, self.tile = np.zeros((4, size), np.int32)
 
 
-class RaceChecker(Machine):
+class RaceChecker:
     """Runs programs in one of ORDERS, each with other contents of unwritten memory.
 
     Attributes:
@@ -53,6 +52,7 @@ class RaceChecker(Machine):
     def begin(
         self, name: str, num_threads: int, updated: list[np.ndarray], new: list[np.ndarray]
     ) -> None:
+        """A kernel is launched, whose outputs are operands that it updates, and new arrays."""
         self._name, self._num_threads = name, num_threads
         self._arrays = {id(x): _Touched(x.size, False) for x in updated}
         self._arrays |= {id(x): _Touched(x.size, True) for x in new}
@@ -60,12 +60,14 @@ class RaceChecker(Machine):
         self._now = self._start = 0
 
     def order(self, places: list[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        """The programs' places in a grid in the order in which they run."""
         self.launched[self._name] = max(self.launched[self._name], len(places))
         if self.current_order == "random":
             return [places[i] for i in self._rng.permutation(len(places))]
         return places if self.current_order == "forward" else places[::-1]
 
     def poison(self, dtype: np.dtype) -> Any:
+        """What memory holds before it is written."""
         number, integer, truth = POISON[self.current_order]
         return {"b": truth, "i": integer, "u": integer % 2**32}.get(dtype.kind, number)
 
@@ -91,7 +93,9 @@ class RaceChecker(Machine):
             touched.first_read[at] = np.where(
                 touched.first_read[at] > 0, touched.first_read[at], now
             )
-        return super().load(pointer, mask, other)
+        loaded = np.full(pointer.offset.shape, other, pointer.array.dtype)
+        loaded[mask] = pointer.array[pointer.places(mask)]
+        return tensor(loaded)
 
     def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
         mask = self._inside(pointer, mask)
@@ -110,7 +114,8 @@ class RaceChecker(Machine):
         self._count(written == now, "writes twice, with no barrier between")
         self._check_lanes(at, np.broadcast_to(value, mask.shape)[mask])
         touched.last_write[at] = now
-        super().store(pointer, value, mask)
+        assert value.dtype == pointer.array.dtype
+        pointer.array[at] = np.broadcast_to(value, mask.shape)[mask]
 
     def _inside(self, pointer: Pointer, mask: Any) -> np.ndarray:
         """The mask without the lanes that point out of the array."""

@@ -1,7 +1,4 @@
-"""As much of Triton as translated kernels use, in numpy: one program after another, bounds checked.
-
-monkeypatch.setattr(triton_call, "launch", triton_stand_in.launch)
-"""
+"""As much of Triton as translated kernels use, in numpy: one program after another."""
 
 import functools
 import itertools
@@ -122,46 +119,13 @@ def counted(start: Any, stop: Any) -> Any:
     return (tensor(i, np.int32) for i in range(int(start), int(stop)))
 
 
-class Machine:
-    """The memory that programs share, and the order in which they run; a subclass watches both."""
-
-    def begin(
-        self, name: str, num_threads: int, updated: list[np.ndarray], new: list[np.ndarray]
-    ) -> None:
-        """A kernel is launched, whose outputs are operands that it updates, and new arrays."""
-
-    def order(self, places: list[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-        """Return the programs' places in a grid in the order in which they run."""
-        return places
-
-    def begin_program(self) -> None:
-        """The next program begins."""
-
-    def poison(self, dtype: np.dtype) -> Any:
-        """Return what memory holds before it is written."""
-        return 77
-
-    def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
-        mask = np.broadcast_to(mask, pointer.offset.shape)
-        loaded = np.full(pointer.offset.shape, other, pointer.array.dtype)
-        loaded[mask] = pointer.array[pointer.places(mask)]
-        return tensor(loaded)
-
-    def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
-        mask = np.broadcast_to(mask, pointer.offset.shape)
-        assert value.dtype == pointer.array.dtype
-        pointer.array[pointer.places(mask)] = np.broadcast_to(value, mask.shape)[mask]
-
-    def barrier(self) -> None:
-        """All threads of the program have come so far."""
-
-
 @functools.cache
 def parsed(source: str) -> Any:
     return compile(source.removeprefix(HEADER), "<kernel>", "exec")
 
 
 def launch(
+    machine: Any,  # a `RaceChecker`
     source: str,
     name: str,
     operands: Sequence[jax.Array],
@@ -169,11 +133,8 @@ def launch(
     grid: tuple[int, ...],
     aliases: Mapping[int, int],
     options: Mapping[str, int],
-    *,
-    machine: Machine | None = None,
 ) -> tuple[Any, ...]:
-    """See `triton_call.launch`."""
-    machine = machine or Machine()
+    """See `triton_call.launch`, which it stands for with a machine."""
     memory = {"load": machine.load, "store": machine.store, "debug_barrier": machine.barrier}
     namespace = SimpleNamespace(**vars(tl), **memory)
     module: dict[str, Any] = {"tl": namespace, "libdevice": libdevice, "range": counted}
