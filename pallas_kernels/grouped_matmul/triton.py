@@ -74,7 +74,7 @@ def grouped_matmul_triton(
             f"got {x.dtype} and {weights.dtype}"
         )
     if num_groups > MAX_GROUPS:
-        raise UnsupportedError(f"group_sizes must be at most {MAX_GROUPS} groups; got {num_groups}")
+        raise UnsupportedError(f"group_sizes must be {MAX_GROUPS} at most; got {num_groups}")
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
     config = config or choose_config(num_rows, num_groups, x.dtype)

@@ -21,9 +21,9 @@ class Placement:
     """A mesh of devices, and rules that shard arrays over them.
 
     Attributes:
-        mesh: the devices; a single device is a mesh of size one. rules: pairs of a logical axis,
-        see `TensorSpec.axes`, and the mesh axis that shards it. Axes
-            without a rule are replicated.
+        mesh: the devices; a single device is a mesh of size one.
+        rules: pairs of a logical axis, see `TensorSpec.axes`, and the mesh axis that shards it.
+            Axes without a rule are replicated.
     """
 
     mesh: Mesh
