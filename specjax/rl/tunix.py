@@ -1,8 +1,8 @@
 """The engine as a rollout engine of Tunix (google-tunix).
 
 Use it as `ClusterConfig(rollout_engine=partial(TunixRollout, model=folder, ...))`. This module can
-be imported without Tunix; where Tunix is installed, `TunixRollout` is registered as a subclass of
-its `BaseRollout`.
+be imported without Tunix; if Tunix is installed, `TunixRollout` is registered as a subclass of its
+`BaseRollout`.
 """
 
 import importlib
@@ -25,13 +25,13 @@ from specjax.text.seeds import derived_seed, folded_seed
 
 try:
     _tunix: Any = importlib.import_module("tunix.rl.rollout.base_rollout")
-except ImportError:  # the adapter needs none of its classes
+except ImportError:  # the adapter needs no class of Tunix
     _tunix = None
 
 
 @dataclass
 class RolloutOutput:
-    """The fields of Tunix's class of this name, used if Tunix is not installed."""
+    """A replacement of Tunix's class of this name, used if Tunix is not installed."""
 
     text: list[str]
     logits: list[jax.Array] | None
@@ -43,21 +43,21 @@ class RolloutOutput:
 class TunixRollout:
     """Generates the rollouts of a Tunix actor with a `RolloutEngine`, on one device.
 
-    Tunix requests a group of samples by repeating a prompt: equal prompts of a call become samples
+    Tunix requests a group of samples by repeating a prompt: equal prompts in a call become samples
     of one request, which share its cache pages. Lengths and parameters may differ between calls
     without recompilation.
 
     Every call samples with a new seed, because Tunix's micro batches may split the samples of a
     prompt over calls. The seed is derived from the config's seed (or else the engine's) and the
-    number of the call since construction, so the same sequence of calls gives the same samples.
+    number of calls since construction, so the same sequence of calls gives the same samples.
 
     Args:
         rollout_actor: the model being trained, whose weights the engine starts with.
-        tokenizer: with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
+        tokenizer: a tokenizer with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
         mesh: Tunix's mesh for rollouts; must be one device.
         rollout_config: Tunix's `RolloutConfig` for training, or one per mode. Defaults: its
             maximum prompt and output lengths set `max_model_len`, its `data_type` sets `dtype`.
-        model: the checkpoint that the actor was made from, a folder or hub id, for the engine.
+        model: the actor's checkpoint, a folder or hub id, for the engine.
         speculative_config: as for `RolloutEngine`.
         names: rules that map the actor's parameters to names of the checkpoint, see `hf_named`;
             None for Tunix's Llama3, Qwen2 and Qwen3, and for a `PolicyModule`, which has the
@@ -66,7 +66,7 @@ class TunixRollout:
         options: as for `RolloutEngine`.
 
     Raises:
-        ValueError: unsupported settings, or an actor whose parameters do not fit.
+        ValueError: settings are not supported, or the actor's parameters do not fit.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TunixRollout:
         if self._is_masked(self._encode("")):
             raise ValueError(
                 f"tokenizer begins every prompt with its padding, token {self.pad_id()}, which "
-                "Tunix masks wherever it trains; give the tokenizer another token for padding"
+                "Tunix masks in training; give the tokenizer another token for padding"
             )
         for config in configs:
             _check_config(config)
@@ -113,17 +113,17 @@ class TunixRollout:
             raise
 
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Continue each prompt; returns Tunix's `RolloutOutput`, in the order of the prompts.
+        """Continue each prompt; return Tunix's `RolloutOutput`, in the order of the prompts.
 
-        Prompts are padded to max_prompt_length and never truncated: as in Tunix's samplers, the
-        width becomes the next power of two if one is longer. Outputs include their end-of-sequence
+        Prompts are padded to max_prompt_length and never truncated: as in Tunix's samplers, if one
+        is longer, the width becomes the next power of two. Outputs include their end-of-sequence
         token.
 
         Args:
             kwargs: further fields of `SamplingParams`.
 
         Raises:
-            ValueError: an unsupported setting, or a prompt that does not fit.
+            ValueError: a setting is not supported, or a prompt does not fit.
         """
         _check_config(rollout_config)
         params = self._sampling_params(rollout_config, kwargs)
@@ -131,7 +131,7 @@ class TunixRollout:
         if any(map(self._is_masked, encoded)):
             raise ValueError(
                 f"a prompt begins with the padding, token {self.pad_id()}, which Tunix masks "
-                "wherever it trains; leave it out"
+                "in training; leave it out"
             )
         longest = max(map(len, encoded), default=0)
         if longest + rollout_config.max_tokens_to_generate > self._max_model_len:
@@ -188,8 +188,9 @@ class TunixRollout:
                 end += 1  # the end of sequence has the same id as padding
             if end:
                 pairs[row] = prompt[start:].tolist(), completion[:end].tolist()
-        # Tunix calls this in training and computes the actor's and the reference's with the config
-        # of that mode, even after an evaluation. It does not divide by a temperature of 0.
+        # Tunix calls this in training, and computes the actor's and the reference's
+        # log-probabilities with the training config, even after an evaluation. It does not divide
+        # by a temperature of 0.
         params = SamplingParams(temperature=self._temperature or 1.0)
         scores = self.engine.score(list(pairs.values()), params)
         for row, score in zip(pairs, scores, strict=True):
@@ -197,11 +198,11 @@ class TunixRollout:
         return jnp.asarray(logps)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Update the engine to the actor's parameters, as a new weights version.
+        """Update the engine with the actor's parameters, as a new weights version.
 
         Args:
             params: `nnx.state` of the actor, its parameters, or only its LoRA adapters.
-            filter_types: the types that the state was filtered by.
+            filter_types: the types by which the state was filtered.
         """
         if isinstance(params, nnx.State):
             params = nnx.filter_state(params, nnx.Param)
@@ -214,15 +215,15 @@ class TunixRollout:
             self.engine.update_weights(params)
 
     def pad_id(self) -> int:
-        """Return the id of the tokenizer's padding."""
+        """Return the tokenizer's padding id."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """Return the id of the tokenizer's end of sequence."""
+        """Return the tokenizer's end-of-sequence id."""
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """Return None: given a model, Tunix would assume shared weights and skip updates."""
+        """Return None: with a model, Tunix would assume shared weights and skip updates."""
 
     def close(self) -> None:
         """Close the engine."""
@@ -235,19 +236,19 @@ class TunixRollout:
             "top_k": config.top_k or 0,
             "max_tokens": config.max_tokens_to_generate,
             "stop_token_ids": tuple(config.eos_tokens or [self.eos_id()]),
-            "ignore_eos": True,  # Tunix's config gives the ids that end an output
+            "ignore_eos": True,  # Tunix's config has the ids that end an output
             "detokenize": False,
         }
         allowed = {field.name for field in fields(SamplingParams)} - given.keys() - {"n", "seed"}
         if unknown := sorted(more.keys() - allowed):
             raise ValueError(
                 f"generate takes no {', '.join(unknown)}; of SamplingParams, {sorted(allowed)} may "
-                "be given beside the rollout_config"
+                "be given with the rollout_config"
             )
         return SamplingParams(**given, **more)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
-        """Return token ids as Tunix's samplers do: with one BOS, if the tokenizer has it."""
+        """Return token ids like Tunix's samplers: with one BOS, if the tokenizer has one."""
         tokens, bos = list(self._tokenizer.encode(prompt)), self._tokenizer.bos_id()
         if bos:
             start = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
@@ -255,11 +256,12 @@ class TunixRollout:
         return tuple(map(int, tokens))
 
     def _is_masked(self, tokens: tuple[int, ...]) -> bool:
-        """Whether a prompt begins with the padding id, which Tunix would mask."""
+        """Return whether a prompt begins with the padding id, which Tunix would mask."""
         return tokens[:1] == (self.pad_id(),)
 
     def _seed(self, seed: Any) -> int:
-        """Return a seed for the next call, from a key, an integer, or the engine's seed if None."""
+        """Return a seed for the next call, from a key, an integer, or, if None, the engine's
+        seed."""
         if seed is None:
             words = [folded_seed(self._root_seed)]
         elif isinstance(seed, int | np.integer):
@@ -281,15 +283,15 @@ def _training(by_mode: Mapping[Any, Any]) -> Any:
     if not found:
         raise ValueError(
             f"rollout_config has the modes {', '.join(map(str, by_mode))}; add Mode.TRAIN, whose "
-            "temperature get_per_token_logps goes by"
+            "temperature get_per_token_logps uses"
         )
     return found[0]
 
 
 def _sized(configs: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's options; lengths and dtype default to those of Tunix's configs."""
+    """Return the engine's options; Tunix's configs determine the default lengths and dtype."""
     if options.get("exact"):
-        raise ValueError("exact=True engines score no tokens, as Tunix asks for; leave it out")
+        raise ValueError("exact=True engines score no tokens, which Tunix needs; leave it out")
     longest = max(config.max_prompt_length + config.max_tokens_to_generate for config in configs)
     sized: dict[str, Any] = {"max_model_len": longest, **options}
     if sized["max_model_len"] < longest:
@@ -324,7 +326,7 @@ def _check_mesh(mesh: Any) -> None:
     devices = list(np.ravel(mesh.devices))
     if devices != [default_device()]:
         raise ValueError(
-            f"mesh has the devices {devices}, and the engine runs on {default_device()} alone; "
+            f"mesh has the devices {devices}, but the engine runs only on {default_device()}; "
             "give Role.ROLLOUT a mesh of that device"
         )
 
@@ -334,14 +336,13 @@ def _check_on_device(actor: Any) -> None:
     kinds = {x.sharding.memory_kind for x in arrays if isinstance(x, jax.Array)}
     if "pinned_host" in kinds:
         raise ValueError(
-            "rollout_actor lies in the host's memory, as offload_to_cpu=True has it; Tunix would "
-            "move the rollout's model as well, which this engine does not hand out: set "
-            "offload_to_cpu=False"
+            "rollout_actor is in host memory, as with offload_to_cpu=True; Tunix would also move "
+            "the rollout's model, which this engine does not expose: set offload_to_cpu=False"
         )
 
 
 def _check_config(config: Any) -> None:
-    """Raise an error for settings of a `RolloutConfig` that the engine does not support."""
+    """Raise an error for unsupported settings of a `RolloutConfig`."""
     refused = {}
     for name in "tensor_parallel_size", "data_parallel_size", "expert_parallel_size":
         if getattr(config, name, 1) not in (-1, 1):
@@ -356,11 +357,11 @@ def _check_config(config: Any) -> None:
                 refused[option.name] = "leave it out; TunixRollout takes the engine's own options"
     if refused:
         listed = "; ".join(f"{k}={getattr(config, k)!r}: {v}" for k, v in refused.items())
-        raise ValueError(f"rollout_config asks for what this engine does not have: {listed}")
+        raise ValueError(f"rollout_config has settings that this engine does not support: {listed}")
 
 
 def _check_complete(batch: Sequence[Rollout]) -> None:
-    """Raise an error if a rollout failed: Tunix's output cannot represent that."""
+    """Raise an error if a rollout failed, which Tunix's output cannot represent."""
     for rollout in batch:
         if rollout.finish_reason not in ("stop", "length"):
             raise RuntimeError(
@@ -386,7 +387,7 @@ def _first(tokens: np.ndarray, pad: int) -> int:
 
 
 def _register() -> None:
-    """Register as a subclass of Tunix's BaseRollout, which its cluster requires."""
+    """Register `TunixRollout` as a subclass of Tunix's BaseRollout, which its cluster requires."""
     if _tunix is not None:
         _tunix.BaseRollout.register(TunixRollout)
 
