@@ -149,7 +149,7 @@ class Cyclic(PolicyRule):
         self.num_rounds = 0
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the next K, in an order with every change of K."""
+        """Return the next K, in an order that has every change from one K to another."""
         self.num_steps += 1
         stride = 1 + self.num_steps // len(KS) % (len(KS) - 1)
         return KS[self.num_steps * stride % len(KS)]

@@ -358,8 +358,8 @@ def make_result(
         "title": "An AsyncLLM under load",
         "description": f"{Path(settings.model).name} in float32, "
         f"{settings.method} with K = {settings.k}; {settings.requests} requests of 1 to "
-        f"{LONGEST_PROMPT} tokens in {NUM_FAMILIES} families that begin alike, 1 to {MAX_TOKENS} "
-        f"tokens of output, by {settings.callers} callers; {num_given_up} given up on the way.",
+        f"{LONGEST_PROMPT} tokens in {NUM_FAMILIES} families with common prefixes, 1 to "
+        f"{MAX_TOKENS} tokens of output, by {settings.callers} callers; {num_given_up} given up.",
         "provenance": source,
         "settings": {name: getattr(settings, name) for name in given},
         "tables": [
@@ -368,8 +368,8 @@ def make_result(
                 "columns": ["", "number"],
                 "rows": outcome,
                 "notes": [
-                    "Those that were to be given up and finished first count as finished; so do "
-                    "those that were to be aborted while they waited for their turn.",
+                    "Requests that finished before they could be given up, or aborted while "
+                    "they waited, count as finished.",
                     f"A near-tie is a difference where the two best scores lie within "
                     f"{NEAR_TIE:g}.",
                 ],
@@ -379,8 +379,8 @@ def make_result(
                 "columns": ["", "value"],
                 "rows": figures,
                 "notes": [
-                    "From a caller's call, so that waiting for a turn is part of it; tokens are "
-                    "those of outputs that their callers saw.",
+                    "Latency starts at the call and includes waiting; tokens are counted in the "
+                    "outputs that callers received.",
                 ],
             },
         ],

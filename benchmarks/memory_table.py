@@ -56,7 +56,7 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
     return {
         "tables": [
             {
-                "title": "A request beside its pages",
+                "title": "Memory of a request outside its pages",
                 "columns": [
                     *("model", "parameters, 10^9", "KV KiB per token, target + MTP", "state, MiB"),
                     *("lazy slot, MiB", "slot / state"),
@@ -64,9 +64,9 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
                 ],
                 "rows": [slot_row(name, report) for name, report in reports.items()],
                 "notes": [
-                    "A lazy slot is one state, and rings of tokens: the raw inputs of W + K, where "
-                    "W is the width of the convolution, the corrections of K + 1, and the keys and "
-                    "decays of 2 (K + 1). Snapshots are K + 1 states, their convolution windows "
+                    "A lazy slot is one state and rings of tokens: raw inputs of W + K tokens, "
+                    "where W is the width of the convolution, corrections of K + 1, keys and decays "
+                    "of 2 (K + 1). Snapshots are K + 1 states, their convolution windows "
                     "not counted."
                 ],
             },

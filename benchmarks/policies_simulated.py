@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def show(cell: Any) -> str:
-    """Return a cell for the terminal; the median of a summary."""
+    """Return a cell as text for the terminal; a summary is shown as its median."""
     value = cell[0] if isinstance(cell, list) else cell
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
@@ -131,9 +131,9 @@ def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[di
             "Regret, %",
             lambda case: summary([100 * outcome.regret for outcome in runs[case]]),
             "Grids: the seed's (Llama-3.1-8B with EAGLE on an H100, vLLM #32374); the same without "
-            "what drafting at all adds to a step; one of experts, of which more tokens read more "
+            "the fixed cost of drafting; a model with experts, where more tokens read more experts "
             "until all are read. Tables and the online profile know the grid's times; the seed's "
-            "table knows those of the seed. The adaptive policy starts from noisy replays, without "
+            "table knows the seed's times. The adaptive policy starts from noisy replays, without "
             "rates. Thresholds are SGLang 0.5.23's.",
         ),
         table(
@@ -212,10 +212,10 @@ def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
         ],
         "rows": rows,
         "notes": [
-            f"The seed's grid; requests that are all alike, {STEADY_LENGTH} tokens each, so the "
-            "load stays as it is. Regret of the first rounds, and rounds from the shift half-way "
-            f"to the first of {WINDOW} that together regret at most {RECOVERED:.0%}; if there are "
-            "none, all that are left."
+            f"The seed's grid; all requests have {STEADY_LENGTH} tokens, so the load is constant. "
+            "Regret of the first rounds, and number of rounds from the shift half-way to the first "
+            f"of {WINDOW} rounds whose joint regret is at most {RECOVERED:.0%}; all remaining "
+            "rounds if there are none."
         ],
     }  # fmt: skip
 

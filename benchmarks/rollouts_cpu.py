@@ -239,11 +239,11 @@ def tabulate(
                 f"{SHORTEST} and {LONGEST}; ignore_eos): median {np.median(lengths):.0f}, mean "
                 f"{np.mean(lengths):.0f}, longest {max(lengths)}, {sum(lengths)} in all. The "
                 f"{settings.num_prompts} prompts are the package's 24 questions, numbered; they "
-                "are part of the time, and the samples of one share its pages. "
-                f"{settings.repeats} repeats in turn, each with seeds of its own; ratios are of "
-                f"runs in the same repeat. The tail is when fewer than {num_tail} samples are "
-                f"left. Of {len(pairs)} samples with drafts, {num_differing} differ from those "
-                "without (block verification, which draws others, not counted)."
+                "are included in the time, and the samples of a prompt share its pages. "
+                f"{settings.repeats} repeats in turn, each with its own seeds; ratios compare "
+                f"runs of the same repeat. The tail is the time when fewer than {num_tail} samples "
+                f"are left. Of {len(pairs)} samples with drafts, {num_differing} differ from those "
+                "without (not counted: block verification, which draws other tokens)."
             ],
         },
         {

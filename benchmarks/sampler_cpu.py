@@ -92,8 +92,8 @@ def main() -> None:
         "columns": ["requests", "ms per step", "ms for sampling in it", "% of the step"],
         "rows": rows,
         "notes": [
-            "A step is the engine's, from launch to result. Sampling is what it does to logits, as "
-            f"a program by itself: {K} drafts drawn, {K + 1} rows edited, truncated, drawn and "
+            "A step of the engine is timed from launch to result. Sampling is timed as a separate "
+            f"program on logits: {K} drafts are drawn, {K + 1} rows edited, truncated, drawn and "
             f"verified. {settings.rounds} rounds, each with all cases in turn."
         ],
     }

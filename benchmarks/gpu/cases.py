@@ -2,8 +2,8 @@
 
 A case is a generator in a module of this folder, run in a separate process; it yields results,
 which are written immediately. `seconds` is the time after which it is killed; `least` is the
-minimum time to give first results, below which it is not started. `plan` has the order for some
-minutes.
+minimum time to give first results, below which it is not started. `plan` selects cases for
+some minutes.
 """
 
 from collections.abc import Mapping

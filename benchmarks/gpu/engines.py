@@ -60,7 +60,7 @@ class Chosen(PolicyRule):
     ms: list[float] = field(default_factory=list)
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the set K."""
+        """Return the fixed K."""
         return self.k
 
     def observe(self, outcome: Round) -> None:

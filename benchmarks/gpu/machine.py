@@ -37,7 +37,7 @@ def gpu_state() -> dict[str, str] | None:
 
 
 def now() -> str:
-    """Return the current date, for a line."""
+    """Return the current date, for a result line."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

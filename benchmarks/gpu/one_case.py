@@ -27,7 +27,7 @@ def emit(row: dict[str, Any]) -> None:
 
 
 class _Told(logging.Handler):
-    """Reports log lines of kernels as results: they tell if a reference runs instead."""
+    """A log handler that reports kernels' log lines: they say if a reference runs instead."""
 
     def emit(self, record: logging.LogRecord) -> None:
         emit({"what": "log", "message": record.getMessage()})

@@ -101,7 +101,7 @@ class Limits:
             rest: bytes of all other files, which are always sent.
 
         Raises:
-            ValueError: a block does not fit even in a call of its own.
+            ValueError: a block does not fit even in a separate call.
         """
         calls: list[list[Block]] = []
         left = self.total - START_SECONDS

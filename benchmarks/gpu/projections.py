@@ -33,7 +33,7 @@ MATMULS = {
 def time_matmuls(setting: Setting, *, num_rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Time matmuls of this number of rows and the kernel that reads them, with all options.
 
-    At 256 rows (64 requests, three drafts), a step took 10.3 ms on an H100, and reading alone 7.
+    At 256 rows (64 requests, three drafts), a step took 10.3 ms on an H100, reading its bytes 7.
     """
     ways = FEW_ROWS_WAYS if max(num_rows) <= 64 else MANY_ROWS_WAYS
     for rows in setting.pick(num_rows, (8,)):
@@ -70,7 +70,7 @@ def _measure(
     calls: int,
     num_bytes: float,
 ) -> dict[str, Any]:
-    """Return times of a program compiled with XLA's `options`, which a CPU does not know."""
+    """Return times of a program compiled with XLA's `options`, which a CPU does not support."""
     options = {} if setting.is_cpu else dict(options)
     compiled = jax.jit(run).lower(*given).compile(compiler_options=options)
     return measure(partial(compiled, *given), setting, calls=calls, num_bytes=num_bytes)

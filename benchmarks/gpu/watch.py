@@ -95,7 +95,7 @@ def measure_compiling(setting: Setting) -> Iterator[dict[str, Any]]:
     (decode,) = (key for key in engine.programs.ready if isinstance(key, Decode))
     keys = [Decode(other, decode.k, decode.variant) for other in others]
     for way in "before", "meanwhile", "after":
-        row = {"what": "compiling beside steps", "model": MODEL, "batch": batch, "way": way}
+        row = {"what": "compiling during steps", "model": MODEL, "batch": batch, "way": way}
 
         def one(way: str = way) -> dict[str, Any]:
             def goes_on() -> bool:

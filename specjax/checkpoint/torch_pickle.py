@@ -86,7 +86,7 @@ class _View(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds dicts of `_View`s.
+    """An unpickler that builds dicts of `_View`s.
 
     `find_class` returns only immutable objects (strings, a C class, bound methods), because a
     pickle may set attributes on them.

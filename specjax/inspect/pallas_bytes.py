@@ -157,7 +157,7 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the outputs, equally many gates (from x), and the norm's weights; write the outputs."""
+    """Read the outputs, as many gates (from x), and the norm's weights; write the outputs."""
     out = _total(call.in_place)
     norm = min(one.size for one in call.others)
     return 2 * out + norm, out

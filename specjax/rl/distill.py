@@ -40,7 +40,7 @@ class RefitReport(NamedTuple):
 
 
 class OnlineDistiller:
-    """Owns a trainable copy of an engine's drafter, in float32, and its optimiser's state.
+    """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
     If the engine's drafter was replaced by other means, `refit` and `save` continue from the
     engine's drafter: with its weights, a new optimiser state, and the same step count.

@@ -51,7 +51,7 @@ class VersionAcceptance:
 
 
 class Freshness:
-    """Splits an engine's counters by weights version."""
+    """An engine's counters, split by weights version."""
 
     def __init__(self, start: Metrics):
         self._start = start

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Loop:
-    """Runs the rollouts and scores of an engine; it can be stopped.
+    """The loop that runs an engine's rollouts and scores; it can be stopped.
 
     Attributes:
         turns: the engine's lock. Callers of methods marked "within a turn" must hold it; the other
@@ -211,7 +211,6 @@ class Loop:
     def _step_until(self, is_done: Callable[[], bool]) -> None:
         """Run one step as soon as the lock is free and the loop not stopped, unless `is_done`.
 
-        A failure is recorded for every call with unfinished requests, including this one.
         A failure is recorded for every call with unfinished requests, including this one.
         """
         me = threading.current_thread()

@@ -22,7 +22,7 @@ class Start(NamedTuple):
 
 
 class StartMaker:
-    """Makes requests. Prompts are numbered across calls, and the number determines the seed."""
+    """A maker of requests: it numbers prompts across calls, and the number determines the seed."""
 
     def __init__(self, request_maker: RequestMaker):
         self._request_maker = request_maker

@@ -20,7 +20,7 @@ class Group:
 
 
 class Deadly(NamedTuple):
-    """A work item at which `max_deaths` workers died."""
+    """A work item during which `max_deaths` workers died."""
 
     place: int
     error: Exception  # from the last death

@@ -224,7 +224,6 @@ def train_drafter(
         num_unrolled: consecutive drafts that are trained together, see `drafter_loss`. Drafting
             applies the single layer of an MTP module recursively, so training also unrolls it
             (FastMTP, Cai et al. 2025).
-            (FastMTP, Cai et al. 2025).
 
     Returns:
         The head's parameters in float32, and the log of metrics.

@@ -191,7 +191,7 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
 def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask, ...]:
     """Return the attention mask of a block's rows, by layer.
 
-    A window of W tokens means what it means in the head's training framework. speculators: W tokens
+    The meaning of a window of W tokens depends on the training framework. speculators: W tokens
     before the anchor, and the block. transformers: W tokens to either side. The authors: W - 1
     tokens to either side, or only before the row if the mask is causal.
     """

@@ -23,7 +23,7 @@ class DraftHead(DrafterWeights, Protocol):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether its weights include an `embedding`, which the target's replaces if equal."""
+        """Whether the weights include an `embedding`; if equal, the target's is used instead."""
         ...
 
 

@@ -42,7 +42,7 @@ class RouterWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasedRouter:
-    """Chooses the experts with the largest logits; weights are the softmax over the chosen ones."""
+    """A router to the largest logits; weights are the softmax over the chosen experts."""
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """See `Router.specs`."""

@@ -34,7 +34,7 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class SoftmaxRouter:
-    """Chooses the experts with the largest logits; weights are a softmax over all or the chosen."""
+    """A router to the largest logits; weights are a softmax over all or the chosen experts."""
 
     normalises: bool = True  # the softmax is over the chosen experts
 
@@ -61,7 +61,7 @@ class SigmoidWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Chooses experts with the largest sigmoids, corrected for balance (DeepSeek-V3, sec. 2.1.2).
+    """A router to the largest sigmoids, corrected for balance (DeepSeek-V3, sec. 2.1.2).
 
     The correction affects only the choice: weights are the uncorrected sigmoids. With groups,
     experts are chosen from the groups whose two best experts have the largest sums.
