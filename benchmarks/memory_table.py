@@ -65,8 +65,8 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
                 "rows": [slot_row(name, report) for name, report in reports.items()],
                 "notes": [
                     "A lazy slot is one state and rings of tokens: raw inputs of W + K tokens, "
-                    "where W is the width of the convolution, corrections of K + 1, keys and decays "
-                    "of 2 (K + 1). Snapshots are K + 1 states, their convolution windows "
+                    "where W is the width of the convolution, corrections of K + 1, keys and "
+                    "decays of 2 (K + 1). Snapshots are K + 1 states, their convolution windows "
                     "not counted."
                 ],
             },
