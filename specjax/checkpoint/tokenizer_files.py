@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint folder: tokenizer.json, and tokens declared in other files.
 
-Every reader of a tokenizer uses `read_tokenizer`, so that all have the same tokens: those of
+Every reader of a tokenizer uses `read_tokenizer`, so that all have the same tokens as
 transformers' tokenizers backend.
 """
 

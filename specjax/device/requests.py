@@ -36,7 +36,7 @@ class Sampling:
 class Edits:
     """Edits of logits before tokens are sampled. Ids of -1 are unused entries."""
 
-    repetition: Float32[jax.Array, "B"]  # 1 is no penalty
+    repetition: Float32[jax.Array, "B"]  # 1 for none
     presence: Float32[jax.Array, "B"]
     frequency: Float32[jax.Array, "B"]
     min_tokens: Int32[jax.Array, "B"]

@@ -63,9 +63,9 @@ def decode_step(
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return the program in which the drafter observes such rounds with k = 0 later. The arguments
-    are as for `decode_step`.
-    Arguments are those of `decode_step`.
+    """Return the program in which the drafter later observes such rounds with k = 0.
+
+    It takes the same arguments as `decode_step`.
     """
     return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
 

@@ -30,7 +30,7 @@ _USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see t
 class RayRollouts:
     """One `RolloutEngine` per worker, used like a single engine. Not thread-safe.
 
-    Outputs are those of a single engine with the same options: they depend neither on the number of
+    Outputs equal a single engine's with the same options: they depend neither on the number of
     workers, nor on which worker runs a prompt, nor on workers that die.
 
     Args:

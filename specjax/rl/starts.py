@@ -124,6 +124,6 @@ def _reporting(params: Any, where: str) -> SamplingParams:
         if getattr(params, name) is not None:
             raise ValueError(
                 f"{where}: {name}={getattr(params, name)} is not for rollouts, which always have "
-                "the log-probability of every token; leave it out (score has those of given tokens)"
+                "the log-probability of every token; leave it out (for given tokens, call score)"
             )
     return replace(params, logprobs=0)

@@ -1,7 +1,7 @@
 """Names of a text model's tensors in checkpoints, and of other tensors that they may contain.
 
 The specs of all models begin their names with `model.` or `lm_head.`. Checkpoints of multimodal
-models, and trainers of them, use longer names; those of a model without its head, shorter ones.
+models, and trainers of them, use longer names; checkpoints of headless models use shorter ones.
 """
 
 from collections import Counter
