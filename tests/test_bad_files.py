@@ -116,7 +116,7 @@ def test_a_truncated_file(checkpoints, folder):
 
 
 def test_a_file_or_an_empty_folder_as_the_model(folder, tmp_path):
-    refused(folder / "config.json", "config.json is a file", "folder that holds it")
+    refused(folder / "config.json", "config.json is a file", "pass the folder")
     refused(tmp_path, str(tmp_path / "config.json"), "cannot be read", "Hugging Face layout")
     refused(tmp_path / "none", "no such folder", "hub id", "demo")
 
@@ -164,7 +164,7 @@ def test_a_drafter_that_is_none(checkpoints, folder, heads, tmp_path):
         refused(folder, str(folder), "drafter", method=method, model=folder)  # a target
         file = heads[method] / "config.json"
         refused(folder, "is a file", method=method, model=file)
-    refused(folder, "'mtp' needs a model with a module", "llama", method="mtp")
+    refused(folder, "method 'mtp' needs a model", "llama", method="mtp")
 
 
 @pytest.fixture

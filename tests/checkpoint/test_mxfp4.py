@@ -70,7 +70,7 @@ def test_packed_experts_of_another_type_are_refused(checkpoints, rewrite_tensors
     made = checkpoints.copy(folder[0])
     name = "model.layers.1.mlp.experts.down_proj_scales"
     rewrite_tensors(made / "model.safetensors", lambda old: old | {name: old[name].float()})
-    refusal(lambda: load_model(made, FLOAT32), "not of bytes", f"{name} (float32)")
+    refusal(lambda: load_model(made, FLOAT32), "not bytes", f"{name} (float32)")
     refusal(
         lambda: load_model(checkpoints.copy(folder[0], hidden_size=48), FLOAT32),
         "hidden_size=48",

@@ -210,7 +210,7 @@ def test_bad_options_of_training(refused, data, tmp_path, options, words):
     "options, words",
     [
         ("--mask-token-id 9999", ["--mask-token-id=9999", "of the target's"]),
-        ("--init none --block-size 4", ["--block-size is a new head's", "--init none"]),
+        ("--init none --block-size 4", ["--block-size is for new heads", "--init none"]),
         ("--block-size 1", ["--block-size=1", "at least 2"]),
     ],
 )

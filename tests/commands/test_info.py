@@ -413,11 +413,11 @@ def test_bad_speculation_is_one_clear_line(capsys, tmp_path):
     assert "eagle3 lacks a checkpoint" in fail(capsys, small, "--method", "eagle3")
     mtp = ["--method", "mtp"]
     assert "num_speculative_tokens=0" in fail(capsys, small, *mtp, "--k", "0")
-    assert "needs a model with a module of its own" in fail(capsys, llama, *mtp)
+    assert "method 'mtp' needs a model" in fail(capsys, llama, *mtp)
     config = json.loads((CONFIGS / "Qwen3.5-0.8B" / "config.json").read_text())
     config["text_config"]["mtp_num_hidden_layers"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "of one layer" in fail(capsys, str(tmp_path), *mtp)
+    assert "mtp_num_hidden_layers=2 is not supported" in fail(capsys, str(tmp_path), *mtp)
 
 
 def test_a_pool_that_does_not_fit_the_device_is_a_reason(monkeypatch):

@@ -188,7 +188,7 @@ def test_windows_that_contradict_themselves():
     types = {"layer_types": [FULL] * 3 + [SLIDING]}
     refusal(lambda: described("qwen3", **types), "layer_types", "use_sliding_window is false")
     given = types | {"sliding_window": None}
-    refusal(lambda: described("ministral", **given), "layer_types", "no sliding_window")
+    refusal(lambda: described("ministral", **given), "layer_types", "sliding_window")
     refusal(lambda: described("ministral", layer_types=[SLIDING]), "num_hidden_layers=4")
     refusal(lambda: described("mistral", sliding_window=0), "sliding_window", "0")
 

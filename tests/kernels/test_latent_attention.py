@@ -143,7 +143,7 @@ def test_bad_arguments():
         (ValueError, "q must be", (q[0], pool, 0, table, positions), 64),
         (ValueError, "pool must be .* E=80", (q, pool[..., 1:], 0, table, positions), 64),
         (ValueError, "page_table must be", (q, pool, 0, table[0], positions), 64),
-        (ValueError, "rank must lie", (q, pool, 0, table, positions), 80),
+        (ValueError, "rank must be", (q, pool, 0, table, positions), 80),
         (UnsupportedError, "rank 60", (q, pool, 0, table, positions), 60),
         (UnsupportedError, "page_size 2", (q, pool[:, :, :2], 0, table, positions), 64),
     ]

@@ -52,7 +52,7 @@ def test_kernels_that_do_not_exist_are_named():
     "message, changes",
     [
         ("window must be at least 1", {"window": 0}),
-        ("origins go with a window", {"origins": np.zeros((1, 1), np.int32)}),
+        ("origins need a window", {"origins": np.zeros((1, 1), np.int32)}),
         (r"got \(2, 1\) with", {"origins": np.zeros((2, 1), np.int32), "window": 3}),
         ("soft_cap must be positive", {"soft_cap": 0.0}),
         ("kv_scale is for a pool of float8_e4m3fn", {"kv_scale": np.ones((2, 2))}),
