@@ -4,7 +4,7 @@
 
 The initial state is the snapshot of the accepted number of tokens, and all T states are written:
 1 + T passes over a state, where `gated_delta_rule` takes 2. The inputs are q, k, v, g and beta of
-the recurrence, without convolution, gates, norms or rings, so it does less than the other.
+the recurrence, without convolution, gates, norms or rings: less work than `gated_delta_rule`.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ BLOCK_VALUES, NUM_WARPS = 32, 4
 
 
 def snapshot_rule(heads: Heads, batch: int, num_rows: int) -> Problem:
-    """Return T = `num_rows` tokens per request, on snapshots f32[L, B, T, H_v, D_v, D_k]."""
+    """Return the baseline for `num_rows` = T tokens; snapshots are f32[L, B, T, H_v, D_v, D_k]."""
     size = heads.num_values, heads.value_dim, heads.key_dim
     state_bytes = 4 * batch * int(np.prod(size))
     layers = int(min(max(2, CACHE_BYTES // (num_rows * state_bytes)), 16))
