@@ -1,11 +1,11 @@
-"""Dynamic K on the demo models: against every static K and no speculation, and what a switch costs.
+"""Dynamic K on the demo models, against static K and no speculation, and the cost of a switch.
 
     python benchmarks/dynamic_k_cpu.py
     python benchmarks/dynamic_k_cpu.py --only switch
 
-Whatever is compared runs in turn in one process, in rounds, so that whatever else the machine does
-falls on all alike. Adaptive K begins every run anew: it knows what the engine measured as it
-started, and nothing of acceptance.
+All alternatives run in turn in one process, in rounds, so that other load on the machine affects
+all equally. Adaptive K starts every run from the engine's measurements at start-up, without any
+knowledge of acceptance.
 """
 
 import argparse
@@ -40,14 +40,14 @@ TAIL_REQUESTS, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LONGEST = 64, 24, 0.9, 160
 
 
 def main() -> None:
-    """Measure a part and write its result; without one named, all, each in a process of its own."""
+    """Measure one part, or each part in a separate process, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--only", choices=PARTS)
     settings = parser.parse_args()
     if settings.only is None:
-        for part in PARTS:  # a process may hold the programs of one, but not of all
+        for part in PARTS:  # one process cannot hold the programs of all parts
             subprocess.run([sys.executable, *sys.argv, "--only", part], check=True)
         return
     source = provenance(["matplotlib"])
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
-    """The demo."""
+    """Return the setup of the demo model."""
     fields = {
         "model": "demo-llama",
         "method": "eagle3",
@@ -87,7 +87,7 @@ def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
 
 
 def measure_sweep(setup: Setup) -> list[dict[str, Any]]:
-    """Tokens per second of every policy at every batch size, and what K = 0 costs."""
+    """Measure tokens per second of every policy and batch size, and the cost of K = 0."""
     report, rates = bench(setup, None, show_progress=False), setup.synthetic_rates
     statics = [f"K={k}" for k in setup.ks]
     name = "nothing accepted" if rates else "the drafter's own acceptance"
@@ -138,7 +138,7 @@ def _cell(spread: dict[str, float]) -> list[float]:
 
 
 class Cyclic(PolicyRule):
-    """Another K at every step; keeps the times of rounds."""
+    """A policy with another K at every step, which records the times of rounds."""
 
     is_learning = True
     choices = KS
@@ -149,32 +149,32 @@ class Cyclic(PolicyRule):
         self.num_rounds = 0
 
     def choose(self, load: DecodeLoad) -> int:
-        """The next K in an order that has every change in it."""
+        """Return the next K, in an order that has every change from one K to another."""
         self.num_steps += 1
         stride = 1 + self.num_steps // len(KS) % (len(KS) - 1)
         return KS[self.num_steps * stride % len(KS)]
 
     def observe(self, outcome: Round) -> None:
-        """Keep the time."""
+        """Record the time."""
         self.num_rounds += 1
         if outcome.ms is not None:
             self.times[outcome.batch, outcome.k].append(outcome.ms)
 
 
 class Steady(Cyclic):
-    """One K, for comparison."""
+    """A policy with one K, for comparison."""
 
     def __init__(self, k: int):
         super().__init__()
         self.k = k
 
     def choose(self, load: DecodeLoad) -> int:
-        """Always K."""
+        """Return K."""
         return self.k
 
 
 def measure_switch(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """Change K at every step, 2,000 times; beside it, runs of one K for as long."""
+    """Change K at every one of 2,000 steps; compare with equally long runs of one K."""
     setup = make_setup(settings, batch_sizes=(SWITCH_BATCH,), max_tokens=96)
     rows = []
     with open_engines(setup, show_progress=False) as engines:
@@ -220,7 +220,7 @@ def measure_switch(settings: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
-    """Outputs, and seconds from the first request's start to the last one's end."""
+    """Return the outputs, and the seconds from the first request's start to the last one's end."""
     start = time.perf_counter()
     samples = [sample for request in requests for sample in engine.add(request)]
     while engine.has_work:
@@ -229,7 +229,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]],
 
 
 class Traced:
-    """A policy, and what it chose when."""
+    """A policy with a trace of its choices."""
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -240,7 +240,7 @@ class Traced:
         self.trace: list[tuple[float, int, int]] = []
 
     def choose(self, load: DecodeLoad) -> int:
-        """As the policy does."""
+        """Return the policy's choice."""
         k = self._policy.choose(load)
         if load.num_sequences:
             self.trace.append((time.perf_counter(), load.num_sequences, k))
@@ -248,7 +248,7 @@ class Traced:
 
 
 def measure_tail(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """A rollout: all requests at once, of lognormal length, to the end of the longest."""
+    """Measure rollouts: all requests at once, with lognormal lengths."""
     setup = make_setup(settings, batch_sizes=(TAIL_REQUESTS,), max_tokens=TAIL_LONGEST)
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(np.log(TAIL_MEDIAN), TAIL_SIGMA, TAIL_REQUESTS)
@@ -296,7 +296,7 @@ def measure_tail(settings: argparse.Namespace) -> list[dict[str, Any]]:
 def run_tail(
     settings: argparse.Namespace, engines: Engines, requests: Sequence[Request]
 ) -> tuple[dict[str, list[float]], list[list[tuple[float, int, int]]], dict[str, float], bool]:
-    """Makespans by policy, traces of adaptive K, acceptance lengths, and if outputs are equal."""
+    """Return makespans, traces of adaptive K, acceptance lengths, and whether outputs are equal."""
     engine = engines.drafting.engine
     measured = adaptive_policy(max(KS))
     engine.set_policy(measured)
@@ -324,13 +324,13 @@ def run_tail(
 
 
 def _acceptance(before: Metrics, after: Metrics, num_requests: int) -> float:
-    """Tokens per round of a request, its first token aside."""
+    """Return the tokens per round of a request, without its first token."""
     num_tokens = after.num_generation_tokens - before.num_generation_tokens - num_requests
     return num_tokens / (num_tokens - (after.num_accepted_tokens - before.num_accepted_tokens))
 
 
 def plot_tail(trace: Sequence[tuple[float, int, int]], lengths: Sequence[int]) -> None:
-    """Sequences and K over time."""
+    """Plot the number of requests and K over time."""
     start = trace[0][0]
     times = [moment - start for moment, _, _ in trace]
     figure = Figure(figsize=(7, 4), layout="constrained")

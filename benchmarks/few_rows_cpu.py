@@ -1,10 +1,10 @@
-"""What more rows cost on a CPU: forms of a product of a few rows with a layer's weights.
+"""The cost of additional rows on a CPU: forms of a product of a few rows with a layer's weights.
 
     python benchmarks/few_rows_cpu.py
 
-A round verifies K + 1 rows, so speculation pays where these cost little more than one row. The
-layers' products of demo-llama run in several forms, with norms and SwiGLU between them and without
-attention. NumPy's own BLAS is the last form.
+A round verifies K + 1 rows, so speculation pays off if these cost little more than one row. The
+products of demo-llama's layers run in several forms, with norms and SwiGLU between them and without
+attention. NumPy's BLAS is the last form.
 """
 
 import argparse
@@ -26,25 +26,25 @@ NOTE = "Engines have blocks in a batch. One row of bfloat16 goes through a plain
 
 
 class Form(NamedTuple):
-    """A way to multiply rows [N, in] by a weight that `pack` makes from f32[in, out]."""
+    """A method to multiply rows [N, in] by a weight; `pack` makes the weight from f32[in, out]."""
 
     multiply: Callable[[Any, Any], Any]
     pack: Callable[[np.ndarray], Any] = jnp.asarray
 
 
 def _tiles(weight: np.ndarray) -> jax.Array:
-    """The columns in blocks: f32[out / TILE, in, TILE]."""
+    """Return the columns in blocks, f32[out / TILE, in, TILE]."""
     return jnp.asarray(weight.reshape(len(weight), -1, TILE).transpose(1, 0, 2).copy())
 
 
 def _rows_of(tiles: jax.Array) -> jax.Array:
-    """Return [N, out] of blocks [out / TILE, N, TILE]."""
+    """Reshape blocks [out / TILE, N, TILE] to [N, out]."""
     return tiles.transpose(1, 0, 2).reshape(tiles.shape[1], -1)
 
 
 def _by_sums(x: jax.Array, tiles: jax.Array) -> jax.Array:
-    """One loop of XLA's own per block, which stays in the cache while all rows read it."""
-    if len(x) == 1:  # of one row XLA makes a slow loop
+    """Multiply by one XLA loop per block, which stays in the cache while all rows read it."""
+    if len(x) == 1:  # for one row, XLA makes a slow loop
         return _by_sums(jnp.repeat(x, 2, axis=0), tiles)[:1]
     return _rows_of((x[None, :, :, None] * tiles[:, None]).sum(2))
 

@@ -1,12 +1,12 @@
-"""Random schedules: every token, page and slot accounted for, whatever happens to an engine.
+"""Random schedules: every token, page and slot is accounted for, for any events in an engine.
 
     python benchmarks/fuzz_schedules.py
     python benchmarks/fuzz_schedules.py --schedules 10000 --seed 0 --real 50
 
-Most run the engine's own loop and scheduler on a simulated device, which checks all that it reads
-(tests/fuzz); tokens must be those of each request run alone. Some run on real engines, where a
-difference is a near-tie if the two best scores there lie within 2e-4. A failure prints its seed
-and how to run it again by itself.
+Most schedules run the engine's loop and scheduler on a simulated device, which checks all its
+inputs (tests/fuzz); tokens must equal each request's run alone. Some run on real engines, where a
+difference is a near-tie if the two best scores lie within 2e-4. A failure prints its seed and the
+command to repeat it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from support.schedule_runs import check_schedule  # noqa: E402
 from specjax import LLM  # noqa: E402
 from specjax.bench.identity import NEAR_TIE  # noqa: E402
 
-GROUP = 50  # schedules that a process runs at a time
+GROUP = 50  # schedules per task of a process
 K = 3
 MIN_PAGES, MAX_PAGES = 8, 10
 SIZES: dict[str, Any] = {
@@ -66,7 +66,7 @@ REAL_COLUMNS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all schedules; 0 if none failed."""
+    """Run all schedules; return 0 if none failed."""
     settings = read_settings(arguments)
     source = provenance()
     start = time.perf_counter()
@@ -81,15 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--schedules", type=int, default=10_000, help="on the simulated device")
-    parser.add_argument("--seed", type=int, default=0, help="of the first; the next have the next")
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule; ascending")
     parser.add_argument("--real", type=int, default=50, help="on each of two real engines")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where the result goes; none for a single one")
+    parser.add_argument("--json", type=Path, help="file for the result; not for single schedules")
     settings = parser.parse_args(arguments)
     if settings.json is None and settings.schedules + settings.real > 1:
         settings.json = RESULTS / "fuzz_schedules.json"
@@ -97,7 +97,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_simulated(settings: argparse.Namespace) -> tuple[Counter, list[str]]:
-    """What the schedules on the simulated device came to, and those that failed."""
+    """Run schedules on the simulated device; return the tally and the failures."""
     tally: Counter = Counter()
     failures: list[str] = []
     last = settings.seed + settings.schedules
@@ -113,7 +113,7 @@ def run_simulated(settings: argparse.Namespace) -> tuple[Counter, list[str]]:
 
 
 def merge(results: Any, tally: Counter, failures: list[str]) -> tuple[Counter, list[str]]:
-    """Add up what groups came to, and tell of it from time to time."""
+    """Add up the tallies of groups, and print progress from time to time."""
     for number, (counted, failed) in enumerate(results, start=1):
         tally.update(counted)
         failures += failed
@@ -125,7 +125,7 @@ def merge(results: Any, tally: Counter, failures: list[str]) -> tuple[Counter, l
 
 
 def run_group(seeds: range) -> tuple[Counter, list[str]]:
-    """Run the schedules of some seeds."""
+    """Run the schedules of these seeds; return their tally and failures."""
     tally: Counter = Counter()
     failures = []
     for seed in seeds:
@@ -137,7 +137,7 @@ def run_group(seeds: range) -> tuple[Counter, list[str]]:
 
 
 def print_tally(tally: Counter, seconds: float) -> None:
-    """What the schedules on the simulated device came to."""
+    """Print the tally of schedules on the simulated device."""
     for name in COUNTS:
         print(f"{NAMES.get(name, name)}: {tally[name]}")
     print(f"most steps in flight when another is launched: {max_tokens_in_flight(tally)}")
@@ -145,12 +145,12 @@ def print_tally(tally: Counter, seconds: float) -> None:
 
 
 def max_tokens_in_flight(tally: Counter) -> int:
-    """Steps that had not been read when another was launched: the engine keeps one at most."""
+    """Return the maximum number of unread steps at a launch: an engine keeps at most one."""
     return int(tally["steps launched over another"] > 0)
 
 
 def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Found]:
-    """What the schedules on real engines came to, by engine."""
+    """Run schedules on real engines; return their results by engine."""
     real: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if settings.real:
@@ -176,7 +176,7 @@ def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Fou
 
 
 def make_llms(stack: ExitStack, method: str, target: str | Path) -> tuple[LLM, LLM]:
-    """An engine with few pages and drafts, and one that runs one request at a time without."""
+    """Return an engine with few pages and drafts, and an engine with one slot and no drafts."""
     head = f"{target}-eagle3" if method == "eagle3" else str(target)
     drafter = {"method": method, "model": head, "num_speculative_tokens": K}
     llm = LLM(
@@ -192,7 +192,7 @@ def make_llms(stack: ExitStack, method: str, target: str | Path) -> tuple[LLM, L
 
 
 def row(name: str, found: Found) -> list[Any]:
-    """What an engine's schedules came to, as a row of the result's table."""
+    """Return an engine's results as a row of the table."""
     identity, tally = found.identity, found.tally
     return [
         name, tally["schedules"], tally["requests"], identity.num_outputs, tally["tokens"],
@@ -209,7 +209,7 @@ def write(
     real: dict[str, Found],
     failures: list[str],
 ) -> None:
-    """Write what was counted."""
+    """Write the result."""
     if settings.json is None:
         return
     mismatches = [text for found in real.values() for text in found.identity.mismatches]

@@ -1,9 +1,9 @@
-"""What `examples/grpo_arithmetic.py` learns, and what speculation saves it, by seed.
+"""The learning in `examples/grpo_arithmetic.py`, and the time saved by speculation, by seed.
 
     python benchmarks/grpo_arithmetic.py --seeds 0 1
 
-Each seed is a run of the example with its default settings, in a process of its own, that leaves
-runs/grpo/SEED behind; of the first one the picture is kept.
+Each seed is a run of the example with its default settings, in a separate process, with its output
+in runs/grpo/SEED. The plot of the first run is kept.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PLOT = RESULTS.parent / "plots" / "grpo_arithmetic.png"
 
 
 def run_seed(seed: int) -> Path:
-    """Run the example; the folder it wrote."""
+    """Run the example; return its output folder."""
     output = RUNS / str(seed)
     options = ["--seed", str(seed), "--output", str(output)]
     subprocess.run([sys.executable, str(EXAMPLE), *options], check=True)
@@ -31,7 +31,7 @@ def run_seed(seed: int) -> Path:
 
 
 def tables(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the policy learnt, what became of the drafter, and what rollouts took."""
+    """Return tables of the policy's learning, the drafter's acceptance and rollout times."""
     learnt, drafts, times = [], [], []
     for run in runs:
         seed, summary, moments = run["settings"]["seed"], run["summary"], run["moments"]
@@ -103,7 +103,7 @@ def tables(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run, and write results/grpo_arithmetic.json and its picture."""
+    """Run, and write results/grpo_arithmetic.json and its plot."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What the host does for a step of rounds, in milliseconds by phase.
+"""The host's work per step, in milliseconds by phase.
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --only simulated --steps 100
 
-The engine's own loop runs on the simulated device of the tests, whose time is not the host's and is
-left out, and for up to 64 requests on this machine's CPU, with demo-llama and its EAGLE-3 drafter,
-where `run` has what XLA computes before it returns as well.
+The engine's loop runs on the tests' simulated device, whose time is excluded. For up to 64 requests
+it also runs on this machine's CPU, with demo-llama and its EAGLE-3 drafter; there `run` includes
+XLA's computation before it returns.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PHASES = ("schedule", "pack", "run", "unpack", "commit", "other")
 
 
 def main() -> None:
-    """Measure what was asked for, and write the result."""
+    """Measure the requested parts, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="default: %(default)s")
     parser.add_argument("--only", choices=("simulated", "cpu"))
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(device: str, make: Callable[..., Any], num_steps: int) -> dict[str, Any]:
-    """A table of times by number of requests and K."""
+    """Return a table of times by number of requests and K."""
     rows = []
     for num_requests in NUM_REQUESTS[device]:
         for k in KS:
@@ -85,7 +85,7 @@ def measure(device: str, make: Callable[..., Any], num_steps: int) -> dict[str, 
 
 
 def step_times(engine: Engine, num_requests: int, num_steps: int) -> list[dict[str, float]]:
-    """Milliseconds of each phase, of every step in which all requests decode."""
+    """Return the milliseconds of each phase, for every step in which all requests decode."""
     max_tokens = engine.config.max_model_len - PROMPT
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     samples = []
@@ -108,7 +108,7 @@ def step_times(engine: Engine, num_requests: int, num_steps: int) -> list[dict[s
 
 @contextmanager
 def timed_phases(engine: Engine) -> Iterator[Counter]:
-    """Count milliseconds of the calls that are the phases of a step."""
+    """Time the calls that make up the phases of a step, in milliseconds."""
     spent: Counter = Counter()
 
     def timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def timed_phases(engine: Engine) -> Iterator[Counter]:
 
 @contextmanager
 def simulated_engine(num_requests: int, k: int, max_model_len: int) -> Iterator[Engine]:
-    """The engine's loop without a device."""
+    """Open an engine on the simulated device."""
     config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=num_requests,
@@ -150,7 +150,7 @@ def simulated_engine(num_requests: int, k: int, max_model_len: int) -> Iterator[
 
 @contextmanager
 def cpu_engine(num_requests: int, k: int, max_model_len: int) -> Iterator[Engine]:
-    """A tiny model on this machine's CPU."""
+    """Open an engine on this machine's CPU."""
     with LLM(
         demo_folder("demo-llama"),
         speculative_config={

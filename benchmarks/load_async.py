@@ -1,14 +1,14 @@
-"""Many callers at once: an AsyncLLM under load, some of whose callers leave before the end.
+"""Many callers at once: an AsyncLLM under load, with some callers that leave before the end.
 
     python benchmarks/load_async.py
     python benchmarks/load_async.py --model demo-qwen3.5 --method mtp --cancel 0.5
 
-Callers take requests of mixed sizes in turn, many of which begin alike. Some are given up: their
-task is cancelled, before or while outputs come, the iteration is left, or another caller aborts
-them by name. Every other request must finish exactly once, with as many tokens as it may have or at
-an end, and a sample of them must be what an engine with one slot and no drafter gives (near-ties as
-in `specjax.bench.identity`). At the end nothing may be left in the engine, and the memory of the
-process must be what it was after the first requests.
+Callers take requests of mixed sizes in turn; many have a common prefix. Some requests are given up:
+their task is cancelled, before or during output, the iteration is left, or another caller aborts
+them by id. Every other request must finish exactly once, at its length limit or at an end of
+sequence, and a sample of them must equal the output of an engine with one slot and no drafter
+(near-ties as in `specjax.bench.identity`). At the end the engine must be empty, and the memory of
+the process must be as after the first requests.
 """
 
 import argparse
@@ -33,43 +33,43 @@ from specjax.checkpoint.hub import resolve
 from specjax.device.models.registry import describe_model, read_config
 
 LONGEST_PROMPT, MAX_TOKENS = 200, 48
-NUM_FAMILIES = 6  # of prompts that begin alike
+NUM_FAMILIES = 6  # of prompts with a common prefix
 COMMON = {"max_model_len": LONGEST_PROMPT + MAX_TOKENS, "max_logprobs": 0, "verbose": False}
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
-MAX_GROWTH = 64.0  # MiB that a run may add to the process after its first requests
+MAX_GROWTH = 64.0  # MiB, maximum growth of the process after the first requests
 QUANTILES = 0.5, 0.9, 0.99  # of latencies
 WAYS = "cancelled at once", "cancelled", "left", "aborted"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request, and how it is given up if it is."""
+    """A request, and how it is given up, if at all."""
 
     number: int
     prompt: list[int]
     params: SamplingParams
     request_id: str | None
     way: str | None  # one of WAYS
-    delay: float  # seconds, or outputs, until then
-    is_begun: bool  # whether they count from the first output, and not from the call
+    delay: float  # seconds or outputs until it is given up
+    is_begun: bool  # whether `delay` counts from the first output rather than the call
 
 
 @dataclass
 class Tally:
-    """What became of the jobs."""
+    """The outcomes of the jobs."""
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # from call to end, of those that finished
+    seconds: list[float] = field(default_factory=list)  # from call to end, of finished jobs
     first_seconds: list[float] = field(default_factory=list)  # from call to first output
     ids: Counter[Any] = field(default_factory=Counter)
     given_up: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     faults: list[str] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)  # MiB, when each job was done
+    memory: list[float] = field(default_factory=list)  # MiB, at the end of each job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the load, then compare; 0 if nothing was amiss."""
+    """Run the load, then compare; return 0 if there were no faults."""
     settings = read_settings(arguments)
     source = provenance()
     model = settings.model
@@ -105,18 +105,18 @@ def measure(
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=TARGET, help="a checkpoint")
-    parser.add_argument("--method", default="eagle3", help="of its demo drafter; none for plain")
+    parser.add_argument("--method", default="eagle3", help="its demo drafter's; none for plain")
     parser.add_argument("--k", type=int, default=2, help="drafts per step")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--callers", type=int, default=200)
-    parser.add_argument("--cancel", type=float, default=0.15, help="share that is given up")
+    parser.add_argument("--cancel", type=float, default=0.15, help="fraction that is given up")
     parser.add_argument("--compare", type=int, default=50, help="requests to run alone as well")
-    parser.add_argument("--warmup", type=int, help="requests before memory is looked at")
+    parser.add_argument("--warmup", type=int, help="requests before memory is checked")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=RESULTS / "load_async.json")
     settings = parser.parse_args(arguments)
@@ -128,7 +128,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def drafter_of(settings: argparse.Namespace) -> dict[str, Any] | None:
-    """The speculation of a demo checkpoint."""
+    """Return the speculative config of a demo checkpoint."""
     if settings.method == "none":
         return None
     folder = DRAFTERS[settings.model][settings.method]
@@ -140,7 +140,7 @@ def drafter_of(settings: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def make_jobs(settings: argparse.Namespace, vocab_size: int) -> list[Job]:
-    """The requests, the same for the same settings."""
+    """Return the requests, which depend only on the settings."""
     rng = np.random.default_rng(settings.seed)
     families = rng.integers(0, vocab_size, (NUM_FAMILIES, LONGEST_PROMPT))
     numbers = range(settings.requests)
@@ -154,7 +154,7 @@ def make_job(
     vocab_size: int,
     share_given_up: float,
 ) -> Job:
-    """A request whose prompt begins as one of the families does."""
+    """Return a request whose prompt begins like one of the families."""
     length = int(rng.integers(1, LONGEST_PROMPT + 1))
     prompt = families[rng.integers(len(families)), :length].copy()
     own = int(rng.integers(0, length + 1))
@@ -178,7 +178,7 @@ def make_job(
 async def run_load(
     model: str | Path, jobs: Sequence[Job], num_callers: int, options: dict[str, Any]
 ) -> tuple[Tally, float, dict[str, Any]]:
-    """All jobs, by so many callers: what became of them, seconds, and the metrics at the end."""
+    """Run all jobs by `num_callers` callers; return outcomes, seconds, and the final metrics."""
     async with AsyncLLM(model, **options) as llm:
         tally = Tally()
         waiting = iter(jobs)
@@ -191,7 +191,7 @@ async def run_load(
 
 
 async def call(llm: AsyncLLM, jobs: Iterator[Job], tally: Tally) -> None:
-    """A caller: one job after another."""
+    """Run one job after another, as one caller."""
     for job in jobs:
         begun = asyncio.Event()
         await give_up(llm, job, asyncio.create_task(serve(llm, job, tally, begun)), begun, tally)
@@ -201,7 +201,7 @@ async def call(llm: AsyncLLM, jobs: Iterator[Job], tally: Tally) -> None:
 async def give_up(
     llm: AsyncLLM, job: Job, task: asyncio.Task[None], begun: asyncio.Event, tally: Tally
 ) -> None:
-    """Wait for a job's task, or give it up when it is time for that."""
+    """Wait for a job's task, or give it up at its time."""
     if job.way == "cancelled at once":
         await asyncio.sleep(0)
     elif job.way in ("cancelled", "aborted"):
@@ -209,7 +209,7 @@ async def give_up(
             await begun.wait()
         await asyncio.wait([task], timeout=job.delay)
     if job.way == "aborted":
-        await llm.abort(job.request_id)  # which does nothing while it waits for its turn
+        await llm.abort(job.request_id)  # has no effect while the job waits for its turn
     elif job.way is not None and job.way.startswith("cancelled"):
         tally.given_up[job.way] += task.cancel()
     try:
@@ -222,7 +222,7 @@ async def give_up(
 
 
 async def serve(llm: AsyncLLM, job: Job, tally: Tally, begun: asyncio.Event) -> None:
-    """Read the outputs of a job to the end, or until it is left."""
+    """Read the outputs of a job to the end, or until its caller leaves."""
     try:
         await read(llm, job, tally, begun)
     finally:
@@ -262,7 +262,7 @@ async def read(llm: AsyncLLM, job: Job, tally: Tally, begun: asyncio.Event) -> N
 
 
 def check(jobs: Sequence[Job], tally: Tally) -> None:
-    """Whether every job ended as it should."""
+    """Record jobs that did not end as they should."""
     tally.faults += [f"id {one!r} came {n} times" for one, n in tally.ids.items() if n > 1]
     for job in jobs:
         output = tally.finished.get(job.number)
@@ -280,7 +280,7 @@ def check(jobs: Sequence[Job], tally: Tally) -> None:
 
 
 async def check_idle(llm: AsyncLLM, tally: Tally) -> None:
-    """Whether the engine lets go of everything soon after the last caller has gone."""
+    """Record requests and pages that remain in the engine after the last caller left."""
     for _ in range(600):
         metrics = llm.metrics()
         left = metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage
@@ -293,7 +293,7 @@ async def check_idle(llm: AsyncLLM, tally: Tally) -> None:
 def compare_sample(
     alone: LLM, jobs: Sequence[Job], tally: Tally, settings: argparse.Namespace
 ) -> Identity:
-    """Run some of the finished jobs again, one at a time."""
+    """Run some finished jobs again, one at a time, and compare their outputs."""
     rng = np.random.default_rng([settings.seed, 1])
     numbers = rng.permutation(sorted(tally.finished))[: settings.compare]
     chosen = [jobs[number] for number in numbers]
@@ -309,10 +309,10 @@ def compare_sample(
 
 
 def resident_memory() -> float:
-    """What the process takes of the machine's memory, in MiB."""
+    """Return the resident memory of the process, in MiB."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # the most it ever took, which says as much where memory only grows
+    except OSError:  # the maximum so far, which is equivalent if memory only grows
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     (line,) = (line for line in lines if line.startswith("VmRSS:"))
@@ -327,7 +327,7 @@ def make_result(
     seconds: float,
     metrics: dict[str, Any],
 ) -> dict[str, Any]:
-    """The result as `report.py` reads it."""
+    """Return the result in the format of `report.py`."""
     warm, hits = tally.memory[settings.warmup - 1], metrics["prefix_cache_hits"]
     num_given_up = sum(tally.given_up.values())
     outcome = [
@@ -358,8 +358,8 @@ def make_result(
         "title": "An AsyncLLM under load",
         "description": f"{Path(settings.model).name} in float32, "
         f"{settings.method} with K = {settings.k}; {settings.requests} requests of 1 to "
-        f"{LONGEST_PROMPT} tokens in {NUM_FAMILIES} families that begin alike, 1 to {MAX_TOKENS} "
-        f"tokens of output, by {settings.callers} callers; {num_given_up} given up on the way.",
+        f"{LONGEST_PROMPT} tokens in {NUM_FAMILIES} families with common prefixes, 1 to "
+        f"{MAX_TOKENS} tokens of output, by {settings.callers} callers; {num_given_up} given up.",
         "provenance": source,
         "settings": {name: getattr(settings, name) for name in given},
         "tables": [
@@ -368,8 +368,8 @@ def make_result(
                 "columns": ["", "number"],
                 "rows": outcome,
                 "notes": [
-                    "Those that were to be given up and finished first count as finished; so do "
-                    "those that were to be aborted while they waited for their turn.",
+                    "Requests that finished before they could be given up, or aborted while "
+                    "they waited, count as finished.",
                     f"A near-tie is a difference where the two best scores lie within "
                     f"{NEAR_TIE:g}.",
                 ],
@@ -379,8 +379,8 @@ def make_result(
                 "columns": ["", "value"],
                 "rows": figures,
                 "notes": [
-                    "From a caller's call, so that waiting for a turn is part of it; tokens are "
-                    "those of outputs that their callers saw.",
+                    "Latency starts at the call and includes waiting; tokens are counted in the "
+                    "outputs that callers received.",
                 ],
             },
         ],

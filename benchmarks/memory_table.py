@@ -1,8 +1,8 @@
-"""What published models take of an H200's memory, as `specjax info` reports it by their configs.
+"""Memory of published models on an H200, reported by `specjax info` from their configs.
 
     python benchmarks/memory_table.py
 
-Nothing is measured and no GPU is needed: the numbers are the shapes of what the engine allocates.
+Nothing is measured and no GPU is needed: the numbers follow from the shapes of the engine's arrays.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from specjax.commands.info import GPU_MEMORY_UTILIZATION, describe
 from specjax.config import SpeculativeConfig
 from specjax.inspect.gpus import GPU
 
-# By size; those without a module of their own decode plainly.
+# By size; models without an MTP module decode without drafts.
 MODELS = {
     "Qwen3.5-0.8B": "mtp",
     "Qwen3.5-2B": "mtp",
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def tables(k: int, page_size: int) -> dict[str, Any]:
-    """The tables of all models, and the reports behind them."""
+    """Return the tables of all models, and their reports."""
     reports = {name: report(name, method, k, page_size) for name, method in MODELS.items()}
     usable = next(iter(reports.values()))["h200"]["usable_bytes"] / GIB
     total = GPU.named("h200").memory_bytes
     return {
         "tables": [
             {
-                "title": "A request beside its pages",
+                "title": "Memory of a request outside its pages",
                 "columns": [
                     *("model", "parameters, 10^9", "KV KiB per token, target + MTP", "state, MiB"),
                     *("lazy slot, MiB", "slot / state"),
@@ -64,8 +64,8 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
                 ],
                 "rows": [slot_row(name, report) for name, report in reports.items()],
                 "notes": [
-                    "A lazy slot is one state, and rings of tokens: the raw inputs of W + K, where "
-                    "W is the width of the convolution, the corrections of K + 1, and the keys and "
+                    "A lazy slot is one state and rings of tokens: raw inputs of W + K tokens, "
+                    "where W is the width of the convolution, corrections of K + 1, keys and "
                     "decays of 2 (K + 1). Snapshots are K + 1 states, their convolution windows "
                     "not counted."
                 ],
@@ -90,7 +90,7 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
 
 
 def report(name: str, method: str | None, k: int, page_size: int) -> dict[str, Any]:
-    """What `specjax info` says of a model, less what depends on this machine."""
+    """Return the report of `specjax info` on a model, without machine-dependent parts."""
     speculation = None
     if method is not None:
         speculation = SpeculativeConfig(method=method, num_speculative_tokens=k)
@@ -104,7 +104,7 @@ def report(name: str, method: str | None, k: int, page_size: int) -> dict[str, A
 
 
 def slot_row(name: str, report: dict[str, Any]) -> list[Any]:
-    """A model's row of the first table."""
+    """Return a model's row of the first table."""
     cache = report["cache"]
     kv = cache["kv_bytes_per_token"]
     row = [name, report["weights"]["num_parameters"] / 1e9]
@@ -122,7 +122,7 @@ def slot_row(name: str, report: dict[str, Any]) -> list[Any]:
 
 
 def batch_row(name: str, report: dict[str, Any]) -> list[Any]:
-    """A model's row of the second table."""
+    """Return a model's row of the second table."""
     h200 = report["h200"]
     lazy, snapshots = h200["largest_batch"], h200["largest_batch_with_snapshots"]
     cells = [[n, "-" if snapshots is None else snapshots[length]] for length, n in lazy.items()]

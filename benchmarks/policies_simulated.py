@@ -1,12 +1,12 @@
-"""Ways to choose K against each other and an oracle, in a simulator; no device is involved.
+"""Policies for K against each other and an oracle, in a simulator without a device.
 
     python benchmarks/policies_simulated.py
     python benchmarks/policies_simulated.py --seeds 2 --requests 48
 
-Rollouts of 256 requests that start together and end one by one, on three grids of step times
-(tests/host/speculation/baselines.py), in which acceptance stays as it was profiled, falls or rises
-half-way, or is nothing at all. Every policy has the same requests, seed by seed. Then loads that
-stay as they are, on these grids and on that of an H100 (steady_loads.py, beside the former).
+Rollouts of 256 requests that start together and end one after the other, on three grids of step
+times (tests/host/speculation/baselines.py). Acceptance stays as profiled, falls or rises half-way,
+or is zero. Every policy has the same requests for each seed. Then constant loads, on these grids
+and on an H100's times (steady_loads.py, next to baselines.py).
 """
 
 import argparse
@@ -54,7 +54,7 @@ SERVED_ROUNDS, FROM_ROUND = 1500, 500
 
 
 def main() -> None:
-    """Run what was asked for, and write the result."""
+    """Run the simulations, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=256, help="default: %(default)s")
@@ -65,7 +65,7 @@ def main() -> None:
     is_default = (settings.seeds, settings.requests) == (8, 256)
     if settings.json is None and is_default:
         settings.json = RESULTS / "policies_simulated.json"
-    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork would not
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork would lose
     with ProcessPoolExecutor(settings.processes, context) as pool:
         tables = compare(pool, settings.seeds, settings.requests)
         tables.append(follow(pool, settings.seeds))
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def show(cell: Any) -> str:
-    """A cell for the terminal; of a summary the median."""
+    """Return a cell as text for the terminal; a summary is shown as its median."""
     value = cell[0] if isinstance(cell, list) else cell
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
@@ -99,7 +99,7 @@ def show(cell: Any) -> str:
 
 
 def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[dict[str, Any]]:
-    """Regret, worst batch size and makespan of every policy."""
+    """Return tables of regret, worst batch size and makespan of every policy."""
     cases = list(product(GRIDS, CHANGES.values(), ["oracle", *POLICIES]))
     jobs = [(*case, seed, num_requests) for case in cases for seed in range(seeds)]
     outcomes = list(pool.map(roll_out, *zip(*jobs, strict=True), chunksize=4))
@@ -131,9 +131,9 @@ def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[di
             "Regret, %",
             lambda case: summary([100 * outcome.regret for outcome in runs[case]]),
             "Grids: the seed's (Llama-3.1-8B with EAGLE on an H100, vLLM #32374); the same without "
-            "what drafting at all adds to a step; one of experts, of which more tokens read more "
+            "the fixed cost of drafting; a model with experts, where more tokens read more experts "
             "until all are read. Tables and the online profile know the grid's times; the seed's "
-            "table knows those of the seed. The adaptive policy starts from noisy replays, without "
+            "table knows the seed's times. The adaptive policy starts from noisy replays, without "
             "rates. Thresholds are SGLang 0.5.23's.",
         ),
         table(
@@ -150,7 +150,7 @@ def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[di
 
 
 def roll_out(grid: str, change: float | None, name: str, seed: int, num_requests: int) -> Outcome:
-    """One rollout, without its trace."""
+    """Run one rollout; return its outcome without the trace."""
     return replace(run(Scenario(grid, change), name, seed, num_requests), trace=[])
 
 
@@ -158,7 +158,7 @@ def roll_out(grid: str, change: float | None, name: str, seed: int, num_requests
 
 
 class Watched:
-    """A policy whose rounds' tokens are counted."""
+    """A policy with a count of its rounds' tokens."""
 
     is_learning = True
 
@@ -195,7 +195,7 @@ class Watched:
 
 
 def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
-    """How soon policies know what they did not, at loads that do not change."""
+    """Return a table of how fast policies learn at constant loads."""
     shifts = [shift for shift in SHIFTS if shift]
     cases = list(product(STEADY_BATCHES, shifts, LEARNING))
     jobs = [(*case, seed) for case in cases for seed in range(seeds)]
@@ -212,16 +212,16 @@ def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
         ],
         "rows": rows,
         "notes": [
-            f"The seed's grid; requests that are all alike, {STEADY_LENGTH} tokens each, so the "
-            "load stays as it is. Regret of the first rounds, and rounds from the shift half-way "
-            f"to the first of {WINDOW} that together regret at most {RECOVERED:.0%}; if there are "
-            "none, all that are left."
+            f"The seed's grid; all requests have {STEADY_LENGTH} tokens, so the load is constant. "
+            "Regret of the first rounds, and number of rounds from the shift half-way to the first "
+            f"of {WINDOW} rounds whose joint regret is at most {RECOVERED:.0%}; all remaining "
+            "rounds if there are none."
         ],
     }  # fmt: skip
 
 
 def hold(batch: int, shift: float, name: str, seed: int) -> tuple[float, float]:
-    """Per cent that the first rounds regret, and rounds from the shift to recovery."""
+    """Return the first rounds' regret in percent, and the rounds from the shift to recovery."""
     scenario = Scenario("seed", shift)
     policy = MAKERS[name](scenario)
     assert policy is not None
@@ -242,13 +242,13 @@ def hold(batch: int, shift: float, name: str, seed: int) -> tuple[float, float]:
 
 
 def loss_of(rates: Sequence[float], ms: np.ndarray) -> np.ndarray:
-    """The part of the best goodput that each K loses."""
+    """Return the fraction of the best goodput that each K loses."""
     goodput = np.cumsum([1.0, *rates]) / ms
     return 1 - goodput / goodput.max()
 
 
 def recovery(lost: np.ndarray, times: np.ndarray) -> int:
-    """Rounds to the first window that loses little."""
+    """Return the number of rounds until the first window with little loss."""
     window = np.ones(min(WINDOW, len(lost)))
     regret = np.convolve(lost, window, "valid") / np.convolve(times, window, "valid")
     return int(np.argmax(regret <= RECOVERED)) if (regret <= RECOVERED).any() else len(lost)
@@ -258,7 +258,7 @@ def recovery(lost: np.ndarray, times: np.ndarray) -> int:
 
 
 def against_static(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
-    """What adaptive K reaches of the best static K, from cold and later."""
+    """Return a table of adaptive K relative to the best static K, when cold and later."""
     cases = list(product(LAWS, H100_MS))
     jobs = [(*case, seed) for case in cases for seed in range(seeds)]
     found = list(pool.map(hold_h100, *zip(*jobs, strict=True), chunksize=4))
@@ -287,7 +287,7 @@ def against_static(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
 
 
 def hold_h100(law: str, batch: int, seed: int) -> tuple[float, float, float]:
-    """Tokens per millisecond over the best static K's: cold, later, and of all rounds."""
+    """Return tokens per millisecond relative to the best static K: cold, later, all rounds."""
     served = serve(adaptive_policy(max(KS)), batch, law, SERVED_ROUNDS, seed)
     parts = slice(COLD_ROUNDS), slice(FROM_ROUND, None), slice(None)
     cold, steady, whole = (float(served.of_best_static(batch, law, part)) for part in parts)

@@ -1,11 +1,11 @@
-"""Rollouts by two workers on two cores, against one.
+"""Rollouts by two workers on two cores, against one worker.
 
     python benchmarks/ray_cpu.py
 
-All workers are there from the start and take turns with the same prompts, every round beginning
-with another, so that whatever else the machine does falls on all alike. One worker is measured
-twice: with one thread, as each of the two has, which shows how the work scales; and with both cores
-to itself, which is what two workers must beat to be worth anything on one machine.
+All workers exist from the start and run the same prompts in turn, in an order that rotates every
+round, so that other load on the machine affects all equally. One worker is measured twice: with one
+thread, like each of the two workers, which shows scaling; and with both cores, which is the
+baseline that two workers on one machine have to beat.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers yield to all else
+os.environ.setdefault("RAY_worker_niceness", "0")  # else workers yield to other processes
 
 import ray
 from report import RESULTS, provenance, summary, write_result
@@ -34,7 +34,7 @@ CONFIGURATIONS = (  # workers, and threads of each
 
 
 def main() -> None:
-    """Measure, check that all gave the same, and write the result."""
+    """Measure, check that all outputs are equal, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--prompts", type=int, default=48, help="default: %(default)s")
@@ -50,7 +50,7 @@ def main() -> None:
             engine.generate(questions[:4], SamplingParams(max_tokens=8))
         names, num_tokens = list(engines), []
         for number in range(settings.rounds):
-            # Numbered, so that no round finds the pages of another.
+            # Numbered, so that no round finds another round's pages.
             asked = [
                 f"{number}.{i} {questions[i % len(questions)]}" for i in range(settings.prompts)
             ]
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def start(num_workers: int, num_threads: int) -> RayRollouts:
-    """Workers whose computations have `num_threads` threads each."""
+    """Start workers with `num_threads` threads each."""
     drafter = str(demo_folder("demo-llama-eagle3"))
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": str(num_threads)}
     return RayRollouts(

@@ -1,9 +1,9 @@
-"""The format of `results/*.json`, and RESULTS.md made from all of them and from `GPU_RUNS`.
+"""The format of `results/*.json`, and RESULTS.md rendered from all results and `GPU_RUNS`.
 
     python benchmarks/report.py
 
-A result is a title, a description, where it comes from, tables, and the samples behind them. A
-cell of a table is text, a number, or [median, lower quartile, upper quartile].
+A result has a title, a description, its provenance, tables, and the samples behind them. A cell of
+a table is text, a number, or [median, lower quartile, upper quartile].
 """
 
 import json
@@ -27,13 +27,13 @@ GPU_RUNS = "gpu.jsonl", "gpu_h200.jsonl"  # an H100 and an H200
 
 
 def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What a result depends on besides its settings; `packages` adds versions.
+    """Return the facts that a result depends on besides its settings; `packages` adds versions.
 
-    Call it before the work, as the load average tells whether something else was running.
+    Call it before the work, as the load average tells whether other programs were running.
     """
     environment = describe_environment()
     environment["versions"] |= {name: package_version(name) for name in packages}
-    # The node's name and the places of files are nobody's business.
+    # The node's name and the places of files are private.
     environment["system"] = f"{platform.system()} {platform.machine()}"
     arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
     return {
@@ -46,12 +46,12 @@ def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def summary(samples: Sequence[float]) -> list[float]:
-    """A cell: median and quartiles."""
+    """Return median and quartiles, as a cell."""
     return [float(np.quantile(samples, q)) for q in (0.5, 0.25, 0.75)]
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write one result, whole or not at all."""
+    """Write one result atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
@@ -59,7 +59,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """A result as Markdown."""
+    """Return a result as Markdown."""
     source = result["provenance"]
     versions = ", ".join(f"{name} {v}" for name, v in source["versions"].items())
     lines = [

@@ -1,13 +1,12 @@
-"""The long tail of rollouts: adaptive K against no speculation and a static K, side by side.
+"""The long tail of rollouts: adaptive K against no speculation and a static K, in turn.
 
     python benchmarks/rollouts_cpu.py
     python benchmarks/rollouts_cpu.py --max-num-seqs 16 --repeats 5 --num-prompts 24
 
 64 prompts are continued 8 times each, all at once, to lengths drawn from a lognormal distribution:
-a few are much longer than the rest, and at the end the engine has little to do at a time. Every
-policy has an engine of its own, as a trainer keeps it, whose weights are updated before every run,
-to what they are: caches are forgotten, and adaptive K no longer trusts what it knows. They take
-turns.
+a few are much longer than the rest, and at the end few requests run at a time. Every policy has a
+separate engine, like a trainer's. Before every run, its weights are updated to the same values:
+caches are cleared, and adaptive K no longer trusts its measurements. The policies take turns.
 """
 
 import argparse
@@ -29,11 +28,11 @@ from specjax.checks import check_positive
 from specjax.rl import RolloutEngine
 
 OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"
-BLOCK = "adaptive K, block verification"  # other tokens, of the same distribution
+BLOCK = "adaptive K, block verification"  # other tokens from the same distribution
 NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
 MAX_MODEL_LEN, PAGE_SIZE = 448, 16
-TAIL = 0.25  # of max_num_seqs: fewer that run are the tail
+TAIL = 0.25  # fraction of max_num_seqs; with fewer running requests it is the tail
 WARM_UP = 128  # samples
 
 
@@ -43,9 +42,9 @@ class Run:
 
     Attributes:
         outputs: tokens by sample.
-        ends: 0, and seconds from the start at which samples ended, ascending.
-        rounds: by K, up to each of these.
-        acceptance: tokens that a request gained per round.
+        ends: 0, then the seconds from the start at which samples ended, ascending.
+        rounds: number of rounds by K, up to each of `ends`.
+        acceptance: tokens per round of a request.
     """
 
     outputs: dict[int, list[int]]
@@ -59,11 +58,11 @@ class Run:
         return self.ends[-1]
 
     def when(self, num_unfinished: int) -> float:
-        """Seconds until only so many samples were left."""
+        """Return the seconds until only `num_unfinished` samples were left."""
         return self.ends[-1 - num_unfinished]
 
     def rounds_between(self, more: int, fewer: int) -> Counter[int]:
-        """Rounds by K from when `more` samples were left until `fewer` were."""
+        """Return rounds by K while between `more` and `fewer` samples were left."""
         return self.rounds[-1 - fewer] - self.rounds[-1 - more]
 
 
@@ -102,14 +101,14 @@ def main() -> None:
 
 
 def draw_lengths(count: int) -> list[int]:
-    """Tokens of each sample, the same in every run."""
+    """Return the number of tokens of each sample, equal in every run."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, count)
     return np.clip(drawn, SHORTEST, LONGEST).astype(int).tolist()
 
 
 @contextmanager
 def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
-    """An engine for each policy."""
+    """Open one engine per policy."""
     drafter = {"method": "eagle3", "model": str(demo_folder(DRAFTERS[TARGET]["eagle3"]))}
     policies = {
         OFF: None,
@@ -137,7 +136,7 @@ def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
 def measure(
     engines: dict[str, RolloutEngine], lengths: Sequence[int], settings: argparse.Namespace
 ) -> dict[str, list[Run]]:
-    """Rounds of one run by each policy, every round beginning with another."""
+    """Run every policy once per repeat, in an order that rotates."""
     tokenizer = engines[OFF].tokenizer
     assert tokenizer is not None
     questions = read_questions()
@@ -163,7 +162,7 @@ def measure(
 
     names = list(engines)
     runs: dict[str, list[Run]] = {name: [] for name in names}
-    for engine in engines.values():  # untimed: memory is touched, and adaptive K learns rates
+    for engine in engines.values():  # untimed: touches memory, and lets adaptive K learn rates
         roll_out(engine, prompts[:WARM_UP], params(settings.repeats)[:WARM_UP])
     for repeat in range(settings.repeats):
         first = repeat % len(names)
@@ -176,7 +175,7 @@ def measure(
 def roll_out(
     engine: RolloutEngine, prompts: Sequence[Any], params: Sequence[SamplingParams]
 ) -> Run:
-    """One run."""
+    """Return one run."""
     outputs, ends, rounds = {}, [0.0], [Counter()]
     engine.update_weights(engine.params.target)
     before, start = engine.metrics(), time.perf_counter()
@@ -185,7 +184,7 @@ def roll_out(
         rounds.append(Counter(engine.metrics().k_histogram) - Counter(before.k_histogram))
         outputs[rollout.prompt_index] = rollout.token_ids.tolist()
     after = engine.metrics()
-    # The first token of each comes with its prompt.
+    # A sample's first token comes with its prompt.
     num_tokens = sum(map(len, outputs.values())) - len(outputs)
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     return Run(outputs, ends, rounds, num_tokens / (num_tokens - num_accepted))
@@ -197,7 +196,7 @@ def tabulate(
     lengths: Sequence[int],
     settings: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Makespans, and what adaptive K chose as the engine emptied."""
+    """Return tables of makespans, and of adaptive K's choices as the engine emptied."""
     num_tail = int(TAIL * max_num_seqs)
     spans = {name: [run.makespan for run in mine] for name, mine in runs.items()}
     tails = {
@@ -240,11 +239,11 @@ def tabulate(
                 f"{SHORTEST} and {LONGEST}; ignore_eos): median {np.median(lengths):.0f}, mean "
                 f"{np.mean(lengths):.0f}, longest {max(lengths)}, {sum(lengths)} in all. The "
                 f"{settings.num_prompts} prompts are the package's 24 questions, numbered; they "
-                "are part of the time, and the samples of one share its pages. "
-                f"{settings.repeats} repeats in turn, each with seeds of its own; ratios are of "
-                f"runs in the same repeat. The tail is when fewer than {num_tail} samples are "
-                f"left. Of {len(pairs)} samples with drafts, {num_differing} differ from those "
-                "without (block verification, which draws others, not counted)."
+                "are included in the time, and the samples of a prompt share its pages. "
+                f"{settings.repeats} repeats in turn, each with its own seeds; ratios compare "
+                f"runs of the same repeat. The tail is the time when fewer than {num_tail} samples "
+                f"are left. Of {len(pairs)} samples with drafts, {num_differing} differ from those "
+                "without (not counted: block verification, which draws other tokens)."
             ],
         },
         {
@@ -257,7 +256,7 @@ def tabulate(
 
 
 def stretches(runs: Sequence[Run], count: int, max_num_seqs: int) -> Iterator[list[Any]]:
-    """Rows of time and K while the engine is full, and then as it empties by halves."""
+    """Yield rows of time and K while the engine is full, and for each halving as it empties."""
     marks = [count, max_num_seqs]
     while marks[-1] > 1:
         marks.append(marks[-1] // 2)

@@ -1,4 +1,4 @@
-"""What drawing and verifying tokens costs, as a share of the demo model's decode step.
+"""The cost of sampling and verifying tokens, as a fraction of the demo model's decode step.
 
 python benchmarks/sampler_cpu.py
 """
@@ -46,7 +46,7 @@ GRAMMAR = FREE | {"structured_outputs": {"json": {"type": "array", "items": {"ty
 
 
 def main() -> None:
-    """Time steps and their sampling alone, in turn, and write the result."""
+    """Time steps, and their sampling alone, in turn; write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
@@ -92,8 +92,8 @@ def main() -> None:
         "columns": ["requests", "ms per step", "ms for sampling in it", "% of the step"],
         "rows": rows,
         "notes": [
-            "A step is the engine's, from launch to result. Sampling is what it does to logits, as "
-            f"a program by itself: {K} drafts drawn, {K + 1} rows edited, truncated, drawn and "
+            "A step of the engine is timed from launch to result. Sampling is timed as a separate "
+            f"program on logits: {K} drafts are drawn, {K + 1} rows edited, truncated, drawn and "
             f"verified. {settings.rounds} rounds, each with all cases in turn."
         ],
     }
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def decode_step_seconds(llm: LLM, cases: list[dict[str, Any]]) -> float:
-    """Median time of the decode steps of all requests together, in one short generation."""
+    """Return the median time of decode steps with all requests, in one short generation."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, llm.target.vocab_size, (len(cases), 8)).tolist()
     requests = []
@@ -155,7 +155,7 @@ def decode_step_seconds(llm: LLM, cases: list[dict[str, Any]]) -> float:
 
 
 def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any]:
-    """The sampling of a step as a program by itself, on random logits."""
+    """Return the sampling of a step as a separate program, on random logits."""
     vocab_size = llm.target.vocab_size
     params = SamplingParams(ignore_eos=True, seed=0, **case)
     request = llm.request_maker.make([5, 6, 7], params, 0, "prompt")
@@ -184,7 +184,7 @@ def sample_and_verify(
     history: History,
     has_edits: jax.Array,
 ) -> Verdict:
-    """What a step does to logits: the drafts' [K, B, V] and the target's [B, K+1, V]."""
+    """Run a step's work on logits: the drafts' [K, B, V] and the target's [B, K+1, V]."""
     batch = logits.shape[0]
     starts = history.lengths - 1
     rows = jnp.arange(batch)
@@ -208,7 +208,7 @@ def sample_and_verify(
 
 
 def median_seconds(run: Callable[[], Any], count: int = 20) -> float:
-    """Median time of a call."""
+    """Return the median time of a call."""
     times = []
     for _ in range(count):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What a step in flight gains, and what looking up a prefix costs.
+"""The gain of a step in flight, and the cost of looking up a prefix.
 
     python benchmarks/scheduling_cpu.py
     python benchmarks/scheduling_cpu.py --only prefixes
 
-Asynchronous and synchronous scheduling serve the same requests in turn on one engine, so that
-whatever else the machine does falls on both alike. `host_time.py` has the host's share of a step.
+Asynchronous and synchronous scheduling serve the same requests in turn on one engine, so that other
+load on the machine affects both equally. `host_time.py` has the host's share of a step.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PREFIXES = (1024, 2048, 4096, 8192)
 
 
 def main() -> None:
-    """Measure what was asked for, and write the result."""
+    """Measure the requested parts, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure_async(settings: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second both ways, paired."""
+    """Measure tokens per second with both kinds of scheduling, paired."""
     speculation = {
         "method": "eagle3",
         "model": str(demo_folder("demo-llama-eagle3")),
@@ -107,7 +107,7 @@ def measure_async(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve(engine: Engine, requests: Sequence[Request], *, is_async: bool) -> float:
-    """Tokens per second."""
+    """Return the tokens per second."""
     engine.config = replace(engine.config, async_scheduling=is_async)
     start = time.perf_counter()
     samples = [sample for request in requests for sample in engine.add(request)]
@@ -117,7 +117,7 @@ def serve(engine: Engine, requests: Sequence[Request], *, is_async: bool) -> flo
 
 
 def measure_prefixes() -> dict[str, Any]:
-    """Milliseconds to look a prompt up whose pages are all there."""
+    """Measure the milliseconds of looking up a prompt whose pages are all cached."""
     rows = []
     for length in PREFIXES:
         tokens = np.random.default_rng(0).integers(0, 1000, length + 1).tolist()
@@ -142,7 +142,7 @@ def measure_prefixes() -> dict[str, Any]:
 
 
 def keys_of(tokens: list[int]) -> list[Key]:
-    """The keys of all pages."""
+    """Return the keys of all pages."""
     keys: list[Key] = []
     extend_keys(keys, tokens, PAGE_SIZE, b"")
     return keys

@@ -4,8 +4,8 @@ python benchmarks/seed_exact.py
 python benchmarks/seed_exact.py --exact
 
 Prompts are the held-out questions that ship with specjax, each cut at several lengths. Every output
-is compared with that of an engine without a drafter. A difference is a near-tie where the two best
-scores there lie within 2e-4, which is checked for each; with --exact there may be none.
+is compared with the output of an engine without a drafter. A difference is a near-tie if the two
+best scores lie within 2e-4, which is checked for each; with --exact there may be none.
 """
 
 import argparse
@@ -49,31 +49,31 @@ SETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class WrongDrafter(NoDrafter):
-    """Drafts that never stand, but at the rate of chance."""
+    """A drafter whose drafts are accepted only by chance."""
 
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Token ids that have nothing to do with the request."""
+        """Return token ids unrelated to the request."""
         place = context.starts[:, None] + jnp.arange(k)[None]
         return Draft((7 * place) % target.vocab_size, None), state
 
 
 @dataclass(frozen=True)
 class EveryK(PolicyRule):
-    """Another K at every step."""
+    """A policy with another K at every step."""
 
     choices: tuple[int, ...] = (0, *KS)
     order: Iterator[int] = field(default_factory=lambda: itertools.cycle((3, 0, 5, 1)))
 
     def choose(self, load: DecodeLoad) -> int:
-        """The next K, whatever the load."""
+        """Return the next K, regardless of the load."""
         return next(self.order)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests, and what plain decoding makes of them."""
+    """Requests, and their outputs by plain decoding."""
 
     name: str
     requests: list[Request]
@@ -107,7 +107,7 @@ def main() -> int:
             print(*rows[-1], *found.near_ties, *found.mismatches, sep="\n  ", flush=True)
             total += found
             write(settings, source, rows, total)
-        # A program takes memory maps, of which a process may have 65,530.
+        # Programs take memory maps, and a process may have at most 65,530.
         del engine
         jax.clear_caches()
         gc.collect()
@@ -117,7 +117,7 @@ def main() -> int:
 def write(
     settings: argparse.Namespace, source: dict[str, Any], rows: list[list[Any]], total: Identity
 ) -> None:
-    """Write what has been compared so far."""
+    """Write the comparisons so far."""
     summary = (
         f"{total.num_tokens} tokens compared, {len(total.near_ties)} near-ties, "
         f"{len(total.mismatches)} mismatches"
@@ -129,7 +129,7 @@ def write(
         "rows": rows,
         "notes": [
             f"Temperatures {', '.join(map(str, TEMPERATURES))}, each with: {'; '.join(SETS)}.",
-            "Tokens are compared up to where an output parts ways.",
+            "Tokens are compared up to the first difference of an output.",
         ],
     }
     result = {
@@ -145,7 +145,7 @@ def write(
 
 
 def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int = BATCH) -> LLM:
-    """The demo model, with a head or without."""
+    """Open the demo model, with or without a head."""
     speculation = head and {
         "method": "eagle" if head == "eagle1" else head,
         "model": str(CHECKPOINTS / f"demo-llama-{head}"),
@@ -166,7 +166,7 @@ def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int =
 def configurations(
     settings: argparse.Namespace,
 ) -> Iterator[tuple[str, Callable[[], tuple[Engine, dict[str, Any]]]]]:
-    """Names, and how to make an engine with the policies to run it with."""
+    """Yield names, and functions that return an engine and its policies."""
     static = {str(k): StaticPolicy(k) for k in KS}
 
     def eagle(head, batch, policies):
@@ -191,7 +191,7 @@ def configurations(
 
 
 def make_work(plain: LLM, temperature: float, name: str, settings: argparse.Namespace) -> Work:
-    """Each question, cut at several lengths until there are enough, under its own seed."""
+    """Return requests: questions cut at several lengths, each with its own seed."""
     assert plain.tokenizer is not None
     questions = tokenize(read_questions(), plain.tokenizer)
     cuts = -(-settings.prompts // len(questions))
@@ -211,7 +211,7 @@ def make_work(plain: LLM, temperature: float, name: str, settings: argparse.Name
 
 
 def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    """The outputs of requests of one sample each."""
+    """Return the outputs of requests with one sample each."""
     engine.prepare(requests)
     for request in requests:
         engine.add(request)

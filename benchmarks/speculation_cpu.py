@@ -1,4 +1,4 @@
-"""`specjax bench` as a recorded result: a demo target plain and with its drafters.
+"""`specjax bench` as a recorded result: a demo target without and with its drafters.
 
 python benchmarks/speculation_cpu.py
 python benchmarks/speculation_cpu.py --model demo-qwen3.5
@@ -16,7 +16,7 @@ from specjax.commands.bench import add_arguments
 
 
 def main() -> None:
-    """Measure with the command's own defaults and options, and write the result."""
+    """Measure with the command's defaults and options, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     parser.set_defaults(full=True)

@@ -3,12 +3,12 @@
     python benchmarks/stress_accepted_counts.py
     python benchmarks/stress_accepted_counts.py --model demo-qwen3.5 --exact
 
-A recurrent state goes on from as many tokens as were accepted, a count that only the device knows
-while the host launches the next step. Were it late, or another request's, the state would be wrong
-and tokens would change, but not at once and not always. So requests of ragged lengths join and
-leave slots all the time, at temperature 1 under asynchronous scheduling, and every generation must
-be that of an engine with one slot and no drafter. A difference is a near-tie where the two best
-scores there lie within 2e-4, which is checked for each; with --exact there may be none.
+A recurrent state continues from the number of accepted tokens, which only the device knows while
+the host launches the next step. If the number were late, or another request's, the state would be
+wrong and tokens would change, but not at once and not always. So requests of different lengths join
+and leave slots all the time, at temperature 1 with asynchronous scheduling, and every generation
+must equal the output of an engine with one slot and no drafter. A difference is a near-tie if the
+two best scores lie within 2e-4, which is checked for each; with --exact there may be none.
 """
 
 import argparse
@@ -58,8 +58,8 @@ RANDOM = Qwen35(
     num_mtp_layers=1,
 )
 LONGEST_PROMPT, FEWEST_TOKENS = 40, 4
-CHUNK = 32  # prompt tokens of a step; twice as many among many slots
-# How many requests arrive before a step, on average; rounds take turns.
+CHUNK = 32  # prompt tokens per step; twice as many with many slots
+# Average number of requests that arrive before a step; rounds take turns.
 ARRIVALS = {"all at once": math.inf, "one by one": 0.1}
 
 Outputs = dict[tuple[int, int], list[int]]  # by request id and index of the sample
@@ -67,7 +67,7 @@ Outputs = dict[tuple[int, int], list[int]]  # by request id and index of the sam
 
 @dataclass
 class Tally:
-    """What the rounds of one way of arriving came to."""
+    """The results of the rounds with one arrival rate."""
 
     rounds: int = 0
     found: Identity = field(default_factory=Identity)
@@ -77,7 +77,7 @@ class Tally:
     seconds_alone: float = 0.0
 
     def row(self, name: str) -> list[Any]:
-        """The tally as a row of the result's table."""
+        """Return the tally as a row of the table."""
         return [
             name, self.rounds, self.found.num_outputs, self.num_tokens,
             len(self.found.near_ties), len(self.found.mismatches), self.shortest,
@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_rounds(llm: LLM, alone: LLM, settings: argparse.Namespace, source: dict[str, Any]) -> int:
-    """Run and compare every round, writing the result after each; 0 if all is the same.
+    """Run and compare every round, writing the result after each; return 0 if all is equal.
 
-    It is 1, too, for a run in which some count never occurred, which would not show much.
+    Return 1 also if some number of accepted drafts never occurred, as the run then shows little.
     """
     tallies: dict[str, Tally] = {}
     shares = [0.0]
@@ -126,7 +126,7 @@ def run_rounds(llm: LLM, alone: LLM, settings: argparse.Namespace, source: dict[
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,7 +134,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", default="random", help="hybrid with an MTP module, or a small one made here"
     )
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--k", type=int, default=3, help="drafts per step")
     parser.add_argument("--slots", type=int, default=16, help="requests that run together")
@@ -152,11 +152,11 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write_random(folder: Path, model: Qwen35 = RANDOM) -> None:
-    """A small hybrid and its MTP module, untrained.
+    """Write a small untrained hybrid and its MTP module.
 
-    Drafts and target share their noise, and logits here are no larger than it, so that drafts
-    stand now and then whatever the weights. The embedding is small beside what the layers add, so
-    that tokens hang on the states.
+    Drafts and target share their noise, and logits here are no larger than the noise, so that some
+    drafts are accepted for any weights. The embedding is small compared to what the layers add, so
+    that tokens depend on the states.
     """
     head = MTPHead(model)
     specs = model.specs(), head.specs()
@@ -168,7 +168,7 @@ def write_random(folder: Path, model: Qwen35 = RANDOM) -> None:
 
 
 def make_llms(folder: str | Path, settings: argparse.Namespace) -> tuple[LLM, LLM]:
-    """The model with its MTP module in many slots, and plainly in one."""
+    """Open the model with its MTP module in many slots, and without drafts in one slot."""
     common = {
         "max_model_len": LONGEST_PROMPT + settings.max_tokens,
         "max_logprobs": 0,
@@ -194,7 +194,7 @@ def run_round(
     rate: float,
     tally: Tally,
 ) -> None:
-    """Run one round both ways, and add what comparing finds to the tally."""
+    """Run one round on both engines, and add the comparison to the tally."""
     requests = make_requests(llm, settings, number)
     arrivals = make_arrivals(rate, len(requests), settings.seed + number)
     outputs, seconds = serve(llm.engine, requests, arrivals)
@@ -208,7 +208,7 @@ def run_round(
 
 
 def make_requests(llm: LLM, settings: argparse.Namespace, number: int) -> list[Request]:
-    """The prompts in the order of this round, under seeds and output lengths of its own."""
+    """Return the prompts in this round's order, with its own seeds and output lengths."""
     rng = np.random.default_rng([settings.seed, number])
     prompts = make_prompts(llm, settings)
     first = number * settings.prompts
@@ -230,9 +230,9 @@ def make_requests(llm: LLM, settings: argparse.Namespace, number: int) -> list[R
 
 
 def make_prompts(llm: LLM, settings: argparse.Namespace) -> list[list[int]]:
-    """Beginnings of questions, or random tokens for a model without a tokenizer.
+    """Return beginnings of questions, or random tokens for a model without a tokenizer.
 
-    Lengths are first those that a round of drafts may come to, then any up to more than a chunk.
+    Lengths are first the possible lengths of a round of drafts, then any up to more than a chunk.
     """
     rng = np.random.default_rng(settings.seed)
     texts = tokenize(read_questions(), llm.tokenizer) if llm.tokenizer else []
@@ -245,7 +245,7 @@ def make_prompts(llm: LLM, settings: argparse.Namespace) -> list[list[int]]:
 
 
 def make_arrivals(rate: float, most: int, seed: int) -> Iterator[int]:
-    """How many requests arrive before each step."""
+    """Yield the number of requests that arrive before each step."""
     rng = np.random.default_rng(seed)
     while True:
         yield most if rate == math.inf else int(rng.poisson(rate))
@@ -254,7 +254,7 @@ def make_arrivals(rate: float, most: int, seed: int) -> Iterator[int]:
 def serve(
     engine: Engine, requests: Sequence[Request], arrivals: Iterator[int] | None = None
 ) -> tuple[Outputs, float]:
-    """The outputs, and the seconds it all took. Without `arrivals` all requests come at once."""
+    """Return the outputs, and the seconds. Without `arrivals` all requests arrive at once."""
     arrivals = arrivals or itertools.repeat(len(requests))
     engine.prepare(requests)
     waiting = deque(requests)
@@ -279,7 +279,7 @@ def compare_all(
 
 
 def accepted_shares(metrics: Metrics) -> list[float]:
-    """Of all rounds of speculation, the shares in which 0, 1, ... K drafts were accepted."""
+    """Return the fractions of rounds in which 0, 1, ... K drafts were accepted."""
     at_least = [metrics.num_drafts, *metrics.num_accepted_tokens_per_pos, 0]
     return [(a - b) / metrics.num_drafts for a, b in itertools.pairwise(at_least)]
 
@@ -290,7 +290,7 @@ def write(
     tallies: dict[str, Tally],
     shares: list[float],
 ) -> None:
-    """Write what has been compared so far."""
+    """Write the comparisons so far."""
     total = sum((tally.found for tally in tallies.values()), Identity())
     mode = ", in exact mode" if settings.exact else ""
     model = "A random hybrid" if settings.model == "random" else Path(settings.model).name

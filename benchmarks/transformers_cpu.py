@@ -7,8 +7,8 @@ Two comparisons, each in one process with the systems taking turns, never at the
 
 - one prompt at a time, greedy, every system to the same number of tokens;
 - many prompts of mixed lengths with mixed output lengths: transformers in left-padded batches, each
-  of which runs to its longest member, specjax with continuous batching. Only tokens that were asked
-  for count.
+  of which runs to its longest member, specjax with continuous batching. Only requested tokens
+  count.
 
 The end of sequence is ignored, so that every system generates the same number of tokens.
 """
@@ -36,7 +36,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class System:
-    """Greedy generation of exactly num_tokens[i] tokens for each prompts[i]."""
+    """A system that greedily generates exactly num_tokens[i] tokens for each prompts[i]."""
 
     name: str
     generate: Callable[[Prompts, Sequence[int]], list[list[int]]]
@@ -44,19 +44,19 @@ class System:
 
 @dataclass(frozen=True)
 class Run:
-    """What a system did with one load."""
+    """The result of a system on one load."""
 
     seconds: float
     outputs: list[list[int]]
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that were asked for, per second."""
+        """Requested tokens per second."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
 def transformers_system(folder: str, batch_size: int) -> System:
-    """`generate` as it comes, over batches in the order of the prompts."""
+    """Return transformers' default `generate`, over batches in the order of the prompts."""
     torch.set_num_threads(num_cpus())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -87,7 +87,7 @@ def transformers_system(folder: str, batch_size: int) -> System:
 
 
 def specjax_system(name: str, llm: LLM) -> System:
-    """`LLM.generate`, all prompts at once."""
+    """Return `LLM.generate`, with all prompts at once."""
 
     def generate(prompts: Prompts, num_tokens: Sequence[int]) -> list[list[int]]:
         params = [
@@ -103,7 +103,7 @@ def specjax_system(name: str, llm: LLM) -> System:
 def take_turns(
     systems: Sequence[System], loads: Sequence[tuple[Prompts, Sequence[int]]], rounds: int
 ) -> list[dict[str, Run]]:
-    """Every load through every system, back to back, `rounds` times; who goes first rotates."""
+    """Run every load through every system, `rounds` times; the order rotates."""
     for system in systems:  # warm up
         system.generate(*loads[0])
     turns = []
@@ -111,7 +111,7 @@ def take_turns(
         runs = {}
         for i in range(len(systems)):
             system = systems[(turn + i) % len(systems)]
-            time.sleep(0.05)  # for the threads of the one before to come to rest
+            time.sleep(0.05)  # until the previous system's threads are idle
             start = time.perf_counter()
             outputs = system.generate(*load)
             runs[system.name] = Run(time.perf_counter() - start, outputs)
@@ -122,7 +122,7 @@ def take_turns(
 
 
 def table(title: str, turns: Sequence[dict[str, Run]], notes: list[str]) -> dict[str, Any]:
-    """Speed of each system, and ratios to the others of the same turn."""
+    """Return a table of each system's speed, and ratios to the others in the same turn."""
     names = list(turns[0])
     names = sorted(names, key=[HF, PLAIN, *names].index)
 
@@ -146,7 +146,7 @@ def table(title: str, turns: Sequence[dict[str, Run]], notes: list[str]) -> dict
 def mixed_load(
     questions: Sequence[str], tokenizer: Any, args: argparse.Namespace
 ) -> tuple[Prompts, list[int]]:
-    """Prompts of one to three questions each, and lognormal output lengths."""
+    """Return prompts of one to three questions each, and lognormal output lengths."""
     rng = np.random.default_rng(args.seed)
     texts = []
     for i in range(args.num_prompts):
@@ -159,7 +159,7 @@ def mixed_load(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="specjax against transformers on this CPU")
     parser.add_argument("--model", default="checkpoints/demo-llama")
     parser.add_argument("--drafter", default="checkpoints/demo-llama-eagle3")
@@ -265,7 +265,7 @@ def main() -> None:
 
 
 def timings(turns: Sequence[dict[str, Run]]) -> dict[str, list[float]]:
-    """Seconds of every turn, by system."""
+    """Return the seconds of every turn, by system."""
     return {name: [round(runs[name].seconds, 4) for runs in turns] for name in turns[0]}
 
 

@@ -2,8 +2,8 @@
 
     python examples/chat.py
 
-On a terminal it goes on with your own questions; an empty line ends it. The demo model writes in
-the style of grade-school word problems, and does not solve them.
+On a terminal it continues with your questions; an empty line ends it. The demo model writes in the
+style of grade-school word problems, but does not solve them.
 """
 
 import sys

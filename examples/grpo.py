@@ -1,7 +1,7 @@
-"""GRPO: what the policy is trained on, and the update, as pure functions.
+"""GRPO: the training rows and the update, as pure functions.
 
-The loss is that of DeepSeekMath (Shao et al. 2024, eq. 3) without a KL term, averaged over tokens
-as in DAPO (Yu et al. 2025, eq. 8), so that a long answer counts for as much as it has tokens.
+The loss is DeepSeekMath's (Shao et al. 2024, eq. 3) without a KL term, averaged over tokens as in
+DAPO (Yu et al. 2025, eq. 8), so that each token has the same weight.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ class Rows(NamedTuple):
     """N sequences of L tokens, each a prompt and its answer, padded on the right."""
 
     tokens: Any  # i32[N, L]
-    mask: Any  # f32[N, L - 1], 1 where the token that follows is the policy's own
-    behaviour: Any  # f32[N, L - 1], log-probability with which it was drawn
+    mask: Any  # f32[N, L - 1], 1 where the policy sampled the next token
+    behaviour: Any  # f32[N, L - 1], log-probability of the next token when sampled
     advantages: Any  # f32[N]
 
 
 class Learner(NamedTuple):
-    """What an update takes and gives back; it is donated, so nobody else may hold its arrays."""
+    """The state of training; updates donate it, so no other code may hold its arrays."""
 
     params: Any
     optimizer_state: Any
@@ -39,19 +39,19 @@ Update = Callable[[Learner, Rows], tuple[Learner, jax.Array]]
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """How much better each answer is than the others to its question, f32[G, n] of rewards."""
+    """Return the advantages f32[G, n] of answers over other answers to the same question."""
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     return (centred / (rewards.std(axis=1, keepdims=True) + 1e-6)).astype(np.float32)
 
 
 def training_rows(rollouts: PaddedRollouts, advantages: np.ndarray) -> Rows:
-    """Rollouts with the padding between the edge and the prompt moved to the end."""
+    """Return training rows of rollouts, with all padding at the end."""
     rows = rollouts.joined()
     return Rows(rows.tokens, rows.mask.astype(np.float32), rows.logprobs, advantages)
 
 
 def grpo_loss(logprobs: jax.Array, rows: Rows, *, clip: float = 0.2) -> jax.Array:
-    """The clipped surrogate against the log-probabilities that the rollouts came with."""
+    """Return the clipped surrogate loss, relative to the rollouts' log-probabilities."""
     ratio = jnp.exp(jnp.where(rows.mask > 0, logprobs - rows.behaviour, 0.0))
     advantage = rows.advantages[:, None]
     surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
@@ -59,12 +59,12 @@ def grpo_loss(logprobs: jax.Array, rows: Rows, *, clip: float = 0.2) -> jax.Arra
 
 
 def imitation_loss(logprobs: jax.Array, rows: Rows) -> jax.Array:
-    """Cross-entropy of answers that were given: nats per token."""
+    """Return the cross-entropy of given answers, in nats per token."""
     return -(logprobs * rows.mask).sum() / rows.mask.sum()
 
 
 def token_logprobs(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
-    """Log-probability of every token but the first given those before, f32[N, L - 1]."""
+    """Return the log-probability of every token but the first, f32[N, L - 1]."""
     size, length = tokens.shape
     rows = CausalRows.of(size, length - 1)
     features, _ = model.extend(params, tokens[:, :-1].reshape(-1), rows, None)
@@ -74,15 +74,15 @@ def token_logprobs(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def begin(params: Any, optimizer: optax.GradientTransformation) -> Learner:
-    """A learner with copies of `params`: an engine's own arrays must not be donated."""
+    """Return a learner with copies of `params`: an engine's arrays must not be donated."""
     copies = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
     place = jax.tree.leaves(copies)[0].sharding
-    # All in one place, as an update leaves them: the second must not compile anew.
+    # All in one place, like the result of an update, so that the second one does not compile again.
     return jax.device_put(Learner(copies, optimizer.init(copies)), place)
 
 
 def make_update(model: Model, optimizer: optax.GradientTransformation, loss: Loss) -> Update:
-    """One step of the optimiser on the mean loss of some rows, compiled once per shape."""
+    """Return a function for one optimiser step on the mean loss of rows, compiled per shape."""
 
     @partial(jax.jit, donate_argnums=0)
     def update(learner: Learner, rows: Rows) -> tuple[Learner, jax.Array]:

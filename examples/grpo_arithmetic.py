@@ -1,19 +1,19 @@
-"""GRPO that learns to add, with rollouts by speculation, checked to be the same as without.
+"""GRPO that learns to add, with speculative rollouts, which are checked against plain ones.
 
     python examples/grpo_arithmetic.py --output runs/grpo
 
-Three engines run the weights of an optax trainer, the first two new ones after every step:
+Three engines run the weights of an optax trainer. The first two get new weights after every step:
 
-- "speculative" drafts with EAGLE-3 and chooses K by itself; its rollouts train the policy;
-- "plain" has no drafter. It makes every rollout again, which must come out token for token the
-  same, with the same log-probabilities, and its time is the one to beat;
-- "probe" always drafts three tokens, so that acceptance can be compared between moments. It
-  answers the held-out questions.
+- "speculative" drafts with EAGLE-3 and adaptive K; its rollouts train the policy;
+- "plain" has no drafter. It repeats every rollout, which must have the same tokens and the same
+  log-probabilities, and its time is the baseline;
+- "probe" always drafts three tokens, so that acceptance can be compared over time. It answers the
+  held-out questions.
 
-The demo model cannot add. First it imitates worked answers (`arithmetic.py`), every other of which
-has a slip, so that it gets some sums right. That shifts the policy far, and the drafter, which
-imitates the old policy, is left behind: its acceptance falls. Then GRPO raises the reward. Every
-`--refit-every` steps the drafter is refitted to the policy of the moment, on the last rollouts.
+The demo model cannot add. First it imitates worked answers (`arithmetic.py`), half of them with a
+wrong digit, so that it gets some sums right. This shifts the policy far from the model that the
+drafter imitates, so acceptance falls. Then GRPO raises the reward. Every `--refit-every` steps the
+drafter is refitted to the current policy, on the latest rollouts.
 
 The folder `--output` gets results.json and plot.png: reward, acceptance length and K by step.
 """
@@ -49,12 +49,12 @@ from rich.console import Console
 from specjax.bench.environment import describe_environment
 from specjax.rl import OnlineDistiller, Rollout, RolloutBatch, RolloutEngine
 
-REFIT_ROLLOUTS = 256  # that a refit learns from, the newest
+REFIT_ROLLOUTS = 256  # newest rollouts that a refit trains on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a run depends on, the machine aside."""
+    """All settings of a run."""
 
     steps: int = 40
     questions: int = 8  # per step
@@ -64,7 +64,7 @@ class Settings:
     imitation_steps: int = 100
     imitation_batch: int = 16
     imitation_rate: float = 1e-3
-    slip_rate: float = 0.5  # of the answers that are imitated
+    slip_rate: float = 0.5  # fraction of imitated answers with a wrong digit
     refit_every: int = 10
     refit_steps: int = 60
     held_out: int = 64  # questions
@@ -75,7 +75,7 @@ class Settings:
             if value < 0 or (value == 0 and name != "seed"):
                 raise ValueError(f"{name}={value} must be positive")
         if self.samples < 2:
-            raise ValueError(f"samples={self.samples} leaves nothing to compare with; take 2")
+            raise ValueError(f"samples={self.samples} must be 2 or more, to compare")
         if self.questions * self.samples % self.minibatches:
             raise ValueError(
                 f"minibatches={self.minibatches} must divide the {self.questions} x {self.samples}"
@@ -89,17 +89,17 @@ class Settings:
 
 
 class Step(NamedTuple):
-    """What a step of GRPO was like."""
+    """The measurements of a GRPO step."""
 
     number: int
     reward: float
-    acceptance_length: float  # of rounds with drafts, whatever their K
+    acceptance_length: float  # of rounds with drafts, for any K
     mean_k: float
     speculative_seconds: float  # for the rollouts
     plain_seconds: float
-    update_seconds: float  # of the policy
-    sync_seconds: float  # of the speculative engine's weights
-    logprob_difference: float  # the largest between both engines
+    update_seconds: float  # to update the policy
+    sync_seconds: float  # to update the speculative engine's weights
+    logprob_difference: float  # largest difference between the two engines
 
 
 HEADER = "step  reward  accepted  mean K  rollouts (s)  plain (s)  update (s)  sync (s)"
@@ -107,14 +107,14 @@ LINE = "{:4}  {:6.3f}  {:8.2f}  {:6.2f}  {:12.2f}  {:9.2f}  {:10.2f}  {:8.3f}"
 
 
 def make_optimizer(rate: float) -> optax.GradientTransformation:
-    """AdamW that rises to its rate over five steps, and keeps it."""
+    """Return AdamW with five warm-up steps and then a constant rate."""
     schedule = optax.linear_schedule(rate / 5, rate, 5)
     adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.0)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def imitate(engine: RolloutEngine, questions: Sequence[Question], settings: Settings) -> Any:
-    """The policy's parameters after imitating worked answers."""
+    """Return the policy's parameters after imitating worked answers."""
     optimizer = make_optimizer(settings.imitation_rate)
     update = make_update(engine.target, optimizer, imitation_loss)
     learner, size = begin(engine.params.target, optimizer), settings.imitation_batch
@@ -132,7 +132,7 @@ def imitate(engine: RolloutEngine, questions: Sequence[Question], settings: Sett
 def worked_rows(
     engine: RolloutEngine, questions: Sequence[Question], slip_rate: float, rng: random.Random
 ) -> Rows:
-    """Questions and their worked answers, a part of which has slips."""
+    """Return rows of questions and worked answers, a fraction of them with a wrong digit."""
     assert engine.tokenizer is not None
     prompts = [engine.tokenizer.encode(question.prompt) for question in questions]
     slips = [rng.choice((-1, 1)) if rng.random() < slip_rate else 0 for _ in questions]
@@ -156,16 +156,16 @@ def improve(
     num_minibatches: int,
     rng: np.random.Generator,
 ) -> Learner:
-    """One epoch over the rollouts of a step, in random minibatches of the same shape."""
+    """Train one epoch on the rollouts of a step, in random minibatches of equal shape."""
     rows = training_rows(answers.padded(0, length=MAX_TOKENS), advantages(judged).reshape(-1))
     for index in np.split(rng.permutation(len(rows.tokens)), num_minibatches):
         learner, loss = update(learner, Rows(*(part[index] for part in rows)))
-        loss.block_until_ready()  # so that it is not the next rollouts that seem slow
+        loss.block_until_ready()  # so that the next rollouts' time excludes the update
     return learner
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:
-    """Imitate, then improve; what happened, as plain types."""
+    """Imitate, then improve; return the results as plain types."""
     start = time.perf_counter()
     train, held_out = split_questions(settings.seed, settings.held_out)
     console.print("building three engines, which compile all their programs")
@@ -184,7 +184,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     console.print(f"imitating {settings.imitation_steps} batches of worked answers")
     engines.update(imitate(engines.speculative, train, settings))
     look("after imitation")
-    console.print("a step that is not timed, so that what is timed has run before")
+    console.print("one step to warm up, not timed")
     engines.roll_out(train[: settings.questions], settings.samples, 0)
     steps = train_policy(engines, train, settings, console, look)
     look("at the end")
@@ -206,7 +206,7 @@ def train_policy(
     console: Console,
     look: Callable[[str], None],
 ) -> list[Step]:
-    """The loop: roll out, judge, update, send the weights; and now and then refit the drafter."""
+    """Run the loop: roll out, judge, update, send weights, sometimes refit; return its steps."""
     rng = np.random.default_rng(settings.seed)
     engine = engines.speculative
     optimizer = make_optimizer(settings.learning_rate)
@@ -247,7 +247,7 @@ def train_policy(
 
 
 def summarize(steps: Sequence[Step], moments: Sequence[Moment], refit_every: int) -> dict[str, Any]:
-    """The figures to quote: a ratio of times is [median, lower quartile, upper quartile]."""
+    """Return the summary; ratios of times are [median, lower quartile, upper quartile]."""
     shipped, imitated, *refits, end = moments
     fresh = [step for step in steps if step.number > refit_every]
     summary: dict[str, Any] = {
@@ -268,20 +268,20 @@ def summarize(steps: Sequence[Step], moments: Sequence[Moment], refit_every: int
 
 
 def speedup(steps: Sequence[Step]) -> list[float]:
-    """Time of plain rollouts over that of speculative ones, side by side."""
+    """Return the ratio of plain to speculative rollout times: median and quartiles."""
     ratios = [step.plain_seconds / step.speculative_seconds for step in steps]
     return [float(np.quantile(ratios, q)) for q in (0.5, 0.25, 0.75)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in asdict(Settings()).items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(
             option, type=type(default), default=default, help="default: %(default)s"
         )
-    parser.add_argument("--output", type=Path, required=True, help="folder for what comes of it")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     given = vars(parser.parse_args(arguments))
     output: Path = given.pop("output")
     try:

@@ -1,4 +1,4 @@
-"""Three engines with the same weights, for `grpo_arithmetic.py`: rollouts, twice, and a probe."""
+"""Three engines with the same weights for `grpo_arithmetic.py`: two for rollouts, and a probe."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from specjax import SamplingParams
 from specjax.rl import RolloutBatch, RolloutEngine
 
 TARGET, DRAFTER = "demo-llama", "demo-llama-eagle3"
-MAX_TOKENS = 24  # of an answer; a right one has at most 21
+MAX_TOKENS = 24  # per answer; a right one has at most 21
 PROBE_K = 3
-# Few enough that a step on two cores waits for the weights, not for arithmetic, as a GPU's does.
+# Few requests, so that a step on two cores is bound by reading weights, as on a GPU.
 MAX_NUM_SEQS = 4
 PAGE_SIZE = 4  # small, so that samples share most of a prompt of 15 tokens
-# Every shape is compiled for three engines, one of them with every K: prompts are short, and so one
-# of each kind does.
+# Every shape is compiled for three engines, one of them with every K. Prompts are short, so one
+# shape of each kind is enough.
 SHAPES = {
     "decode_batches": (MAX_NUM_SEQS,),
     "prefill_shapes": ((MAX_NUM_SEQS, 16),),
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4  # between log-probabilities of steps of different shapes, in f
 
 
 class Moment(NamedTuple):
-    """What the probe saw in answers to the held-out questions."""
+    """The probe's measurements on the held-out questions."""
 
     when: str
     acceptance_length: float  # of PROBE_K drafts, at temperature 1
@@ -37,17 +37,17 @@ class Moment(NamedTuple):
 
 
 class Rollouts(NamedTuple):
-    """Answers that two engines agree on."""
+    """Answers on which two engines agree."""
 
     answers: RolloutBatch
     speculative_seconds: float
     plain_seconds: float
-    logprob_difference: float  # the largest
+    logprob_difference: float  # largest difference
 
 
 @dataclass(frozen=True)
 class Engines:
-    """One policy, served three times; see `grpo_arithmetic`."""
+    """Three engines that serve the same policy; see `grpo_arithmetic`."""
 
     speculative: RolloutEngine
     plain: RolloutEngine
@@ -55,7 +55,7 @@ class Engines:
 
     @classmethod
     def build(cls, seed: int) -> "Engines":
-        """With the demo checkpoints."""
+        """Build the engines with the demo checkpoints."""
         drafting = {"method": "eagle3", "model": DRAFTER}
 
         def engine(speculation: Mapping[str, Any] | None) -> RolloutEngine:
@@ -77,15 +77,15 @@ class Engines:
         )
 
     def update(self, params: Any) -> float:
-        """Give those that make rollouts new weights; the seconds that the speculative one took."""
+        """Update the two rollout engines; return the seconds that the speculative one took."""
         self.plain.update_weights(params)
         return self.speculative.update_weights(params).seconds
 
     def roll_out(self, questions: Sequence[Question], samples: int, number: int) -> Rollouts:
-        """Answers of step `number`, made twice.
+        """Generate the answers of step `number` with both engines.
 
         Raises:
-            RuntimeError: the engines did not make the same ones.
+            RuntimeError: the engines' answers differ.
         """
         params = [
             SamplingParams(n=samples, seed=1000 * number + i, max_tokens=MAX_TOKENS)
@@ -94,7 +94,7 @@ class Engines:
         answers: dict[str, RolloutBatch] = {}
         seconds: dict[str, float] = {}
         order = ["speculative", "plain"]
-        for name in order if number % 2 else reversed(order):  # who goes first takes turns
+        for name in order if number % 2 else reversed(order):  # they alternate in order
             start = time.perf_counter()
             answers[name] = generate(getattr(self, name), questions, params)
             seconds[name] = time.perf_counter() - start
@@ -106,7 +106,7 @@ class Engines:
         )
 
     def look(self, when: str, questions: Sequence[Question]) -> Moment:
-        """Answer held-out questions with the weights of the moment, target's and drafter's."""
+        """Answer held-out questions with the current weights of target and drafter."""
         probe, now = self.probe, self.speculative.params
         probe.update_weights(now.target, drafter=now.drafter)
         sampled = generate(probe, questions, SamplingParams(seed=0, max_tokens=MAX_TOKENS))
@@ -116,7 +116,7 @@ class Engines:
         return Moment(when, acceptance, *accuracies)
 
     def close(self) -> None:
-        """Free the memory of all."""
+        """Free the memory of all engines."""
         for engine in (self.speculative, self.plain, self.probe):
             engine.close()
 
@@ -126,21 +126,21 @@ def generate(
     questions: Sequence[Question],
     params: SamplingParams | Sequence[SamplingParams],
 ) -> RolloutBatch:
-    """Answers to questions, ordered by question."""
+    """Return answers to questions, ordered by question."""
     return engine.generate([question.prompt for question in questions], params)
 
 
 def rewards(questions: Sequence[Question], answers: RolloutBatch) -> np.ndarray:
-    """f32[G, n], n answers to each of G questions."""
+    """Return rewards f32[G, n] of n answers to each of G questions."""
     judged = [reward(questions[answer.prompt_index], answer.text or "") for answer in answers]
     return np.array(judged, np.float32).reshape(len(questions), -1)
 
 
 def compare(ours: RolloutBatch, others: RolloutBatch) -> float:
-    """The largest difference between log-probabilities of rollouts that have the same tokens.
+    """Return the largest difference of log-probabilities between rollouts with the same tokens.
 
     Raises:
-        RuntimeError: they do not, or the difference is above TOLERANCE.
+        RuntimeError: tokens differ, or the difference is above TOLERANCE.
     """
     largest = 0.0
     for one, other in zip(ours, others, strict=True):

@@ -1,4 +1,4 @@
-"""The picture of a run of `grpo_arithmetic.py`."""
+"""The plot of a run of `grpo_arithmetic.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ PANELS = {
 
 
 def plot_steps(results: dict[str, Any], path: Path) -> None:
-    """Reward, acceptance length and mean K by step, refits as dashed lines, as a PNG."""
+    """Plot reward, acceptance length and mean K by step to a PNG; dashed lines are refits."""
     steps, settings = results["steps"], results["settings"]
     refits = range(settings["refit_every"], settings["steps"], settings["refit_every"])
     figure = Figure(figsize=(7, 7), layout="constrained")

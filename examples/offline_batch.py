@@ -1,4 +1,4 @@
-"""Answer a batch of questions without drafts and with them: the same tokens, in fewer steps.
+"""Answer a batch of questions without and with drafts: the same tokens, in fewer steps.
 
 python examples/offline_batch.py
 """
@@ -14,7 +14,7 @@ EAGLE3 = {"method": "eagle3", "model": "demo-llama-eagle3", "num_speculative_tok
 
 
 def run(name: str, speculative_config: dict | None) -> list[RequestOutput]:
-    """The outputs of one engine, which runs two requests at a time."""
+    """Return the outputs of one engine, which runs two requests at a time."""
     with LLM(
         "demo-llama",
         speculative_config=speculative_config,

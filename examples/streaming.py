@@ -1,4 +1,4 @@
-"""Three callers share one engine, and see their answers grow by the tokens that were accepted.
+"""Three callers share one engine, and their answers grow by the accepted tokens.
 
 python examples/streaming.py
 """
@@ -17,7 +17,7 @@ EAGLE3 = {"method": "eagle3", "model": "demo-llama-eagle3", "num_speculative_tok
 
 
 async def ask(llm: AsyncLLM, name: str, start: float) -> None:
-    """Print what is added to an answer, as it comes; Cleo hangs up after 20 tokens."""
+    """Print the new parts of an answer as they come; Cleo hangs up after 20 tokens."""
     params = SamplingParams(temperature=0, max_tokens=48, output_kind=RequestOutputKind.DELTA)
     num_tokens = 0
     async for output in llm.generate(f"Question: {QUESTIONS[name]}\nAnswer:", params):
@@ -30,7 +30,7 @@ async def ask(llm: AsyncLLM, name: str, start: float) -> None:
 
 
 async def main() -> None:
-    """Ask everything at once."""
+    """Ask all questions at once."""
     async with AsyncLLM("demo-llama", speculative_config=EAGLE3, max_model_len=512) as llm:
         start = time.perf_counter()
         await asyncio.gather(*(ask(llm, name, start) for name in QUESTIONS))

@@ -2,7 +2,7 @@
 
     pip install "specjax[structured]" && python examples/structured_output.py
 
-The demo model knows nothing of prices. What it writes has the form that was asked for all the same.
+The demo model does not know prices, but its outputs have the requested form.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Train an EAGLE-1 drafter for the demo model, for a few steps, and see acceptance rise.
+"""Train an EAGLE-1 drafter for the demo model for a few steps, and see acceptance rise.
 
     pip install "specjax[train]" && python examples/train_drafter.py
 
-A useful drafter takes real questions and hundreds of steps; the cards in `checkpoints/` have the
-commands. This one imitates the target's answers to 32 made-up questions.
+A useful drafter needs real questions and hundreds of steps; the cards in `checkpoints/` have the
+commands. This drafter imitates the target's answers to 32 made-up questions.
 """
 
 import json
@@ -18,14 +18,14 @@ rng = random.Random(0)
 
 
 def question() -> str:
-    """One of a few thousand questions."""
+    """Return one of a few thousand questions."""
     name, thing = rng.choice(["Tom", "Ann", "Ben", "Lisa"]), rng.choice(["eggs", "pens", "cards"])
     boxes, size = rng.randint(2, 20), rng.randint(2, 20)
     return f"{name} has {boxes} boxes of {size} {thing}. How many {thing} does {name} have?"
 
 
 def acceptance_length(drafter: Path, prompts: list[str]) -> float:
-    """That of three draft tokens, greedy."""
+    """Return the acceptance length of three draft tokens, greedy."""
     config = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
     with LLM("demo-llama", speculative_config=config, max_model_len=128, verbose=False) as llm:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)

@@ -1,6 +1,6 @@
 """GPU operations of speculative decoding, one folder each, usable without specjax.
 
-Every folder holds the equation and the argument checks (`__init__.py`), a plain JAX reference
+Every folder has the equation and the argument checks (`__init__.py`), a plain JAX reference
 (`reference.py`) that runs anywhere, and the hardware implementations.
 """
 

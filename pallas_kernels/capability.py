@@ -1,12 +1,12 @@
-"""The compute capability of the GPU that programs are compiled for, which may not be here."""
+"""The compute capability of the GPU that programs are compiled for; it may not be present."""
 
 import jax
 
-ABSTRACT_CAPABILITY = (9, 0)  # target of a compilation without a GPU
+ABSTRACT_CAPABILITY = (9, 0)  # target of compilation without a GPU
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return that of the NVIDIA GPU that programs are compiled for; None for other devices."""
+    """Return the compute capability of the target NVIDIA GPU; None for other devices."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:  # compilation without the device
         return ABSTRACT_CAPABILITY if "NVIDIA" in abstract.device_kind else None

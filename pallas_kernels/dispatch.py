@@ -1,8 +1,8 @@
 """Choice of the implementation of an operation.
 
-`kernels` names it: "reference" is plain JAX; "triton" and "mosaic" are kernels for NVIDIA GPUs;
-"interpret" runs the Triton kernels on any device, slowly, for tests; "auto" is the operation's
-first kernel that the GPU can run, or else the reference.
+The argument `kernels` names it: "reference" is plain JAX; "triton" and "mosaic" are kernels for
+NVIDIA GPUs; "interpret" runs the Triton kernels on any device, slowly, for tests; "auto" is the
+operation's first kernel that the GPU can run, or else the reference.
 """
 
 import logging
@@ -23,20 +23,20 @@ logger = logging.getLogger("pallas_kernels")
 
 
 class UnsupportedError(ValueError):
-    """An argument that the reference supports and a kernel does not."""
+    """Raised for an argument that a kernel does not support, but the reference does."""
 
 
 def run(
     op: str, kernels: str, implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs
 ) -> Any:
-    """Run the implementation of `op` that `kernels` names; one must be "reference".
+    """Run the implementation of `op` that `kernels` names. `implementations` has "reference".
 
-    With "auto", arguments that a kernel does not support go to the reference, which is logged once.
-    On a device that cannot run the named kernel, the reference runs, with one warning.
+    With "auto", the reference handles arguments that a kernel does not support; this is logged
+    once. If the device cannot run the named kernel, the reference runs, with one warning.
 
     Raises:
-        ValueError: `kernels` is unknown, or `op` has no such implementation.
-        UnsupportedError: the kernel that `kernels` names does not support the arguments.
+        ValueError: `kernels` is unknown or `op` has no such implementation.
+        UnsupportedError: the named kernel does not support the arguments.
     """
     reference = implementations["reference"]
     name = choose(op, kernels, tuple(implementations))
@@ -52,7 +52,7 @@ def run(
 
 
 def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
-    """Return which of the implementations `names` of `op` to run; `names` has the best first.
+    """Return the one of `names`, the implementations of `op`, to run; the best comes first.
 
     Raises:
         ValueError: see `run`.
@@ -78,21 +78,21 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
 
 
 def why_not(name: str) -> str | None:
-    """Return why kernels of this kind cannot run on this device with this jax; None if they can."""
+    """Return why this kind of kernel cannot run with this device and jax; None if it can."""
     if not has_backend(name):
         remedy = "; pip install jax-triton" if name == "triton" else ""
         return f"jax {jax.__version__} has no Pallas backend for {name}{remedy}"
     capability = compute_capability()
     if capability is None:
-        return f"needs an NVIDIA GPU, and this is {jax.default_backend()}"
+        return f"needs an NVIDIA GPU, but this is {jax.default_backend()}"
     needed = MIN_COMPUTE_CAPABILITY[name]
     if capability < needed:
-        return f"needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability}"
+        return f"needs compute capability {needed[0]}.{needed[1]}, but this GPU has {capability}"
     return None
 
 
 def has_backend(name: str) -> bool:
-    """Return whether there is a backend that compiles kernels of this kind."""
+    """Return whether this jax has a backend that compiles this kind of kernel."""
     if name == "triton":
         return backend() is not None
     try:

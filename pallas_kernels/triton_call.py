@@ -1,15 +1,15 @@
-"""What the kernels are written with, and the two backends that compile them for a GPU.
+"""The functions that kernels are written with, and the two backends that compile them for a GPU.
 
-A kernel is a Pallas kernel of refs to whole operands in global memory: it reads `pl.program_id`,
+A kernel is a Pallas kernel with refs to whole operands in global memory: it reads `pl.program_id`,
 and uses the functions below. Masked loads index every dimension with arrays, because interpret
-mode supports only that. Its backend is
+mode supports nothing else. The backends are
 
-- "pallas", Pallas' own lowering to Triton, which jax calls deprecated since 0.11, or
-- "jax_triton": the kernel's jaxpr becomes the text of a Triton function (`triton_source`), which
-  the package jax_triton compiles and calls. Of Pallas it takes the tracing of kernels alone.
+- "pallas": Pallas' lowering to Triton, which jax calls deprecated since 0.11;
+- "jax_triton": `triton_source` turns the kernel's jaxpr into the text of a Triton function, and the
+  package jax_triton compiles and calls it. It uses Pallas only to trace kernels.
 
-Pallas is taken where jax has it, unless the environment variable PALLAS_KERNELS_BACKEND, read
-whenever a kernel is traced, names the other.
+Pallas is used if jax has it, unless the environment variable PALLAS_KERNELS_BACKEND, read whenever
+a kernel is traced, names the other.
 """
 
 import functools
@@ -31,8 +31,8 @@ from pallas_kernels.triton_source import launch_grid, triton_source
 
 BACKENDS = "pallas", "jax_triton"
 VARIABLE = "PALLAS_KERNELS_BACKEND"
-# XLA assembles the PTX, with a ptxas that may be older than Triton's. These are CUDA 12.3's, the
-# first whose graphs are used, and 12.8's, the first for compute capability 12.0.
+# XLA assembles the PTX, with a ptxas that may be older than Triton's. These are the versions of
+# CUDA 12.3, the first whose graphs are used, and 12.8, the first for compute capability 12.0.
 PTX_VERSION, PTX_VERSION_FROM_10_0 = 83, 87
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -46,17 +46,17 @@ def _find_plt() -> Any:
     return triton
 
 
-plt = _find_plt()  # None once it is removed from jax
+plt = _find_plt()  # None if jax has removed it
 
 
 def backend() -> str | None:
-    """Return the backend that compiles kernels for a GPU; None if there is neither.
+    """Return the backend that compiles kernels for a GPU; None if neither is available.
 
     Raises:
         ValueError: the environment names an unknown backend, or one that is not installed.
     """
     asked = os.environ.get(VARIABLE)
-    if asked is None and plt:  # at every operation that is traced, so without a look at packages
+    if asked is None and plt:  # fast path for every traced operation: no search for packages
         return BACKENDS[0]
     there = plt, importlib.util.find_spec("jax_triton")
     able = [name for name, found in zip(BACKENDS, there, strict=True) if found]
@@ -71,12 +71,12 @@ def backend() -> str | None:
 
 
 def packages_of_backend() -> tuple[str, ...]:
-    """Return the packages, besides jax, whose versions determine the code of kernels."""
+    """Return the packages, in addition to jax, whose versions determine the code of kernels."""
     return ("jax-triton", "triton") if backend() == "jax_triton" else ()
 
 
 def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
-    """Return the elements of a ref at its index; `other` where the mask is false."""
+    """Return the elements of a ref at its index, or `other` where the mask is false."""
     if plt:
         return plt.load(ref, mask=mask, other=other)
     from jax._src.pallas import primitives  # what that wraps
@@ -102,7 +102,7 @@ def dot(
     allow_tf32: bool | None = None,
     precision: Any = None,
 ) -> jax.Array:
-    """Return a b, or a b^T, in f32: of f32 as tf32, unless `allow_tf32` or `precision` deny it."""
+    """Return a b, or a b^T, in f32. f32 operands use tf32 unless an argument forbids it."""
     if allow_tf32 is not None:
         precision = jax.lax.Precision.HIGH if allow_tf32 else jax.lax.Precision.HIGHEST
     return jax.lax.dot_general(
@@ -115,7 +115,7 @@ def dot(
 
 
 def barrier(values: Any) -> Any:
-    """Return arrays as they are, after all threads of the program have come so far."""
+    """Synchronise all threads of the program; return `values` unchanged."""
     if backend() == "pallas":
         plt.debug_barrier()
         return values
@@ -123,11 +123,11 @@ def barrier(values: Any) -> Any:
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return a b + c of f32 arrays of one shape, rounded once, after c itself has been rounded.
+    """Return a b + c for f32 arrays of one shape, rounded once, after c itself has been rounded.
 
-    Compilers may fuse a product into the sum that follows, or not; of two products, either one.
-    This is always the same instruction. In interpret mode there is none to ask for, but c is still
-    rounded first: the barrier keeps its product apart.
+    Compilers may or may not fuse a product into the sum that follows, and of two products either
+    one. This function is always the same instruction. In interpret mode there is no such
+    instruction, but the barrier ensures that c is rounded first.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)
@@ -144,10 +144,10 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
 
 
 def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return log2 of normal numbers f32 by the GPU's instruction for it.
+    """Return log2 of normal f32 numbers by the GPU's approximate instruction.
 
     Its error is at most 2^-22, absolute for x in (0.5, 2) and relative elsewhere (PTX ISA). In
-    interpret mode it is JAX's.
+    interpret mode it is `jnp.log2`.
     """
     if interpret:
         return jnp.log2(x)
@@ -163,7 +163,7 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     return found
 
 
-# What the text of a Triton function has in place of inline assembly.
+# These replace inline assembly in the text of a Triton function.
 _multiply_add, _log2 = Primitive("multiply_add"), Primitive("approximate_log2")
 _multiply_add.def_abstract_eval(lambda a, b, c: c)
 _log2.def_abstract_eval(lambda x: x)
@@ -183,8 +183,8 @@ def triton_call(
 ) -> tuple[Any, ...]:
     """Run `kernel` on `grid`, with refs to the whole operands, then to the outputs; return these.
 
-    `aliases` maps operands to the outputs that reuse their buffers: updated in place if the caller
-    donated or created them.
+    `aliases` maps operands to the outputs that reuse their buffers. They are updated in place if
+    the caller donated or created them.
     """
     whole = pl.no_block_spec
     aliases = dict(aliases or {})
@@ -196,7 +196,7 @@ def triton_call(
         out_specs=[whole] * len(out_shapes),
         out_shape=list(out_shapes),
         input_output_aliases=aliases,
-        # Without compiler parameters, jax's version would decide which backend runs.
+        # Without compiler parameters, the backend would depend on jax's version.
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
         if plt and is_pallas
         else None,
@@ -222,7 +222,7 @@ def launch(
     aliases: Mapping[int, int],
     options: Mapping[str, int],
 ) -> tuple[Any, ...]:
-    """Run the function of this name in the text of a module by jax_triton; see `triton_call`."""
+    """Run the function `name` of the module text `source` by jax_triton; see `triton_call`."""
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     capability = compute_capability()
@@ -249,8 +249,8 @@ def launch(
 
 @functools.cache
 def _compiled(source: str, name: str) -> Any:
-    """Return the function, whose text Triton takes from `linecache`. The file's name is in what is
-    compiled, so it is the same in every process, as a cache of compilations needs it."""
+    """Return the function; Triton reads its text from `linecache`. Compiled code contains the
+    file's name, so the name is the same in every process, as compilation caches require."""
     file = f"<{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     module: dict[str, Any] = {"__name__": __name__}

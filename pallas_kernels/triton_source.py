@@ -1,9 +1,9 @@
 """Translation of a kernel's jaxpr into the source text of a Triton function, a line per equation.
 
-Values keep the shapes and dtypes of the jaxpr. Loops and branches become Triton's own, so that its
-compiler pipelines them. A ref is a pointer to a whole array in row-major order, and an index into
-it becomes arithmetic on offsets: of 32 bits, or 64 where the array has 2^31 elements or more.
-The text needs neither triton nor a GPU to be made, which is how tests read and run it.
+Values keep the jaxpr's shapes and dtypes. Loops and branches become Triton's, so that its compiler
+pipelines them. A ref is a pointer to a whole array in row-major order, and indexing becomes
+arithmetic on offsets, of 32 bits, or 64 for arrays with 2^31 elements or more. Making the text
+needs neither triton nor a GPU, so that tests can read and run it.
 """
 
 import math
@@ -21,12 +21,12 @@ from triton.language.extra import libdevice
 
 @triton.jit
 """
-TYPES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}  # others have the same name in Triton
-MAX_OFFSET = 2**31  # of an i32
-MAX_PROGRAMS = 2**16 - 1  # along a grid's second and third axis
+TYPES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}  # other dtypes have the same name in Triton
+MAX_OFFSET = 2**31  # limit of an i32
+MAX_PROGRAMS = 2**16 - 1  # along the second and third axis of a grid
 TF32 = jax.lax.Precision.HIGH, jax.lax.Precision.DEFAULT
 
-# Functions are libdevice's as in Pallas' own lowering; a maximum ignores NaN, also as there.
+# As in Pallas' lowering, functions are libdevice's, and a maximum ignores NaN.
 ELEMENTWISE = {
     "abs": "tl.abs({})",
     "add": "{} + {}",
@@ -72,19 +72,19 @@ def triton_source(
     aliases: Mapping[int, int],
     num_inputs: int,
 ) -> str:
-    """Return the text of a module with a Triton function of a kernel that was traced to `jaxpr`.
+    """Return the text of a module with a Triton function for a kernel traced to `jaxpr`.
 
-    The function takes pointers to the inputs, then to those outputs that alias none of them.
+    The function takes pointers to the inputs, then to the outputs that alias no input.
 
     Args:
-        jaxpr: of the kernel, whose arguments are refs to the inputs, then to all outputs.
-        name: of the function.
-        grid: that the kernel was written for; see `launch_grid` for that of the launch.
-        aliases: from inputs to the outputs that reuse their buffers.
-        num_inputs: how many refs are inputs.
+        jaxpr: the kernel's; its arguments are refs to the inputs, then to all outputs.
+        name: the function's name.
+        grid: the grid that the kernel was written for; see `launch_grid` for the launch.
+        aliases: maps inputs to the outputs that reuse their buffers.
+        num_inputs: the number of refs that are inputs.
 
     Raises:
-        NotImplementedError: the kernel uses an operation that has no translation.
+        NotImplementedError: an operation of the kernel has no translation.
     """
     inputs = {output: f"x{i}" for i, output in aliases.items()}
     refs = [f"x{i}" for i in range(num_inputs)]
@@ -98,7 +98,7 @@ def triton_source(
 
 
 def launch_grid(grid: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid to launch: `grid`, or one axis of as many programs where it is too wide."""
+    """Return the grid to launch: `grid`, or one axis with all programs if it is too wide."""
     return tuple(grid) if max(grid[1:], default=0) <= MAX_PROGRAMS else (math.prod(grid),)
 
 
@@ -111,7 +111,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 class _Writer:
-    """The lines of a function, and the names of what they compute."""
+    """The lines of a function, and the names of their values."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -127,7 +127,7 @@ class _Writer:
         return f"v{self.num_names}"
 
     def assign(self, value: str) -> str:
-        """Return the name of a value, a new one unless it is a name."""
+        """Return `value` if it is a name, else assign it to a new name and return that."""
         if value.isidentifier():
             return value
         name = self.new_name()
@@ -152,7 +152,7 @@ class _Writer:
             rest = self.assign(f"{rest} // {size}")
 
     def translate(self, jaxpr: Any, arguments: Sequence[str]) -> list[str]:
-        """Write the equations of a jaxpr, and return the names of its outputs."""
+        """Write the equations of a jaxpr; return the names of its outputs."""
         jaxpr = _opened(jaxpr)
         names = dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -179,7 +179,8 @@ class _Writer:
     def block(
         self, jaxpr: Any, arguments: Sequence[str], results: Sequence[str], skip: int
     ) -> None:
-        """Write a block that assigns the outputs of a jaxpr, but for some, to the results."""
+        """Write a block that assigns the outputs of a jaxpr, after the first `skip`, to
+        `results`."""
         self.depth += 1
         made = self.translate(jaxpr, arguments)[skip:]
         self.line(f"{', '.join(results)} = {', '.join(made)}" if results else "pass")
@@ -194,8 +195,11 @@ class _Writer:
         consts: Sequence[str],
         skip: int,
     ) -> list[str]:
-        """Write a loop; before what it carries, the body takes consts, i, and the end if it skips
-        two of its outputs."""
+        """Write a loop; return the names of its results.
+
+        The body takes consts, i, the end if `skip` is 2, then the carry; its first `skip` outputs
+        are dropped.
+        """
         results, i = [self.new_name() for _ in carry], self.new_name()
         for result, initial in zip(results, carry, strict=True):
             self.line(f"{result} = {initial}")
@@ -206,7 +210,7 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Broadcast a value of shape `old`, whose axes become the axes `at` of the shape `new`."""
+        """Broadcast a value from shape `old` to `new`; its axes become the axes `at`."""
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")
@@ -214,7 +218,7 @@ class _Writer:
         return name if old and sizes == list(new) else f"tl.broadcast_to({name}, {list(new)})"
 
     def pointer(self, ref: str, array: Any, transforms: Sequence[Any]) -> str:
-        """Return pointers to the elements of a ref to `array` that an index selects."""
+        """Return pointers to the elements that an index selects in a ref to `array`."""
         indices = transforms[0].indices if transforms else [_Slice(0, n, 1) for n in array.shape]
         shape = transforms[0].int_indexer_shape if transforms else ()
         slices = [index for index in indices if hasattr(index, "stride")]
@@ -251,7 +255,7 @@ def _convert(writer: _Writer, eqn: Any, x: str) -> list[str]:
     if old.aval.dtype == new.aval.dtype:
         return [x]
     if jnp.issubdtype(old.aval.dtype, jnp.floating) and jnp.issubdtype(new.aval.dtype, jnp.integer):
-        raise NotImplementedError("a float that becomes an integer has no translation")
+        raise NotImplementedError("conversion of floats to integers has no translation")
     return [f"{x}.to({_dtype(new.aval.dtype)})"]
 
 
@@ -327,7 +331,7 @@ def _write(
     writer: _Writer, eqn: Any, ref: str, transforms: Sequence[Any], value: str, mask: str
 ) -> list[str]:
     writer.line(f"tl.store({writer.pointer(ref, eqn.invars[0].aval, transforms)}, {value}{mask})")
-    return ["None"]  # the element before, which no kernel asks for
+    return ["None"]  # the previous element, which no kernel uses
 
 
 def _barrier(writer: _Writer, eqn: Any, *given: str) -> list[str]:
@@ -350,7 +354,7 @@ def _cond(writer: _Writer, eqn: Any, index: str, *given: str) -> list[str]:
 
 
 def _while(writer: _Writer, eqn: Any, *given: str) -> list[str]:
-    """Write a fori_loop: carried are i, its end, and what the body computes."""
+    """Write a fori_loop whose carry is i, its end, and the body's results."""
     cond, body = (_opened(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     num_consts = eqn.params["body_nconsts"]
     first, end = body.invars[num_consts : num_consts + 2]
@@ -371,7 +375,7 @@ def _while(writer: _Writer, eqn: Any, *given: str) -> list[str]:
 
 
 def _scan(writer: _Writer, eqn: Any, *given: str) -> list[str]:
-    """Write a fori_loop of known length: carried are i and what the body computes."""
+    """Write a fori_loop of known length whose carry is i and the body's results."""
     length, body = eqn.params["length"], _opened(eqn.params["jaxpr"])
     num_consts = len(given) - len(eqn.outvars)
     first = body.invars[num_consts]
@@ -384,12 +388,12 @@ def _scan(writer: _Writer, eqn: Any, *given: str) -> list[str]:
 
 def _opened(jaxpr: Any) -> Any:
     if getattr(jaxpr, "consts", ()):
-        raise NotImplementedError("an array that a kernel captures has no translation")
+        raise NotImplementedError("an array captured by a kernel has no translation")
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _is_next(body: Any, i: Any) -> bool:
-    """Whether the first output of a loop's body is i + 1."""
+    """Return whether the first output of a loop's body is i + 1."""
     return any(
         one.primitive.name == "add"
         and one.invars[0] is i

@@ -84,7 +84,7 @@ def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
     other = checkpoints.target("llama", vocab_size=VOCAB - 1).folder
     target = describe_model(read_config(llama(checkpoints).folder))
     config = SpeculativeConfig(method="draft_model", model=str(other), num_speculative_tokens=2)
-    with pytest.raises(CheckpointError, match="vocab_size=95, the target's is 96, .* Model value"):
+    with pytest.raises(CheckpointError, match="vocab_size=95 .* the target's 96, .* Model value"):
         load_drafter(other, config, target, np.dtype("float32"))
 
 

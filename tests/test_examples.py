@@ -234,7 +234,7 @@ def test_only_the_same_rollouts_pass(examples):
     "options, reason",
     [
         ("--steps 0", "must be positive"),
-        ("--samples 1", "nothing to compare"),
+        ("--samples 1", "samples=1 must be 2"),
         ("--minibatches 3", "must divide"),
         ("--held-out 355", "lower it"),
     ],

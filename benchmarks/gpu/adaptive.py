@@ -1,4 +1,4 @@
-"""Adaptive K against every static K, once it has seen the load."""
+"""Adaptive K against every static K, after it has learned the load."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MODEL, MAX_K, OUTPUT, ROUNDS = "Llama-3.1-8B", 3, 256, 3
 
 @dataclass
 class Switched(PolicyRule):
-    """One static K while it is set, the adaptive one otherwise: one engine, times taken once."""
+    """A static K while one is set, else adaptive K, so that one engine measures times once."""
 
     adaptive: Policy
     k: int | None = None
@@ -28,30 +28,30 @@ class Switched(PolicyRule):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The adaptive policy's."""
+        """The adaptive policy's choices."""
         return self.adaptive.choices
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """The adaptive policy does."""
+        """Begin the adaptive policy."""
         self.adaptive.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """The adaptive policy measures it."""
+        """Let the adaptive policy measure it."""
         self.adaptive.shape_ready(batch, k, time)
 
     def choose(self, load: DecodeLoad) -> int:
-        """As set."""
+        """Return the static K, or the adaptive policy's choice."""
         return self.adaptive.choose(load) if self.k is None else self.k
 
     def observe(self, outcome: Round) -> None:
-        """The adaptive policy learns from its own rounds alone."""
+        """Let the adaptive policy learn, only from its own rounds."""
         if self.k is None:
             self.adaptive.observe(outcome)
 
 
 def measure_adaptive(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Tokens per second by batch size: all in turn, after a run of adaptive K that teaches it."""
-    batches = setting.pick((64, 4, 1, 16), (1,))  # on a CPU, programs of host/1
+    """Yield tokens per second by batch size, in turn, after a run in which adaptive K learns."""
+    batches = setting.pick((64, 4, 1, 16), (1,))  # on a CPU, the programs of host/1
     policy = Switched(adaptive_policy(setting.pick(MAX_K, 1)))
     models = make_models(MODEL, setting)
     engine = make_engine(

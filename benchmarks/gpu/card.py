@@ -1,4 +1,4 @@
-"""What this very card can do: the ceilings that all else is a part of."""
+"""The limits of this card, to which other figures are relative."""
 
 import importlib
 import pkgutil
@@ -18,13 +18,13 @@ GIB = 2**30
 
 
 def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
-    """What "auto" means here, copy and read bandwidth, and bf16 products."""
+    """Yield the implementations of "auto", copy and read bandwidth, and bf16 products."""
     yield check_choice(setting)
     num_bytes = setting.pick(4 * GIB, 2**20)
     device = {"device_kind": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     @jax.jit
-    def copy(x):  # which XLA may not do without
+    def copy(x):  # an operation that XLA cannot remove
         return x ^ jnp.uint32(1)
 
     @jax.jit
@@ -45,10 +45,10 @@ def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def check_choice(setting: Setting) -> dict[str, Any]:
-    """Which implementation of each operation runs.
+    """Return the implementation of each operation that "auto" selects.
 
     Raises:
-        RuntimeError: on a card, one that is not a kernel: all figures would be those of plain JAX.
+        RuntimeError: on a card, one is not a kernel: all figures would be of plain JAX.
     """
     packages = (one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg)
     modules = {name: importlib.import_module(f"pallas_kernels.{name}") for name in packages}
@@ -59,7 +59,7 @@ def check_choice(setting: Setting) -> dict[str, Any]:
 
 
 def measure_product(size: int, setting: Setting) -> dict[str, Any]:
-    """Two square matrices in bfloat16."""
+    """Measure the product of two square matrices in bfloat16."""
     a, b = (normal(i, (size, size), jnp.bfloat16) for i in range(2))
     ms = spread(launch_times(partial(jax.jit(jnp.matmul), a, b), setting), 1e3)
     return {"ms": ms, "tflops": 2 * size**3 / ms["median"] / 1e9}

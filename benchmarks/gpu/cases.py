@@ -1,8 +1,9 @@
-"""What there is to measure on the card, cheapest and most telling first.
+"""The cases to measure on the card, cheapest and most informative first.
 
-A case is a generator in a module of this folder, run in a process of its own: what it yields are
-results, written as they come. `seconds` is when it is killed; `least` is what it needs to give its
-first results, below which it is not begun. `plan` has the order for some minutes.
+A case is a generator in a module of this folder, run in a separate process; it yields results,
+which are written immediately. `seconds` is the time after which it is killed; `least` is the
+minimum time to give first results, below which it is not started. `plan` selects cases for
+some minutes.
 """
 
 from collections.abc import Mapping
@@ -10,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}  # so that CUPTI sees every kernel
-# And so that no product is compiled dozens of times to choose the fastest, where nothing is timed.
+# Without autotuning, which compiles each product dozens of times, for cases that time nothing.
 UNTUNED = {"XLA_FLAGS": f"{NO_GRAPHS['XLA_FLAGS']} --xla_gpu_autotune_level=0"}
-# So that XLA tells when it records a graph again.
+# Makes XLA log when it records a graph again.
 LOGGED_GRAPHS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3"}
-SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # beside another framework
+SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # next to another framework
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One process."""
+    """A case: one process."""
 
     name: str
     function: str  # "module:function", called with a `timing.Setting` and the arguments
@@ -32,12 +33,12 @@ class Case:
 
     @property
     def group(self) -> str:
-        """The part of the name that `--only` takes for all cases that share it."""
+        """The part of the name by which `--only` selects all cases that share it."""
         return self.name.partition("/")[0]
 
 
 def _correct(dtype: str) -> Case:
-    # Half of it is the compilation of references, by as many threads as there are cores.
+    # Half of the time is compilation of references, with one thread per core.
     return Case(
         name=f"correct/{dtype}",
         function="correct:check_kernels",
@@ -129,7 +130,7 @@ def _command_buffers(name: str, environment: Mapping[str, str]) -> Case:
         seconds=50,
         arguments={"label": name},
         environment=environment,
-        on_cpu=False,  # `Step` runs in host/1, too
+        on_cpu=False,  # `Step` also runs in host/1
     )
 
 
@@ -190,7 +191,7 @@ CASES = (
         about="tokens of 200 steps with command buffers and without, K and requests alternating",
         seconds=90,
         least=60,
-        on_cpu=False,  # two processes, each of which compiles an engine as tokens does
+        on_cpu=False,  # two processes that each compile an engine, like tokens
     ),
     _watch(
         "updates",
@@ -307,10 +308,10 @@ CASES = (
 
 
 def select(names: list[str] | None) -> list[Case]:
-    """The cases of these names or groups, each once and in the order of the names; None: all.
+    """Return the cases with these names or groups, each once, in the order of the names; None: all.
 
     Raises:
-        ValueError: a name that is nobody's.
+        ValueError: a name is unknown.
     """
     if not names:
         return list(CASES)

@@ -1,12 +1,11 @@
-"""Results of every kernel against its reference in f32, and against its own when run again.
+"""Results of every kernel against its reference in f32, and against its own results when repeated.
 
-An error is |out - truth| / |truth|, in the Euclidean norm, the largest of the arrays that a call
-gives; truth is the reference on the same values in f32, with exact f32 products. In bf16 it is
-held against the error of the reference in bf16, which is what XLA makes of plain jnp. So is the
-worst row's error, the largest difference over the root of the mean square of the array: one wrong
-row of many hardly changes a norm.
-
-Programs are compiled in threads from shapes alone, while the operands of those before are made.
+An error is |out - truth| / |truth| in the Euclidean norm, the largest among a call's arrays; truth
+is the reference on the same values in f32, with exact f32 products. In bf16 the error is compared
+with the error of the reference in bf16, XLA's version of plain jnp. The same holds for the worst
+row's error: the largest difference divided by the root mean square of the array, because one wrong
+row of many hardly changes a norm. Programs are compiled in threads from shapes alone, while the
+operands of previous ones are made.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,18 +41,18 @@ from schedules import split_states
 from threads import compile_all
 from timing import Setting, attempt
 
-ONLY_F32 = "truncation", "draw_tokens"  # of which bf16 is no coarser reference
-ONLY_BF16 = "float8"  # a form
-EXACT = "route"  # in bf16, too: a sort has no rounding
+ONLY_F32 = "truncation", "draw_tokens"  # bf16 is not a coarser reference for these
+ONLY_BF16 = "float8"  # a form of attention
+EXACT = "route"  # also in bf16: a sort does not round
 TOLERANCE_F32, TOLERANCE_BF16, TIMES = 2e-5, 1.5, 3
 ROW_TOLERANCE_F32, ROW_TOLERANCE_BF16 = 5e-4, 2.5
 GIB = 2**30
 
-Make = Callable[[Any], Problem]  # of a dtype
+Make = Callable[[Any], Problem]  # takes a dtype
 
 
 def check_kernels(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
-    """Every kernel that takes the dtype."""
+    """Check every kernel that supports the dtype."""
     yield from check_splits(setting, dtype)
     some = [
         (name, partial(make, dtype))
@@ -74,9 +73,9 @@ def check_kernels(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
 
 
 def check_splits(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
-    """States of the gated delta rule after some tokens: at once, and one by one."""
+    """Compare states of the gated delta rule after T tokens: in one step, and in T steps."""
     heads, rows = setting.pick((DELTA_HEADS["27B"], 4), (TINY_HEADS, 2))
-    for batch in setting.pick((7, 8), (1,)):  # on both sides of where the tiles change
+    for batch in setting.pick((7, 8), (1,)):  # on both sides of the change of tiles
         row = {"what": "split steps", "shape": [batch, rows], "dtype": dtype}
 
         def one(batch=batch):
@@ -88,7 +87,7 @@ def check_splits(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
 
 
 def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
-    """Names with shapes, and what makes the problem."""
+    """Yield names with shapes, and functions that make the problem."""
     yield from _attentions(setting)
     yield from _delta_rules(setting)
     yield from _latents(setting)
@@ -104,13 +103,13 @@ def _attentions(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
     )
     plain = [(*shape, None) for shape in shapes]
     models = setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items()
-    # The other forms with steps of one model, and with the other's prompts; smoke has more of them.
+    # Other forms with one model's steps and the other's prompts; smoke has more of them.
     for (model, heads), shape in zip(models, shapes[-2:], strict=False):
         formed = [(*shape, form) for form in setting.pick(FORMS, ())]
         for batch, rows, context, form in plain + formed:
 
             def make(dtype, heads=heads, own=(batch, rows, context), form=form):
-                # In the longest, pages lie further than 32 bits of bytes reach.
+                # In the longest, offsets of pages exceed 32 bits.
                 size = 5 * GIB if own[2] > 4096 else 0.5 * GIB
                 stored = "float8_e4m3fn" if form == "float8" else dtype
                 kv = pool(heads, setting.pick(size, 2**18), stored)
@@ -123,7 +122,7 @@ def _attentions(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
 
 
 def _delta_rules(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
-    # The 4B's heads differ in number alone; each shape takes half a minute, of compilation.
+    # The 4B's heads differ only in number; each shape takes half a minute to compile.
     for model, heads in setting.pick({"27B": DELTA_HEADS["27B"]}, {"tiny": TINY_HEADS}).items():
         # Tiles differ below a batch of eight.
         shapes = ((1, 1, False), (7, 4, False), (16, 4, False), (64, 1, False), (2, 200, True))
@@ -133,7 +132,7 @@ def _delta_rules(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
                 return delta_rule(heads, batch, rows, dtype, folds=folds, layers=1)
 
             yield ("gated_delta_rule", model, batch, rows, folds), make
-        # States that lie further than 32 bits of bytes reach, as in an engine.
+        # Offsets of states exceed 32 bits, as in an engine.
         layers, slots = setting.pick((24, 64), (2, 2))
 
         def make_last(dtype, heads=heads, layers=layers, slots=slots):
@@ -180,7 +179,7 @@ def _rows(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
 
 
 def compile_problem(make: Callable[[], Problem], dtype: str, setting: Setting) -> dict[str, Any]:
-    """Programs of the kernel, of the reference in f32, and of the reference in bf16."""
+    """Compile the kernel, the reference in f32, and the reference in bf16."""
 
     def operands():
         problem = make()
@@ -207,7 +206,7 @@ def compile_problem(make: Callable[[], Problem], dtype: str, setting: Setting) -
 def check(
     problem: Problem, programs: dict[str, Any], dtype: str, *, is_exact: bool
 ) -> dict[str, Any]:
-    """Errors of the kernel and of the reference, and whether it repeats itself bit by bit."""
+    """Return errors of kernel and reference, and whether the kernel's bits repeat."""
     given = problem.state, problem.items[0]
     truth = programs["truth"](*jax.tree.map(_as_f32, given))
     run = programs["kernel"]
@@ -226,12 +225,12 @@ def check(
 
 @jax.jit
 def largest_errors(outs: list[jax.Array], truths: list[jax.Array]) -> jax.Array:
-    """In norm and of a row; infinite where they do not agree on what is a number."""
+    """Return errors in norm and of the worst row; infinite if finiteness differs."""
     return jnp.max(jnp.stack(list(map(relative_errors, outs, truths))), axis=0)
 
 
 def relative_errors(out: jax.Array, truth: jax.Array) -> jax.Array:
-    """|out - truth| / |truth|, and the largest difference over the root of the mean square."""
+    """Return |out - truth| / |truth|, and the largest difference over the root mean square."""
     out, truth = out.astype(jnp.float32), truth.astype(jnp.float32)
     finite = jnp.isfinite(truth)
     agree = jnp.where(finite, jnp.isfinite(out), (out == truth) | (jnp.isnan(out + truth)))
@@ -245,7 +244,7 @@ def relative_errors(out: jax.Array, truth: jax.Array) -> jax.Array:
 
 @jax.jit
 def same_bits(some: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-    """Whether two rows of arrays are the same, NaNs included."""
+    """Return whether two lists of arrays have the same bits, including NaNs."""
     pairs = zip(some, others, strict=True)
     return jnp.stack([(_bits(a) == _bits(b)).all() for a, b in pairs]).all()
 
@@ -256,6 +255,6 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _as_f32(x: Any) -> Any:
-    """But for float8, which has scales of its own."""
+    """Cast floats to f32, except float8, which has separate scales."""
     is_rounded = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
     return x.astype(jnp.float32) if is_rounded else x

@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights made on the device, and engines that run them."""
+"""Models of published shapes with random weights, and engines that run them."""
 
 import json
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ PROMPT, OUTPUT, CHUNK_TOKENS = 128, 112, 2048
 
 @dataclass
 class Chosen(PolicyRule):
-    """K as it is set, among those compiled; keeps the milliseconds of rounds."""
+    """A policy with a settable K among the compiled ones, which records milliseconds of rounds."""
 
     choices: tuple[int, ...]
     k: int = 0
@@ -60,27 +60,27 @@ class Chosen(PolicyRule):
     ms: list[float] = field(default_factory=list)
 
     def choose(self, load: DecodeLoad) -> int:
-        """As set."""
+        """Return the fixed K."""
         return self.k
 
     def observe(self, outcome: Round) -> None:
-        """Keep the time."""
+        """Record the time."""
         if outcome.ms is not None and outcome.k == self.k:
             self.ms.append(outcome.ms)
 
 
 @dataclass(frozen=True)
 class Models:
-    """A target and its drafter with weights."""
+    """A target and its drafter, with weights."""
 
     target: Model
     drafter: Drafter
     params: Params
-    plain_params: Params  # the target's alone
+    plain_params: Params  # only the target's
 
 
 def read_config(name: str, setting: Setting) -> dict[str, Any]:
-    """The config of a published model, or a tiny one of its kind."""
+    """Return the config of a published model, or a tiny one of its kind."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     text = config.get("text_config", config)
     if setting.is_cpu:
@@ -89,7 +89,7 @@ def read_config(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def make_models(name: str, setting: Setting) -> Models:
-    """Llama gets an EAGLE-1 head, Qwen3.5 its MTP module."""
+    """Make a model and its drafter: an EAGLE-1 head for Llama, the MTP module for Qwen3.5."""
     target = describe_model(HFConfig(read_config(name, setting), name))
     head = EagleHead(shape=target) if name.startswith("Llama") else MTPHead(target)
     dtype = setting.pick("bfloat16", "float32")
@@ -98,7 +98,7 @@ def make_models(name: str, setting: Setting) -> Models:
 
 
 def random_params(specs: Any, dtype: str, seed: int) -> Any:
-    """Matrices that keep the scale of what they multiply, and norms that leave it."""
+    """Return random matrices that keep the scale of their inputs, and norms of one."""
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     arrays = [
@@ -116,9 +116,9 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def make_config(batch: int, setting: Setting, max_drafts: int, **options: Any) -> EngineConfig:
-    """Room for `batch` requests of a prompt and an output, and for nothing else.
+    """Return a config that just fits `batch` requests of a prompt and an output.
 
-    Chunks and rounds have one shape each: every shape takes seconds of a short lease to compile.
+    Chunks and rounds have one shape each: every shape takes seconds to compile.
     """
     prompt, output = lengths(setting)
     max_model_len = prompt + output + 2 * (max_drafts + 1) + options.pop("room", 0)
@@ -143,7 +143,7 @@ def make_config(batch: int, setting: Setting, max_drafts: int, **options: Any) -
 
 
 def lengths(setting: Setting) -> tuple[int, int]:
-    """Of prompts and outputs, in tokens."""
+    """Return the lengths of prompts and outputs, in tokens."""
     return setting.pick((PROMPT, OUTPUT), (8, 12))
 
 
@@ -157,7 +157,7 @@ def make_engine(
     is_plain: bool = False,
     **options: Any,
 ) -> Engine:
-    """An engine for `batch` requests that accepts drafts at `rates`; plain ones have no drafter."""
+    """Return an engine for `batch` requests that accepts drafts at `rates`, or without drafter."""
     config = make_config(batch, setting, max(policy.choices, default=0), **options)
     if is_plain:
         return Engine(config, models.target, NoDrafter(), models.plain_params, policy)
@@ -168,7 +168,7 @@ def make_engine(
 def make_requests(
     batch: int, vocab_size: int, output: int, setting: Setting, *, num_prompt: int | None = None
 ) -> list[Request]:
-    """Random prompts, greedy, to the last token."""
+    """Return greedy requests with random prompts that run to their last token."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     prompts = rng.integers(0, vocab_size, (batch, num_prompt or lengths(setting)[0])).tolist()
@@ -176,7 +176,7 @@ def make_requests(
 
 
 def measure_engine(engine: Engine, policy: Chosen, k: int, setting: Setting) -> dict[str, Any]:
-    """Milliseconds per step and per token of a full batch at K = k."""
+    """Measure milliseconds per step and per token of a full batch at K = k."""
     policy.k, batch = k, engine.config.max_num_seqs
     vocab_size = engine.target.vocab_size
     decode(engine, make_requests(batch, vocab_size, 6, setting))  # touches memory
@@ -200,7 +200,7 @@ def measure_engine(engine: Engine, policy: Chosen, k: int, setting: Setting) -> 
 
 
 def step_floor(models: Models, batch: int, k: int, setting: Setting) -> int:
-    """The fewest bytes of a step, in the middle of an output."""
+    """Return the minimum bytes of a step in the middle of an output."""
     prompt, output = lengths(setting)
     return minimum_bytes(
         models.target,
@@ -215,7 +215,7 @@ def step_floor(models: Models, batch: int, k: int, setting: Setting) -> int:
 
 
 def free(engine: Engine) -> None:
-    """Give the memory of an engine's state back."""
+    """Free the memory of an engine's state."""
     for leaf in jax.tree.leaves(engine.programs.state):
         leaf.delete()
 
@@ -228,7 +228,7 @@ def _accepted(runs: Sequence[Run]) -> list[float]:
 
 
 def _per_step(before: Metrics, after: Metrics) -> dict[str, float]:
-    """What the host did between two snapshots, in milliseconds per step."""
+    """Return the host's times between two snapshots, in milliseconds per step."""
     steps = max(1, after.num_steps - before.num_steps)
     return {
         name: (getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps)

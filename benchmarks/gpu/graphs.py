@@ -1,4 +1,4 @@
-"""Tokens with CUDA graphs and without them: an update that goes wrong gives no error."""
+"""Tokens with and without CUDA graphs: a wrong graph update raises no error."""
 
 import itertools
 import json
@@ -23,18 +23,18 @@ METHOD, NUM_STEPS = "eagle3", 200
 
 @dataclass
 class Alternating(Chosen):
-    """One K after the other, so that other programs run between two steps of the same."""
+    """A policy that alternates K, so that other programs run between two steps with the same K."""
 
     def __post_init__(self):
         self._ks = itertools.cycle(self.choices)
 
     def choose(self, load: DecodeLoad) -> int:
-        """The next one."""
+        """Return the next K."""
         return next(self._ks)
 
 
 def check_graphs(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The same 200 steps in two processes, whose requests and K alternate."""
+    """Run the same 200 steps, with alternating requests and K, in two processes."""
     row = {"what": "same outputs", "model": TARGET, "dtype": "float32", "way": "without graphs"}
     if TARGET not in demo_folders():
         yield row | {"absent": f"{TARGET} is not in checkpoints"}
@@ -63,7 +63,7 @@ def _run(environment: dict[str, str], setting: Setting) -> dict[str, Any]:
 def main() -> None:
     """Run the steps, and print all outputs.
 
-    In float32, where the tokens of a request do not depend on the K of its rounds.
+    In float32, where a request's tokens do not depend on the K of its rounds.
     """
     setting = Setting(is_cpu=json.loads(sys.argv[1]))
     found = []

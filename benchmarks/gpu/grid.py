@@ -1,4 +1,4 @@
-"""Steps of whole models, by batch size and K, in the engine."""
+"""Steps of whole models in the engine, by batch size and K."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +18,14 @@ from steps import Step
 from timing import Setting, attempt, step_times
 
 FIRST_KS, OTHER_KS = (0, 3), (1, 5)
-CPU_KS = (0, 1)  # few drafts, which are compiled one by one
-COMPARED = (1, 64)  # batch sizes at which more is measured than the grid
+CPU_KS = (0, 1)  # few drafts, because each is compiled separately
+COMPARED = (1, 64)  # batch sizes with more measurements than the grid
 TAX_ROUNDS = 3
-ROOM = 16  # tokens of a request beyond what K = 3 needs; the same for all, for the same programs
+ROOM = 16  # tokens per request beyond those for K = 3; equal for all, so that programs are equal
 
 
 def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
-    """The seed's cells of one batch size; the most telling K first."""
+    """Yield the seed's cells of one batch size, the most informative K first."""
     name = "Llama-3.1-8B"
     models = make_models(name, setting)
     row = {"what": "step", "model": name, "batch": batch}
@@ -48,7 +48,7 @@ def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
 def measure_models(
     setting: Setting, names: tuple[str, ...], batches: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Other models: each batch size is an engine of its own, all of the same weights."""
+    """Measure other models: a separate engine per batch size, with the same weights."""
     for name in names:
         yield from _measure_model(name, setting.pick(batches, (2,)), setting)
 
@@ -83,7 +83,7 @@ def _cells(
 
 
 def measure_tax(models: Models, engine: Any, policy: Chosen, setting: Setting) -> dict[str, Any]:
-    """K = 0 in an engine with a drafter against one without, in turn."""
+    """Compare K = 0 in an engine with a drafter with an engine without, in turn."""
     batch = engine.config.max_num_seqs
     plain_policy = Chosen((0,))
     plain = make_engine(models, batch, plain_policy, (), setting, is_plain=True, room=ROOM)
@@ -105,7 +105,7 @@ def measure_tax(models: Models, engine: Any, policy: Chosen, setting: Setting) -
 
 
 def measure_drafts(models: Models, batch: int, setting: Setting) -> dict[str, Any]:
-    """Milliseconds of all drafts, of a round of none and of one of all, back to back."""
+    """Measure milliseconds of all drafts, of a round without drafts, and of a full round."""
     most = max(setting.pick(FIRST_KS, CPU_KS))
     config, ms = make_config(batch, setting, most, room=ROOM), {}
     steps = ("target", 0, False), ("drafts", most, True), ("round", most, False)

@@ -1,9 +1,9 @@
-"""What the host costs: how busy steps keep the device, and how steps are launched.
+"""The host's cost: how busy steps keep the device, and the ways to launch steps.
 
     busy = ms of a step on the device / ms per step of the engine
 
-The first is of the same program launched many times in a row, with no host work between launches;
-1 means that the device never waits for the host.
+The former is measured by many launches of the same program in a row, without host work between
+them; 1 means that the device never waits for the host.
 """
 
 import os
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
-    """The part of the engine's time in which the device works."""
+    """Yield the fraction of the engine's time in which the device works."""
     models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
     row = {"what": "host", "model": MODEL, "batch": batch}
     device_ms = {}
@@ -56,10 +56,10 @@ def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
 
 
 def measure_early_launch(setting: Setting, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """A step of one request, with kernels launched before the one before has ended, and without.
+    """Compare steps of one request with and without early launch of kernels.
 
-    XLA has each wait before it reads or writes (programmatic dependent launch), so all results must
-    be the same; the same process tunes both in the same way.
+    With early launch, XLA makes each kernel wait before it reads or writes (programmatic dependent
+    launch), so all results must be equal; the same process tunes both in the same way.
     """
     for name in names:
         models, ks = make_models(name, setting), setting.pick(KS, CPU_KS)
@@ -88,7 +88,7 @@ def measure_early_launch(setting: Setting, names: tuple[str, ...]) -> Iterator[d
 
 
 def measure_step(setting: Setting, label: str) -> Iterator[dict[str, Any]]:
-    """A step of one request under the flags of this process."""
+    """Measure a step of one request with the flags of this process."""
     models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
     for k in ks:
         row = {"what": "command buffers", "model": MODEL, "batch": 1, "k": k, "buffers": label}

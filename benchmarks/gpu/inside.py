@@ -1,4 +1,4 @@
-"""Kernel by kernel, where the time of a model's step goes."""
+"""The time of a model's step, by kernel."""
 
 import re
 from collections import defaultdict
@@ -16,7 +16,7 @@ ROOM = 16
 
 
 def profile_steps(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
-    """Each kernel of a step in order, in microseconds, and the sums of those of one kind."""
+    """Yield the kernels of a step in order, in microseconds, and sums by kind."""
     models = make_models(name, setting)
     for batch, ks in setting.pick(SHAPES, {2: (1,)}).items():
         for k in ks:
@@ -32,7 +32,7 @@ def profile_steps(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _sum(runs: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """Of runs of the same kernels, the medians."""
+    """Return medians over runs of the same kernels."""
     if not runs:
         return {}
     length = median(len(run) for run in runs)

@@ -1,4 +1,4 @@
-"""Where results come from, found out without touching the card: its memory is for the cases."""
+"""The provenance of results, found without using the card, whose memory is for the cases."""
 
 import csv
 import platform
@@ -19,7 +19,7 @@ MOVING = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
 def describe(*, is_cpu: bool, commit: str | None = None) -> dict[str, Any]:
-    """Commit, unless it is given, versions and device."""
+    """Return commit (unless given), versions and device."""
     gpu = None if is_cpu else _query(FIXED)
     return {
         "command": " ".join(["python", "benchmarks/gpu/run.py", *_arguments()]),
@@ -32,12 +32,12 @@ def describe(*, is_cpu: bool, commit: str | None = None) -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Clocks, power and temperature now; None where nobody tells."""
+    """Return current clocks, power and temperature; None if unknown."""
     return _query(MOVING)
 
 
 def now() -> str:
-    """The date of a line."""
+    """Return the current date, for a result line."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -68,7 +68,7 @@ def _versions() -> dict[str, str]:
 
 
 def commit_of(root: Path) -> str:
-    """Of a checkout, and whether it has changes; "unknown" where git cannot tell."""
+    """Return a checkout's commit, and whether it has changes; "unknown" without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

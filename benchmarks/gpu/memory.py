@@ -13,13 +13,13 @@ from one_case import MARK
 from timing import Setting
 
 TOOL = "compute-sanitizer"
-# With the usual pool of memory, what is out of an array's bounds is within the pool's.
+# In the usual memory pool, addresses out of an array's bounds are within the pool.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-ERRORS = 86  # exit status if it found any
+ERRORS = 86  # exit status if it found errors
 
 
 def check_memory(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Without the tool, as on a CPU, the cases run alone."""
+    """Run the cases under the tool; without the tool, as on a CPU, run only the cases."""
     tool = shutil.which(TOOL)
     if tool is None and not setting.is_cpu:
         yield {"what": "memory", "absent": f"there is no {TOOL}"}

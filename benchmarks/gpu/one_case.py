@@ -1,4 +1,4 @@
-"""The process of one case: imports its module, and prints what it yields."""
+"""The process of one case: it imports the case's module, and prints its results."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ MARK = "RESULT "  # see `run`
 
 
 def main() -> None:
-    """Run the case that the argument describes."""
+    """Run the case in the argument."""
     asked = json.loads(sys.argv[1])
     logging.getLogger("pallas_kernels").addHandler(_Told())
     module, _, name = asked["function"].partition(":")
@@ -22,12 +22,12 @@ def main() -> None:
 
 
 def emit(row: dict[str, Any]) -> None:
-    """Hand a result over."""
+    """Print a result for `run`."""
     print(MARK + json.dumps(row, default=float), flush=True)
 
 
 class _Told(logging.Handler):
-    """Results, too, are what kernels log: that a reference runs in their place."""
+    """A log handler that reports kernels' log lines: they say if a reference runs instead."""
 
     def emit(self, record: logging.LogRecord) -> None:
         emit({"what": "log", "message": record.getMessage()})

@@ -1,10 +1,10 @@
-"""Two commits against each other: what each line of a paired run measured, old over new.
+"""Two commits against each other: for each line of a paired run, the ratio of old to new time.
 
     python benchmarks/gpu/run.py --pair OTHER_CHECKOUT --only kernels/others
     python benchmarks/gpu/pairs.py                 the ratios again
 
-Every case runs with the old sources and with the new ones in turn, twice, in processes of their
-own. The benchmarks are this checkout's both times; specjax and pallas_kernels are each commit's.
+Every case runs with the old and with the new sources in turn, twice, in separate processes. The
+benchmarks are from this checkout both times; specjax and pallas_kernels are from each commit.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 OUTPUT = Path(__file__).resolve().parents[1] / "results" / "gpu_pairs.jsonl"
 ROUNDS = 2
-# What makes two lines measurements of the same thing.
+# Lines with equal values of these fields measure the same.
 SETTINGS = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
             "config", "part", "tokens", "dim", "size", "peer", "message")  # fmt: skip
 TIMES = (
@@ -26,20 +26,20 @@ TIMES = (
     "ms_per_step",
     "ms",
     "steps_ms",
-)  # the first that a line has is compared
+)  # the first one in a line is compared
 
 Line = Mapping[str, Any]
 
 
 def key(line: Line) -> tuple[str, ...]:
-    """Equal for lines that measured the same thing."""
+    """Return a key that is equal for lines of the same measurement."""
     return line["case"], *(str(line.get(name)) for name in SETTINGS)
 
 
 def ratios(lines: Iterable[Line]) -> list[tuple[str, float, float]]:
-    """What was measured with both commits: its name, the old and the new time, medians of rounds.
+    """Return (name, old time, new time) of measurements with both commits, as medians of rounds.
 
-    Of the lines, those of the last pair of commits count.
+    Only lines of the last pair of commits count.
     """
     paired = [line for line in lines if "pair" in line["provenance"] and line["status"] == "result"]
     if not paired:
@@ -57,13 +57,13 @@ def ratios(lines: Iterable[Line]) -> list[tuple[str, float, float]]:
 
 
 def time_of(line: Line) -> float | None:
-    """The time that a line is about; None if it failed, or is not about one."""
+    """Return the time in a line; None if it failed, or has no time."""
     found = next((line[name] for name in TIMES if line.get(name)), None)
     return found["median"] if isinstance(found, Mapping) else found
 
 
 def show(lines: Iterable[Line]) -> str:
-    """A line for each ratio."""
+    """Return one line per ratio."""
     rows = [f"{old:10.4g} {new:10.4g} {old / new:7.3f}  {name}" for name, old, new in ratios(lines)]
     return "\n".join([f"{'old':>10} {'new':>10} {'old/new':>7}", *rows])
 

@@ -1,4 +1,4 @@
-"""Others' engines with the same model on the same card, as far as they are installed."""
+"""Other libraries' engines with the same model on the same card, if installed."""
 
 import importlib
 import time
@@ -13,11 +13,11 @@ from timing import Setting, spread
 MODEL = "Llama-3.1-8B"
 BATCHES, REPEATS = (1, 64), 3
 
-Generate = Callable[[list[list[int]], int], Any]  # of prompts and the tokens each is to get
+Generate = Callable[[list[list[int]], int], Any]  # takes prompts and the number of output tokens
 
 
 def time_transformers(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Milliseconds of one token of one request of about the grid's length."""
+    """Time one token of one request of about the grid's length, in milliseconds."""
     row = {"what": "peer decode", "model": MODEL, "batch": 1}
     step: dict[str, Callable[[], Any]] = {}
 
@@ -56,7 +56,7 @@ def _transformers_step(setting: Setting) -> Callable[[], Any]:
             return model(ids, **arguments).logits.argmax(-1)
 
     run(ids, torch.arange(128, device=device))
-    # The same position each time, which costs what the next one does.
+    # The same position each time, which costs the same as the next one.
     return partial(run, ids[:, :1], torch.tensor([128], device=device))
 
 
@@ -66,7 +66,7 @@ def _decode_figures(run: Callable[[], Any], setting: Setting) -> dict[str, Any]:
 
 
 def time_vllm(setting: Setting) -> Iterator[dict[str, Any]]:
-    """vLLM with random weights and no drafts."""
+    """Time vLLM with random weights and no drafts."""
 
     def start() -> Generate:
         vllm = importlib.import_module("vllm")
@@ -88,7 +88,7 @@ def time_vllm(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def time_sglang(setting: Setting) -> Iterator[dict[str, Any]]:
-    """SGLang with random weights and no drafts."""
+    """Time SGLang with random weights and no drafts."""
 
     def start() -> Generate:
         sglang = importlib.import_module("sglang")
@@ -109,7 +109,7 @@ def time_sglang(setting: Setting) -> Iterator[dict[str, Any]]:
 def _time_engine(
     name: str, start: Callable[[], Generate], setting: Setting
 ) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a token of each request, by batch size; one line if it is not there."""
+    """Yield milliseconds per token by batch size, or one line if it is not installed."""
     generate: list[Generate] = []
     row = {"what": "peer decode", "model": MODEL, "peer": name}
 
@@ -126,7 +126,7 @@ def _time_engine(
 
 
 def _ms_per_token(generate: Generate, batch: int, setting: Setting) -> dict[str, Any]:
-    """From outputs of two lengths, so that neither prompts nor the call count."""
+    """Measure from outputs of two lengths, so that prompts and the call do not count."""
     prompt, long = lengths(setting)
     short = long // 4
     prompts = [[100 + i] * prompt for i in range(batch)]

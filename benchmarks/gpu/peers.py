@@ -1,4 +1,4 @@
-"""Others' kernels for the same work on the same card, as far as they are installed."""
+"""Other libraries' kernels for the same work on the same card, if installed."""
 
 import importlib
 import time
@@ -27,7 +27,7 @@ DTYPE = "bfloat16"
 
 
 def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
-    """One token for each of some requests of the same length. Torch's cache is contiguous."""
+    """Time one token per request, for requests of equal length. Torch's cache is contiguous."""
     for model, heads in setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items():
         for batch, context in setting.pick(((64, 4096), (1, 4096)), ((2, 64),)):
             row = {"what": "peer attention", "model": model, "batch": batch, "context": context}
@@ -93,7 +93,7 @@ def _jax_attention(
     items = tuple(jnp.asarray(tables.reshape(2, batch, columns)))
     q, lengths = normal(3, (batch, num_heads, dim), DTYPE), jnp.full(batch, context, jnp.int32)
 
-    # Its parts of a context are whole blocks of pages.
+    # It divides a context into whole blocks of pages.
     block = min(8, columns)
     splits = min(16, columns // block)
 
@@ -140,7 +140,7 @@ PEERS_OF_ATTENTION = {
 
 
 def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
-    """T tokens on a state; the peer's call has no convolution, no gates and no lazy advance."""
+    """Time T tokens on a state; the peer has no convolution, no gates and no lazy advance."""
     heads = setting.pick(DELTA_HEADS["27B"], TINY_HEADS)
     for batch, rows in setting.pick(((64, 1), (64, 4), (1, 4)), ((2, 2),)):
         row = {"what": "peer delta rule", "model": "27B", "batch": batch, "rows": rows}
@@ -163,7 +163,7 @@ def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
-    # Key heads repeated to the value heads', as its interface wants them.
+    # Key heads are repeated to the number of value heads, as its interface requires.
     tokens = (batch, rows, heads.num_values)
     q, k = (random(*tokens, heads.key_dim) for _ in "qk")
     v, beta = random(*tokens, heads.value_dim), random(*tokens).sigmoid()
@@ -185,7 +185,7 @@ def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict
 
 
 def torch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
-    """As `launch_times`, for programs of torch."""
+    """Return `launch_times` of torch programs."""
     torch = importlib.import_module("torch")
     if setting.is_cpu:
         return launch_times(lambda: launch() and None, setting)
@@ -211,7 +211,7 @@ def _figures(times: list[float], calls: int, moved: float) -> dict[str, Any]:
 
 
 def try_peer(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """As `attempt`; a peer that is not installed is absent, which is no error."""
+    """Run `attempt`; a peer that is not installed counts as absent, not as an error."""
 
     def run() -> dict[str, Any]:
         try:

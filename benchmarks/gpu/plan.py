@@ -1,16 +1,16 @@
-"""The commands for some minutes on a GPU machine, in calls that each begin with a copy of the work
+"""The commands for some minutes on a GPU machine, in calls that each start with a copy of the work
 tree.
 
     python benchmarks/gpu/plan.py                 for 15 minutes, 10 a command, a tree of 64 MiB
-    python benchmarks/gpu/plan.py --report FILE   what is wrong in the lines that came back
+    python benchmarks/gpu/plan.py --report FILE   the faults in the returned lines
     python benchmarks/gpu/plan.py --dry-run       the same here: tiny shapes, kernels interpreted
 
-A call is a few blocks, each a `run.py` with a budget of its own, so that none takes another one's
-time; what would show that all else is wrong comes first. Results are lines in the output folder as
-soon as they are there. If two cases in a row hang, a call ends.
+A call is a few blocks, each a `run.py` with a separate budget, so that no block takes another's
+time. Checks that could invalidate all other results come first. Results are written immediately as
+lines in the output folder. If two cases in a row hang, a call ends.
 
-Issue the calls back to back: a machine that waits counts, too. A card with more memory is the same
-plan once more; its copy bandwidth is another, and most of its kernels' times follow from that.
+Issue the calls back to back: idle machine time counts. For a card with more memory, use the same
+plan again; its copy bandwidth differs, and most kernels' times follow from it.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from machine import commit_of
 from run import HUNG, MAX_HUNG
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = "../left-out"  # where checkpoints wait that a call does not need
+LEFT_OUT = "../left-out"  # holds checkpoints that a call does not need
 MIB = 2**20
-START_SECONDS, MARGIN_SECONDS = 60, 10  # until a machine is there; of a command, for what is slower
-# Fields of a line that must not be false, and those that say what it is of.
+START_SECONDS, MARGIN_SECONDS = 60, 10  # to start a machine; spare time per command
+# Fields of a line that must not be false, and fields that identify it.
 HOLD = "passes", "is_repeatable", "is_same"
 ABOUT = "what", "model", "shape", "dtype", "batch", "k", "way"
 LLAMA = ("demo-llama", "demo-llama-eagle1", "demo-llama-eagle3", "demo-llama-dflash")
@@ -40,7 +40,7 @@ QWEN = ("demo-qwen3.5",)
 
 @dataclass(frozen=True)
 class Block:
-    """Cases that share a budget, and the demo checkpoints that they read."""
+    """Cases with a common budget, and the demo checkpoints that they read."""
 
     seconds: int
     cases: tuple[str, ...]
@@ -87,21 +87,21 @@ BLOCKS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a machine: seconds in all, seconds and bytes of one command."""
+    """The limits of a machine: total seconds, and seconds and bytes per command."""
 
     total: float
     command: float
     size: float
 
     def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
-        """The blocks in turn, in calls of machines.
+        """Yield, for each machine, its calls, which are lists of blocks in order.
 
         Args:
             sizes: bytes of each checkpoint.
-            rest: bytes of what is not a checkpoint, and always travels.
+            rest: bytes of all other files, which are always sent.
 
         Raises:
-            ValueError: a block does not fit, however few blocks a call has.
+            ValueError: a block does not fit even in a separate call.
         """
         calls: list[list[Block]] = []
         left = self.total - START_SECONDS
@@ -129,7 +129,7 @@ class Limits:
 
 
 def needed_by(blocks: Sequence[Block]) -> set[str]:
-    """The checkpoints that some blocks read."""
+    """Return the checkpoints that these blocks read."""
     return {name for block in blocks for name in block.checkpoints}
 
 
@@ -138,7 +138,7 @@ def _seconds(blocks: Sequence[Block]) -> float:
 
 
 def sizes_of_tree() -> tuple[dict[str, int], int]:
-    """Bytes of the checkpoints by name, and of all else that git tracks or could."""
+    """Return the bytes of checkpoints by name, and of all other files tracked or not ignored."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -157,7 +157,7 @@ def sizes_of_tree() -> tuple[dict[str, int], int]:
 
 
 def command_of(blocks: Sequence[Block], options: str) -> str:
-    """One line of a shell: the blocks, until as many cases hung as make a `run` end."""
+    """Return a shell line that runs the blocks until MAX_HUNG cases hung."""
     run = (
         f"run() {{ [ $hung -ge {MAX_HUNG} ] && return; python benchmarks/gpu/run.py {options} "
         f'"$@"; s=$?; hung=$((s > {HUNG} ? hung + s - {HUNG} : 0)); }}; hung=0'
@@ -167,7 +167,7 @@ def command_of(blocks: Sequence[Block], options: str) -> str:
 
 
 def show(limits: Limits, output: str) -> Iterator[str]:
-    """The plan, as lines of a shell with comments."""
+    """Yield the plan, as shell lines with comments."""
     sizes, rest = sizes_of_tree()
     commit = commit_of(ROOT).replace(" ", "-")  # "-with-changes" if it has some
     options = f"--commit {commit} --output {output}/gpu.jsonl --cache /tmp/gpu"
@@ -192,7 +192,7 @@ def show(limits: Limits, output: str) -> Iterator[str]:
 
 
 def dry_run() -> int:
-    """Run the blocks here as the plan has them, but for those that `cases` leaves out on a CPU."""
+    """Run the plan's blocks here, except cases that do not run on a CPU."""
     blocks = []
     for block in BLOCKS:
         names = tuple(case.name for case in select(list(block.cases)) if case.on_cpu)
@@ -201,7 +201,7 @@ def dry_run() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
         options = f"--cpu --output {folder}/gpu.jsonl --cache {folder}/programs"
         command = command_of(blocks, options).replace("python ", f"{sys.executable} ", 1)
-        # Nothing is timed, and the CPU's code may be slow.
+        # Times do not matter here, so the CPU's code may be slow.
         environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=True)
         wrong = report((Path(folder) / "gpu.jsonl").read_text().splitlines())
@@ -210,7 +210,7 @@ def dry_run() -> int:
 
 
 def report(lines: Iterable[str]) -> list[str]:
-    """What a results file says is wrong: cases that did not end, and results that do not hold."""
+    """Return the faults in a results file: unfinished cases, and results that do not hold."""
     found = []
     for line in map(json.loads, lines):
         reasons = [line["status"]] if line["status"] not in ("result", "done") else []
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument(
         "--output", default="gpu-results", help="the folder there that comes back; %(default)s"
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="what is wrong in its lines")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print the faults in its lines")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on this CPU")
     settings = parser.parse_args()
     if settings.dry_run:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
-    """Milliseconds per token over the batch size, and kernels' part of the copy bandwidth."""
+    """Plot milliseconds per token by batch size, and kernels' fraction of the copy bandwidth."""
     results = latest(line for line in lines if line["status"] == "result")
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

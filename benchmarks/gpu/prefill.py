@@ -1,4 +1,4 @@
-"""How fast prompts are taken in, against what the card multiplies."""
+"""Prefill throughput, relative to the card's matmul rate."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ ROUNDS = 5
 
 
 def measure_prefill(setting: Setting) -> Iterator[dict[str, Any]]:
-    """32 prompts of 1,900 tokens in chunks of up to 4 x 2,048."""
+    """Measure 32 prompts of 1,900 tokens, in chunks of up to 4 x 2,048."""
     batch, num_tokens, rows, width = setting.pick((32, 1900, 4, 2048), (2, 12, 2, 16))
     row = {"what": "prefill", "model": MODEL, "batch": batch, "tokens": num_tokens}
 
@@ -41,7 +41,7 @@ def measure_prefill(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def run(engine: Engine, batch: int, num_tokens: int, setting: Setting) -> float:
-    """Seconds until every prompt has its first token."""
+    """Return the seconds until every prompt has its first token."""
     vocab_size = engine.target.vocab_size
     requests = make_requests(batch, vocab_size, 1, setting, num_prompt=num_tokens)
     start = time.perf_counter()
@@ -53,7 +53,7 @@ def run(engine: Engine, batch: int, num_tokens: int, setting: Setting) -> float:
 
 
 def flops(config: dict[str, Any], num_tokens: int) -> float:
-    """Of a prompt: the layers' products and causal attention. The head runs on one row only."""
+    """Return a prompt's FLOPs: layers' products and causal attention, without the output head."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     attention = hidden * dim * 2 * (heads + config["num_key_value_heads"])

@@ -1,8 +1,8 @@
-"""Inputs of the kernels at the shapes of real models, for tests of their results and of their time.
+"""Inputs of the kernels at the shapes of real models, to test their results and their time.
 
-A problem is a state, which a call takes and leaves, some items that calls take in turn, so that no
-call finds its data in the card's cache, and the fewest bytes that one call moves. Values are
-random: the card does zeros faster. They are the same on every device, bit by bit.
+A problem has a state, which a call updates; some items, which calls use in turn, so that no call
+finds its data in the card's cache; and the minimum bytes that one call moves. Values are random,
+because the card processes zeros faster. They are equal on every device, bit by bit.
 """
 
 from collections.abc import Callable
@@ -31,19 +31,19 @@ from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.route import Rule, route
 from pallas_kernels.truncation import truncate
 
-CACHE_BYTES = 2**28  # several times the card's cache: what the items of a problem come to
+CACHE_BYTES = 2**28  # size of a problem's items, several times the card's cache
 PAGE_SIZE, TAPS, MAX_ROWS, EPS = 16, 4, 6, 1e-6
 DELTA_HEADS = {"4B": Heads(16, 32, 128, 128), "27B": Heads(16, 48, 128, 128)}
 TINY_HEADS = Heads(1, 2, 16, 16)
 # Query heads, key heads and their dimension.
 ATTENTION_HEADS = {"Llama-8B": (32, 8, 128), "Qwen-27B": (24, 4, 256)}
 TINY_ATTENTION = (4, 2, 64)
-# What else `attention` can be asked for.
+# Other forms of `attention`.
 FORMS = "window", "sinks", "soft cap", "float8", "part"
-# Heads, numbers of a latent, and those of a rotated key.
+# Heads, width of a latent, and width of a rotated key.
 LATENT_HEADS = {"GLM-4.7-Flash": (20, 512, 64), "DeepSeek-V3": (128, 512, 64)}
 TINY_LATENT = (4, 64, 16)
-# Experts, how many of them a row goes to, and how they are chosen.
+# Experts, experts per row, and the rule of the choice.
 ROUTES = {
     "Qwen3-30B-A3B": (128, 8, Rule()),
     "gpt-oss-20b": (32, 4, Rule()),
@@ -56,17 +56,17 @@ TINY_ROUTES = (8, 2, Rule())
 
 @dataclass(frozen=True)
 class Problem:
-    """`call(state, item, kernels, config)` gives the state and an output."""
+    """A problem; `call(state, item, kernels, config)` returns the state and an output."""
 
     state: Any
     items: tuple[Any, ...]
     call: Callable[[Any, Any, str, Any], tuple[Any, Any]]
     num_bytes: float
-    # What a call's results are, of the state that it leaves and its output.
+    # Returns the results of a call, from its final state and its output.
     results: Callable[[Any, Any], Any] = lambda state, output: output
 
     def program(self, kernels: str, config: Any = None) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """One jitted program of all calls in turn; the state is donated."""
+        """Return one jitted program of all calls in turn; the state is donated."""
 
         @partial(jax.jit, donate_argnums=0)
         def run(state, items):
@@ -80,7 +80,7 @@ class Problem:
         return run
 
     def launcher(self, kernels: str, config: Any = None) -> Callable[[], Any]:
-        """A function that launches the program on what its last launch left. Uses the state up."""
+        """Return a function that launches the program on its previous state; consumes the state."""
         run, state = self.program(kernels, config), [self.state]
 
         def launch():
@@ -92,7 +92,7 @@ class Problem:
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(seed, shape, dtype):
-    # Sums of eight whole numbers, so that no device rounds them otherwise.
+    # Sums of eight whole numbers, so that no device rounds differently.
     place = _hash(jax.lax.iota(jnp.uint32, int(np.prod(shape))))
     total = jnp.zeros(place.shape, jnp.int32)
     for i in range(4):
@@ -104,14 +104,14 @@ def _normal(seed, shape, dtype):
 
 
 def _hash(x):
-    """The last steps of MurmurHash3, which mix all bits of a word (Appleby 2011)."""
+    """Mix all bits of a word by the last steps of MurmurHash3 (Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Numbers of nearly the standard normal distribution, made on the device."""
+    """Return numbers of nearly standard normal distribution, made on the device."""
     return _normal(seed, tuple(shape), jnp.dtype(dtype).name)
 
 
@@ -125,7 +125,7 @@ def attention(
     num_items: int = 4,
     form: str | None = None,
 ) -> Problem:
-    """Rows at the end of contexts of `context` tokens, on pages anywhere in the pool `kv`."""
+    """Return attention of rows at the end of `context` tokens, on random pages of the pool `kv`."""
     num_heads, num_kv_heads, dim = heads
     columns = -(-context // PAGE_SIZE)
     needed = batch * columns
@@ -155,7 +155,7 @@ def attention(
 def attention_options(
     form: str | None, heads: tuple[int, int, int], positions: np.ndarray
 ) -> dict[str, Any]:
-    """Of `paged_attention`; all rows of a window have the origin of the first one."""
+    """Return options of `paged_attention`; all rows of a window have the first one's origin."""
     num_heads, num_kv_heads, _ = heads
     if form == "window":
         origins = np.repeat(positions[:, :1], positions.shape[1], axis=1)
@@ -171,7 +171,7 @@ def attention_options(
 
 
 def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array:
-    """Keys and values of one layer, for `attention`."""
+    """Return keys and values of one layer, for `attention`."""
     page = (PAGE_SIZE, 2, *heads[1:])
     num_pages = int(num_bytes // (np.prod(page) * jnp.dtype(dtype).itemsize))
     return normal(7, (1, num_pages, *page), dtype)
@@ -180,7 +180,7 @@ def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array
 def latents(
     heads: tuple[int, int, int], batch: int, num_rows: int, context: int, dtype: Any
 ) -> Problem:
-    """Rows at the end of contexts of `context` tokens, on pages anywhere in a pool of latents."""
+    """Return attention of rows at the end of `context` tokens, on random pages of latents."""
     num_heads, rank, rotated = heads
     columns = -(-context // PAGE_SIZE)
     pages = np.random.default_rng(0).permutation(batch * columns).reshape(batch, columns)
@@ -206,7 +206,7 @@ def latents(
 def delta_rule(
     heads: Heads, batch: int, num_rows: int, dtype: Any, *, folds: bool = False, layers: int = 0
 ) -> Problem:
-    """Steps whose last one left up to T tokens pending; each call is of another layer."""
+    """Return steps after one that left up to T tokens pending; each call is on another layer."""
     state_bytes = 4 * batch * heads.num_values * heads.value_dim * heads.key_dim
     layers = layers or int(min(max(4, CACHE_BYTES // state_bytes), 32))
     channels = heads.channels
@@ -244,7 +244,7 @@ def delta_rule(
 
 
 def delta_rule_weights(heads: Heads, dtype: Any) -> DeltaRuleWeights:
-    """Some heads forget within a token, others within hundreds."""
+    """Return weights with which some heads forget within a token, others within hundreds."""
     return DeltaRuleWeights(
         normal(6, (TAPS, heads.channels), dtype) / 2,
         jnp.linspace(-7.0, 1.0, heads.num_values),
@@ -254,7 +254,7 @@ def delta_rule_weights(heads: Heads, dtype: Any) -> DeltaRuleWeights:
 
 
 def last_layer(problem: Problem) -> Problem:
-    """The same delta rule's last item alone, and of its cache the layer that it is of."""
+    """Return the problem with only its last item, and its layer's cache as results."""
 
     def results(state, out):
         return [x[-1] for x in state[1]], out
@@ -263,7 +263,7 @@ def last_layer(problem: Problem) -> Problem:
 
 
 def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any) -> Problem:
-    """Projections of one step, each layer's to its own pages."""
+    """Return projections of one step, written to each layer's pages."""
     num_heads, num_kv_heads, dim = heads
     layers, columns = 8, 8
     kv = normal(1, (layers, batch * columns, PAGE_SIZE, 2, num_kv_heads, dim), dtype)
@@ -291,7 +291,7 @@ def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any)
 
 
 def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
-    """A residual stream and what is added to it."""
+    """Return a residual stream and a summand."""
     shape = num_rows, dim
     items = tuple((normal(i, shape, dtype), normal(20 + i, shape, dtype)) for i in range(8))
 
@@ -305,8 +305,8 @@ def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
 def experts(
     num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
 ) -> Problem:
-    """Tokens that each chose some experts at random; `mixture` is the number of experts, and of
-    those that a token goes to."""
+    """Return tokens that each chose some experts at random; `mixture` is the number of experts, and
+    of experts per token."""
     num_experts, num_chosen = mixture
     rng, items, read = np.random.default_rng(0), [], 0
     for i in range(2):
@@ -328,7 +328,7 @@ def experts(
 
 
 def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem:
-    """Logits of a mixture's router, which in bfloat16 has equal ones; the last of several rows is
+    """Return logits of a mixture's router, with ties in bfloat16; the last of several rows is
     padding."""
     num_experts, num_chosen, rule = experts
     correction = normal(9, (num_experts,), "float32") / 8 if rule.is_sigmoid else None
@@ -345,7 +345,7 @@ def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem
 
 
 def draws(num_rows: int, vocab_size: int, *, num_columns: int | None = None) -> Problem:
-    """Tokens, half of them at a temperature; of `num_columns` token ids if it is given."""
+    """Return draws of tokens, half at a temperature; among `num_columns` token ids if given."""
     settings = (
         np.resize([0.0, 0.8], num_rows).astype(np.float32),
         np.arange(num_rows, dtype=np.uint32),
@@ -366,13 +366,13 @@ def draws(num_rows: int, vocab_size: int, *, num_columns: int | None = None) -> 
 
 
 def draw_ids(vocab_size: int, num_columns: int) -> np.ndarray:
-    """The token ids of columns, in no order."""
+    """Return the token ids of columns, unordered."""
     ids = np.random.default_rng(0).permutation(vocab_size)[:num_columns]
     return ids.astype(np.int32)
 
 
 def truncation(num_rows: int, vocab_size: int) -> Problem:
-    """Logits of a confident model, rows with top_k, top_p, both and neither."""
+    """Return logits of a confident model, in rows with top_k, top_p, both and neither."""
     settings = (
         np.full(num_rows, 0.8, np.float32),
         np.resize([50, 0, 20, 0], num_rows).astype(np.int32),

@@ -1,4 +1,4 @@
-"""Llama-3.1-8B's matmuls with the norm after each, in the ways that XLA has for them."""
+"""Llama-3.1-8B's matmuls, each with the next norm, with several XLA options."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,8 +13,8 @@ from timing import Setting, attempt, measure
 from pallas_kernels.rms_norm import add_rms_norm
 from specjax.engine.xla_options import GPU_OPTIONS
 
-# What XLA may take for a matmul. Whole is what an engine compiles, where its tuner picks from
-# cuBLAS and Triton; split, it sums parts of the depth in a kernel more.
+# XLA's choices for a matmul. "whole" is the engine's, where autotuning picks from cuBLAS and
+# Triton; "split" sums parts of the depth in another kernel.
 FEW_ROWS_WAYS = {"whole": GPU_OPTIONS, "split": {}}
 MANY_ROWS_WAYS = FEW_ROWS_WAYS | {
     "cublas": GPU_OPTIONS | {"xla_gpu_enable_triton_gemm": False},
@@ -31,9 +31,9 @@ MATMULS = {
 
 
 def time_matmuls(setting: Setting, *, num_rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Matmuls of so many rows with the kernel that reads them, in all of XLA's ways.
+    """Time matmuls of this number of rows and the kernel that reads them, with all options.
 
-    At 256 rows, 64 requests with three drafts, a step took 10.3 ms on an H100, and reading alone 7.
+    At 256 rows (64 requests, three drafts), a step took 10.3 ms on an H100, reading its bytes 7.
     """
     ways = FEW_ROWS_WAYS if max(num_rows) <= 64 else MANY_ROWS_WAYS
     for rows in setting.pick(num_rows, (8,)):
@@ -54,7 +54,7 @@ def _time_projection(
     def run(x, stream, weights):
         for weight in weights:
             stream, normed = add_rms_norm(stream, x @ weight, scale, 1e-5, kernels=setting.kernels)
-            # The next one waits for this one, as a layer does for the one before.
+            # The next one waits for this one, like a layer for the previous one.
             x = x + normed[:, :1]
         return stream, x
 
@@ -70,7 +70,7 @@ def _measure(
     calls: int,
     num_bytes: float,
 ) -> dict[str, Any]:
-    """Times of a program that is compiled with XLA's `options`, which a CPU would not know."""
+    """Return times of a program compiled with XLA's `options`, which a CPU does not support."""
     options = {} if setting.is_cpu else dict(options)
     compiled = jax.jit(run).lower(*given).compile(compiler_options=options)
     return measure(partial(compiled, *given), setting, calls=calls, num_bytes=num_bytes)

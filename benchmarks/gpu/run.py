@@ -1,14 +1,14 @@
-"""Everything worth timing on an H100 or H200; by itself as much as ten minutes have room for.
+"""All timings for an H100 or H200; by default as many as fit in ten minutes.
 
-    python benchmarks/gpu/run.py                  all that fits the budget, most telling first
+    python benchmarks/gpu/run.py                  all that fits the budget, most informative first
     python benchmarks/gpu/run.py --only grid      cases by name or group, in the order given
     python benchmarks/gpu/run.py --cpu            tiny shapes, to see that it runs
     python benchmarks/gpu/run.py --pair FOLDER    old against new, see `pairs`
 
-Every case is a process of its own, killed with all it started when its time is up. Each result is
-a line of JSON in --output as soon as it is there, with what it depends on; so is a failure, with
-the end of what the process said. The exit status says whether cases hung. `plan` prints the
-commands for some minutes on a machine.
+Every case is a separate process, killed with all its children when its time is up. Each result is
+written immediately as a line of JSON to --output, with its provenance; so is a failure, with the
+end of the process's output. The exit status tells whether cases hung. `plan` prints the commands
+for some minutes on a machine.
 """
 
 import argparse
@@ -33,14 +33,14 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 OUTPUT = FOLDER.parent / "results" / "gpu.jsonl"
 BUDGET = 540.0
-MAX_HUNG = 2  # cases in a row that gave nothing in all their time: then it is the card that hangs
-HUNG = 10  # exit status if cases hung at last, plus their number
+MAX_HUNG = 2  # cases in a row without results until their limit: then the card hangs
+HUNG = 10  # exit status if the last cases hung, plus their number
 MARK = "RESULT "  # begins a line of a case's output that is a result
-TAIL = 1500  # characters of what a failed case said last
+TAIL = 1500  # characters of a failed case's output to keep
 
 
 class Results:
-    """A file that lines are added to, and the copy bandwidth once one of them has it."""
+    """A file of result lines, and the copy bandwidth once a line has it."""
 
     def __init__(self, path: Path, provenance: Mapping[str, Any]):
         self._path, self._provenance = path, provenance
@@ -49,7 +49,7 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, case: Case, status: str, seconds: float, **fields: Any) -> None:
-        """Write a line; a figure in GB/s also as a part of the card's copy bandwidth."""
+        """Write a line; figures in GB/s also as a fraction of the card's copy bandwidth."""
         with self._lock:
             if fields.get("what") == "copy" and "gbps" in fields:
                 self._copy_gbps = fields["gbps"]
@@ -73,7 +73,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Checkout:
-    """Sources to run cases with, and where results go that say so."""
+    """Sources to run cases with, and the results file for them."""
 
     root: Path
     results: Results
@@ -87,10 +87,10 @@ def run_cases(
     is_cpu: bool,
     cache: Path,
 ) -> int:
-    """Run cases in turn while the budget lasts, and record those that do not run.
+    """Run cases in turn while the budget lasts, and record cases that do not run.
 
-    Each case runs with every one of the checkouts, which may repeat, before the next one does.
-    Returns how many cases hung one after the other at last. After `MAX_HUNG` no other one runs.
+    Each case runs with every checkout, which may repeat, before the next case. Returns the number
+    of cases that hung in a row at the end. After `MAX_HUNG`, no other case runs.
     """
     start, num_hung = time.monotonic(), 0
     for case in cases:
@@ -111,7 +111,7 @@ def run_cases(
 
 
 def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cache: Path) -> bool:
-    """One process: its results, then how it ended. True if it gave nothing until its limit."""
+    """Run one process; write its results and how it ended. Return True if it hung."""
     results, given = checkout.results, []
     setting = {"function": case.function, "is_cpu": is_cpu, "arguments": dict(case.arguments)}
     start, before = time.monotonic(), gpu_state()
@@ -123,7 +123,7 @@ def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cach
             text=True,
             errors="replace",
             env=_environment(case, checkout.root, is_cpu=is_cpu, cache=cache),
-            process_group=0,  # of its own, to be killed as one; who ends the session ends it, too
+            process_group=0,  # own group, to kill it as a whole; it ends with the session
         )
 
         def read() -> None:
@@ -155,14 +155,14 @@ def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cach
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End what is left of a process and of all it started."""
+    """Kill a process and all its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     try:
         process.wait(timeout=10)
-    except subprocess.TimeoutExpired:  # the driver has it; the next case may do without
+    except subprocess.TimeoutExpired:  # stuck in the driver; the next case may still run
         pass
 
 
@@ -174,7 +174,7 @@ def _environment(case: Case, root: Path, *, is_cpu: bool, cache: Path) -> dict[s
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA's lines would displace the reason of a failure
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA's lines would displace a failure's reason
         **case.environment,
     }
     if is_cpu:
@@ -184,7 +184,7 @@ def _environment(case: Case, root: Path, *, is_cpu: bool, cache: Path) -> dict[s
 
 
 def _known_bandwidth(path: Path, provenance: Mapping[str, Any]) -> float | None:
-    """What an earlier run into the same file measured on a card of the same name."""
+    """Return the bandwidth that an earlier run in this file measured on the same kind of card."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
@@ -203,7 +203,7 @@ def _short(value: Any) -> Any:
 
 
 def main() -> int:
-    """Run the cases asked for."""
+    """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases or groups, see --list")
     parser.add_argument("--list", action="store_true", help="the cases, and do nothing")
@@ -247,7 +247,7 @@ def main() -> int:
 
 
 def _pair(other: Path, output: Path, source: Mapping[str, Any]) -> list[Checkout]:
-    """The old checkout and this one; every line has both commits."""
+    """Return the old checkout and this one; every line has both commits."""
     commits = {"old": commit_of(other), "new": source["commit"]}
     return [
         Checkout(root, Results(output, {**source, "commit": commits[side],

@@ -1,4 +1,4 @@
-"""The section of RESULTS.md, and a plot, from the lines of a run on the card."""
+"""The section of RESULTS.md, and a plot, from the result lines of a card."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from gpu.seed import BAR, PEAK_TBPS, peak_gbps
 TITLE = "On a GPU"
 PREPARED = (
     "Prepared, not run: there are no results yet. `python benchmarks/gpu/run.py` on a machine "
-    "with the card measures all that this section has tables for."
+    "with the card fills the tables of this section."
 )
 MIN_OF_COPY, MIN_OF_FLOOR, MAX_STEP, MAX_TAX = 0.7, 0.75, 1.1, 1.01
 HOST_WAYS = "device", "async", "sync"
@@ -19,7 +19,7 @@ Line = Mapping[str, Any]
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a results file; none if there is no file."""
+    """Return the lines of a results file; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
@@ -44,7 +44,7 @@ def render_section(lines: Sequence[Line]) -> str:
 
 
 def latest(lines: Iterable[Line]) -> list[Line]:
-    """Of lines that measured the same thing, the last."""
+    """Return the last line of each measurement."""
     return list({key(line): line for line in lines}.values())
 
 
@@ -56,9 +56,8 @@ def _sources(lines: Sequence[Line]) -> list[str]:
     commits = dict.fromkeys(line["provenance"]["commit"] for line in lines)
     days = sorted({line["date"][:10] for line in lines})
     return [
-        "Weights are random, of the shapes named; times are medians of what was measured. Bytes "
-        "are the fewest that the work can do with, so that a part of the copy bandwidth is one of "
-        "what the card can do. Plot: plots/gpu.png.",
+        "Weights are random; times are medians. Bytes are the least that the work must move, so "
+        "that a share of the copy bandwidth is a share of the card's limit. Plot: plots/gpu.png.",
         "",
         f"- Commands: {', '.join(f'`{c}`' for c in commands)}",
         f"- Device: {last['device']}, driver {gpu.get('driver_version', 'unknown')}, power limit "
@@ -155,7 +154,7 @@ def _projections(results: Sequence[Line], device: str) -> tuple[list[str], list[
 
 
 def _profiles(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
-    """The kinds of kernel that take one in a hundred of a step's time."""
+    """Return the kinds of kernel that take at least 1 % of a step's time."""
     rows = []
     for x in pick(results, "profile"):
         step = x["model"], x["batch"], x["k"]
@@ -199,7 +198,7 @@ def _lazy(results: Sequence[Line], device: str) -> tuple[list[str], list[list[An
 
 
 def _host(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
-    # "host gap" are lines of an earlier way to measure, of which the engine's times hold.
+    # "host gap" lines are from an earlier method, whose engine times are still valid.
     rows = [
         [x["model"], x["batch"], x["k"], x["way"],
          *_or_error(x, "ms_per_step", "busy", "host_ms", "wait_ms")]
@@ -338,7 +337,7 @@ def pick(results: Sequence[Line], what: str) -> list[Line]:
 
 
 def _to_seed(x: Line, device: str, name: str) -> float | None:
-    """To the H100's figure as this card's bandwidth would scale it."""
+    """Return the ratio to the H100's figure, scaled by this card's bandwidth."""
     peak, seed = peak_gbps(device), x.get(f"h100_{name}")
     if not peak or not seed or name not in x:
         return None

@@ -1,11 +1,11 @@
-"""What vLLM's pull request #32374 (dynamic speculative decoding) reports of one H100.
+"""Figures of one H100 in vLLM's pull request #32374 (dynamic speculative decoding).
 
-Llama-3.1-8B with an EAGLE-1 head of K up to 5, on MT-Bench. Milliseconds per step and rates are of
-the profile printed there, milliseconds per token of its table (K = 0 and static K = 3).
+Llama-3.1-8B with an EAGLE-1 head and K up to 5, on MT-Bench. Milliseconds per step and rates are
+from the profile printed there, milliseconds per token from its table (K = 0 and static K = 3).
 https://github.com/vllm-project/vllm/pull/32374
 """
 
-# Of all steps, the part that accepts at least 1, 2, ... drafts.
+# Fraction of steps that accept at least 1, 2, ... drafts.
 RATES = (0.6811801775995416, 0.3914351188771126, 0.20352334574620454, 0.1014036092810083,
          0.051417931824692065)  # fmt: skip
 MS_PER_STEP = {  # by requests, then K
@@ -24,17 +24,17 @@ MS_PER_TOKEN = {
     128: {0: 10.15, 3: 11.19},
     256: {0: 16.2, 3: 19.96},
 }
-# Memory bandwidths by datasheet, TB/s: what a step that waits for memory gains by the card.
+# Memory bandwidths from datasheets, TB/s, to scale memory-bound steps.
 PEAK_TBPS = {"H100": 3.35, "H200": 4.8}
 BAR = 1.1
 
 
 def seed_figures(batch: int, k: int) -> dict[str, float]:
-    """The H100's figures of a cell, as far as there are any."""
+    """Return the H100's figures of a cell, if any."""
     tables = {"h100_ms_per_step": MS_PER_STEP, "h100_ms_per_token": MS_PER_TOKEN}
     return {name: ms for name, table in tables.items() if (ms := table.get(batch, {}).get(k))}
 
 
 def peak_gbps(device: str) -> float | None:
-    """Of the card that a name is of; None if it is neither."""
+    """Return the peak bandwidth of a card by its name; None if unknown."""
     return next((1e3 * tbps for name, tbps in PEAK_TBPS.items() if name in device), None)

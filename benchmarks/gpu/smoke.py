@@ -1,13 +1,13 @@
-"""Every kernel once, tiny and at a real shape, against results that were made on a CPU.
+"""Every kernel once, tiny and at a real shape, against results made on a CPU.
 
-The results are NumPy's in float64 (`truths`), kept in smoke.npz: a first look at a card compiles
-nothing but the kernels. After a change of a case here:
+The results are NumPy's in float64 (`truths`), kept in smoke.npz: a first check of a card compiles
+only the kernels. After a change of a case here:
 
     PYTHONPATH=. python benchmarks/gpu/smoke.py        write smoke.npz again
 
-An error is the largest difference in a row, over the root of the mean square of the whole array,
-so that one wrong row among many shows. Of a large array the file holds the products of each row
-with two vectors of signs.
+An error is the largest difference in a row, divided by the root mean square of the whole array, so
+that one wrong row among many shows. For a large array the file has the products of each row with
+two vectors of signs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +48,7 @@ from threads import compile_all
 from timing import Setting, attempt
 
 FILE = Path(__file__).with_suffix(".npz")
-MAX_NUMBERS = 2**12  # of an array that is kept whole
+MAX_NUMBERS = 2**12  # maximum size of an array that is stored as a whole
 TOLERANCES = {"float32": 2e-4, "bfloat16": 0.05}
 TIMES = 3
 F32, BF16 = "float32", "bfloat16"
@@ -56,17 +56,17 @@ F32, BF16 = "float32", "bfloat16"
 
 @dataclass(frozen=True)
 class Smoke:
-    """A problem, and its results in float64, in the order in which the kernel has them."""
+    """A problem, and its results in float64, in the kernel's order."""
 
     name: str
     dtype: str
     is_tiny: bool
     make: Callable[[], Problem]
-    truth: Callable[[Any, Any], Any]  # of a state and an item
-    see: Callable[[list[np.ndarray]], Any] = list  # what of the kernel's results is compared
+    truth: Callable[[Any, Any], Any]  # takes a state and an item
+    see: Callable[[list[np.ndarray]], Any] = list  # selects the kernel's results to compare
 
     def program(self, kernels: str) -> Callable[[Any, Any], list[jax.Array]]:
-        """Of a state and an item: the results that are compared."""
+        """Return a function from a state and an item to the compared results."""
 
         def run(state, item):
             problem = self.make()
@@ -76,7 +76,7 @@ class Smoke:
 
 
 def cases() -> Iterator[Smoke]:
-    """What has changed most since it ran on a card comes first."""
+    """Yield the cases, those most changed since they ran on a card first."""
     yield from _routes()
     for is_tiny, num_rows, vocab in (True, 4, 300), (False, 8, 151936):
         make = partial(truncation, num_rows, vocab)
@@ -95,8 +95,8 @@ def _truncation_truth(state: Any, item: Any) -> Any:
 
 
 def _kept(results: list[np.ndarray]) -> Any:
-    """Of the logits that are kept: the logarithm of how many, which float32's sums of thousands of
-    probabilities can change a little, and the lowest."""
+    """Return, for the kept logits, the logarithm of their number and the lowest. In float32, sums
+    of thousands of probabilities can change the number a little."""
     (logits,) = results
     counts = np.isfinite(logits).sum(1, keepdims=True)
     return np.log(counts), np.where(np.isfinite(logits), logits, np.inf).min(1, keepdims=True)
@@ -210,7 +210,7 @@ def _attentions() -> Iterator[Smoke]:
 
             def make(own=own, form=form):
                 stored = "float8_e4m3fn" if form == "float8" else own[4]
-                kv = pool(own[0], 2**18 * own[1] * own[0][1], stored)  # with pages of nobody
+                kv = pool(own[0], 2**18 * own[1] * own[0][1], stored)  # with unused pages
                 return attention(*own, kv, 1, form)
 
             name = f"paged_attention {heads[0]} {rows}{f', {form}' * bool(form)}"
@@ -247,7 +247,7 @@ def _others() -> Iterator[Smoke]:
 def check_smoke(
     setting: Setting, only_tiny: bool = False, most: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The cases, or the first of them; tiny ones alone where kernels are interpreted."""
+    """Check all cases or the first ones; only tiny ones if kernels are interpreted."""
     some = [one for one in cases() if one.is_tiny or not (only_tiny or setting.is_cpu)][:most]
     with np.load(FILE) as expected:
         programs = compile_all([partial(compile_case, one, setting.kernels) for one in some])
@@ -257,19 +257,19 @@ def check_smoke(
 
 
 def compile_case(case: Smoke, kernels: str) -> Callable[[Any, Any], list[jax.Array]]:
-    """The program, for a state and an item that need not be there yet."""
+    """Compile the program from the shapes of a state and an item."""
     run = jax.jit(case.program(kernels))
     return run.lower(*jax.eval_shape(partial(given, case))).compile()
 
 
 def given(case: Smoke) -> tuple[Any, Any]:
-    """The state and the item that a case's program takes."""
+    """Return the state and the item for a case's program."""
     problem = case.make()
     return problem.state, problem.items[0]
 
 
 def check(case: Smoke, program: Any, expected: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The largest error, and whether all runs give the same bits."""
+    """Return the largest error, and whether all runs give the same bits."""
     operands = given(case)
     runs = [[np.asarray(x) for x in program(*operands)] for _ in range(TIMES)]
     bits = [[x.tobytes() for x in run] for run in runs]
@@ -288,7 +288,7 @@ def check(case: Smoke, program: Any, expected: Mapping[str, np.ndarray]) -> dict
 
 
 def digest(x: np.ndarray) -> np.ndarray:
-    """The numbers themselves, or of many the products of each row with two vectors of signs."""
+    """Return x, or for large x the products of each row with two vectors of signs."""
     if np.issubdtype(x.dtype, np.integer):
         return x
     x = x.astype(np.float64)
@@ -301,7 +301,7 @@ def _signs(size: int) -> np.ndarray:
 
 
 def worst_error(found: np.ndarray, truth: np.ndarray) -> float:
-    """Infinite where integers differ, or something is not finite."""
+    """Return the largest error; infinite if integers differ, or a value is not finite."""
     if found.shape != truth.shape or not np.isfinite(found).all():
         return float("inf")
     if np.issubdtype(truth.dtype, np.integer):

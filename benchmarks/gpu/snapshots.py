@@ -1,10 +1,10 @@
-"""What lazy states are measured against: the same recurrence that keeps a state after every token.
+"""The baseline for lazy states: the same recurrence, with a state kept after every token.
 
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
-The state before is the snapshot of as many tokens as were accepted, and all T states are written:
-1 + T passes over a state where `gated_delta_rule` takes 2. It is given q, k, v, g and beta as the
-recurrence wants them, without convolution, gates, norms or rings, so it does less than the other.
+The initial state is the snapshot of the accepted number of tokens, and all T states are written:
+1 + T passes over a state, where `gated_delta_rule` takes 2. The inputs are q, k, v, g and beta of
+the recurrence, without convolution, gates, norms or rings: less work than `gated_delta_rule`.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ BLOCK_VALUES, NUM_WARPS = 32, 4
 
 
 def snapshot_rule(heads: Heads, batch: int, num_rows: int) -> Problem:
-    """T = `num_rows` tokens of each request, on snapshots f32[L, B, T, H_v, D_v, D_k]."""
+    """Return the baseline for `num_rows` = T tokens; snapshots are f32[L, B, T, H_v, D_v, D_k]."""
     size = heads.num_values, heads.value_dim, heads.key_dim
     state_bytes = 4 * batch * int(np.prod(size))
     layers = int(min(max(2, CACHE_BYTES // (num_rows * state_bytes)), 16))

@@ -1,4 +1,4 @@
-"""How long it takes to load weights, and until the first token, without and with kept programs."""
+"""The time to load weights, and to the first token, without and with programs on disk."""
 
 import json
 import os
@@ -23,17 +23,17 @@ from specjax.device.models.registry import describe_model, load_model
 
 MODEL, K = "Llama-3.1-8B", 3
 NUM_TOKENS = 32
-LAYERS = 8  # of a checkpoint to load: 5.6 GB
+LAYERS = 8  # layers of a checkpoint to load: 5.6 GB
 ROUNDS = 3
-# What is the same with programs that are read back: tokens, what programs overwrite and need, and
-# about as much memory in use.
+# Must be equal with programs read from disk: tokens, and the memory that programs overwrite and
+# need. Memory in use must be about equal.
 KEPT, MAX_MORE_BYTES = ("tokens", "alias_bytes", "temp_bytes"), 2**26
 
 
 def measure_loading(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A random checkpoint to the device, in turn with a plain read of its file into memory.
+    """Time loading a random checkpoint to the device, in turn with a plain read of its file.
 
-    It was written just before, so that both read what the system has in memory, if it has room.
+    The file was written just before, so both read it from the system's cache, if it fits.
     """
     config = read_config(MODEL, setting) | setting.pick({"num_hidden_layers": LAYERS}, {})
     target, dtype = describe_model(HFConfig(config, MODEL)), jnp.dtype("bfloat16")
@@ -73,7 +73,7 @@ def _load(folder: Path, dtype: Any) -> float:
 
 
 def measure_start(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Two processes with the same folder for compiled programs, which is empty at first."""
+    """Run two processes with the same folder for compiled programs, which is empty at first."""
     found = []
     with tempfile.TemporaryDirectory(prefix="gpu-start-") as cache:
         for way in "cold", "warm":
@@ -96,7 +96,7 @@ def _start(cache: str, setting: Setting) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start an engine with the sizes that users get, and print how long what took."""
+    """Start an engine with default sizes, and print the times of its phases."""
     setting = Setting(is_cpu=json.loads(sys.argv[1]))
     models = make_models(MODEL, setting)
     jax.block_until_ready((models.params, models.plain_params))
@@ -120,7 +120,7 @@ def main() -> None:
         "compile_ms": engine.metrics().compile_seconds * 1e3,
     }
     (request,) = make_requests(1, models.target.vocab_size, setting.pick(NUM_TOKENS, 4), setting)
-    # Nothing else tells what programs alias.
+    # Only this tells which memory programs alias.
     sizes = [one.memory_analysis() for one in engine.programs._compiler.ready.values()]
     found |= {
         "tokens": list(decode(engine, [request]).outputs[0]),

@@ -1,4 +1,4 @@
-"""Programs that are compiled at once: XLA lets other threads of Python run meanwhile."""
+"""Concurrent compilation: XLA lets other Python threads run meanwhile."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def compile_all(functions: Sequence[Callable[[], T]]) -> Iterator[Callable[[], T]]:
-    """For each function, in order, one that waits for what it returns or raises."""
+    """Yield, for each function in order, a function that waits for its result or exception."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for future in [pool.submit(function) for function in functions]:
             yield future.result

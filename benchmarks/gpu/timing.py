@@ -1,4 +1,4 @@
-"""How long a program takes: many launches in a row, and kernel by kernel as the device tells."""
+"""The time of a program: by many launches in a row, and by kernel from the profiler."""
 
 import time
 from collections import defaultdict
@@ -13,30 +13,30 @@ from jax.stages import Wrapped
 
 T = TypeVar("T")
 REPEATS, REPEAT_SECONDS, MAX_LAUNCHES = 10, 0.015, 200
-# Of whole steps, which take milliseconds. In a row of one or two the launch itself, some 0.4 ms
-# before the device begins, would count as the step's time.
+# Duration of a row of whole steps, which take milliseconds. With one or two launches in a row,
+# about 0.4 ms of launch overhead would be attributed to the step.
 STEP_ROW_SECONDS = 0.2
 CUPTI_RUNS = 10
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a case runs."""
+    """The place where a case runs: a card, or a CPU for the smoke test."""
 
     is_cpu: bool
 
     def pick(self, real: T, tiny: T) -> T:
-        """What is for the card, or what stands for it in the smoke test."""
+        """Return `real` on a card, `tiny` in the smoke test."""
         return tiny if self.is_cpu else real
 
     @property
     def kernels(self) -> str:
-        """The implementation that is measured."""
+        """The measured implementation."""
         return self.pick("triton", "interpret")
 
 
 def spread(samples: list[float], unit: float = 1.0) -> dict[str, float]:
-    """Median, tenth and ninetieth percentile, and how many they are of."""
+    """Return median, tenth and ninetieth percentile, and the number of samples."""
     p10, p50, p90 = (float(q) * unit for q in np.quantile(samples, (0.1, 0.5, 0.9)))
     return {"median": p50, "p10": p10, "p90": p90, "count": len(samples)}
 
@@ -44,7 +44,7 @@ def spread(samples: list[float], unit: float = 1.0) -> dict[str, float]:
 def launch_times(
     launch: Callable[[], Any], setting: Setting, *, row_seconds: float = REPEAT_SECONDS
 ) -> list[float]:
-    """Seconds of a launch, in each of several rows of launches that wait for the last alone."""
+    """Return seconds per launch for several rows of launches; each row waits only for its last."""
 
     def seconds(count: int) -> float:
         start, last = time.perf_counter(), None
@@ -60,12 +60,12 @@ def launch_times(
 
 
 def step_times(launch: Callable[[], Any], setting: Setting) -> dict[str, float]:
-    """Milliseconds of a whole step, launched so often in a row that the device never waits."""
+    """Return milliseconds of a step, launched many times in a row, so the device never waits."""
     return spread(launch_times(launch, setting, row_seconds=STEP_ROW_SECONDS), 1e3)
 
 
 def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str, float], str]:
-    """Seconds that a launch spends in the kernels of each name, and why not if nobody tells."""
+    """Return a launch's seconds by kernel name, and a reason if they are unknown."""
     runs, why_not = kernel_runs(launch, setting)
     by_name: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -80,7 +80,7 @@ def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str,
 def kernel_runs(
     launch: Callable[[], Any], setting: Setting
 ) -> tuple[list[list[tuple[str, float]]], str]:
-    """For several launches, the kernels in their order with their seconds; or why not."""
+    """Return the kernels of several launches in order, in seconds, and why if there are none."""
     if setting.is_cpu:
         return [], "no GPU"
     try:
@@ -88,13 +88,13 @@ def kernel_runs(
 
         launched = _Launched(launch)
         _, runs = profiler.measure(launched, aggregate=False, iterations=CUPTI_RUNS)()
-    except Exception as error:  # the profiler is jax's own business: whatever it says is recorded
+    except Exception as error:  # record any error of jax's profiler
         return [], repr(error)[:300]
     return [[(name, ms / 1e3) for name, ms in run] for run in runs or []], ""
 
 
 class _Launched(Wrapped):
-    """A launch that the profiler takes as it is: it would jit a plain function, state and all."""
+    """A launch that the profiler does not jit, as it would do with a plain function."""
 
     def __init__(self, launch: Callable[[], Any]):
         self._launch = launch
@@ -112,7 +112,7 @@ class _Launched(Wrapped):
 def measure(
     launch: Callable[[], Any], setting: Setting, *, calls: int, num_bytes: float
 ) -> dict[str, Any]:
-    """Microseconds of each of the `calls` in a launch, and GB/s of the bytes that a call moves."""
+    """Return microseconds per call, of `calls` per launch, and GB/s for a call's bytes."""
     walls = launch_times(launch, setting)
     kernels, why_not = kernel_times(launch, setting)
     wall = spread(walls, 1e6 / calls)
@@ -131,8 +131,8 @@ def measure(
 
 
 def attempt(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row with what the function finds, or with what it raises: the next one may do better."""
+    """Return the row with the function's results, or with its error."""
     try:
         return row | function()
-    except Exception as error:  # whatever it is, it is one figure of many
+    except Exception as error:  # any error costs only one figure of many
         return row | {"error": f"{type(error).__name__}: {error}"[:600]}

@@ -1,7 +1,7 @@
-"""Tokens of whole engines with the demo checkpoints, against those that a CPU gave without drafts.
+"""Tokens of whole engines with the demo checkpoints, against a CPU's tokens without drafts.
 
-They are in tokens.json; half of the requests are greedy, and half at a temperature of 0.8. After a
-change of the requests here, or of the demo checkpoints:
+The CPU's tokens are in tokens.json; half of the requests are greedy, half at a temperature of 0.8.
+After a change of the requests here, or of the demo checkpoints:
 
     PYTHONPATH=. python benchmarks/gpu/tokens.py       write tokens.json again
 """
@@ -24,16 +24,16 @@ from specjax.llm import LLM
 FILE = Path(__file__).with_suffix(".json")
 NUM_REQUESTS, MAX_TOKENS, TEMPERATURE, K = 16, 48, 0.8, 3
 MAX_PROMPT, CHUNK = 96, 32
-CPU_METHODS = {"demo-llama": "eagle3", "demo-qwen3.5": "mtp"}  # one is enough to see that it runs
+CPU_METHODS = {"demo-llama": "eagle3", "demo-qwen3.5": "mtp"}  # one each is enough for a smoke test
 
 
 def check_tokens(
     setting: Setting, dtype: str, models: Sequence[str] = tuple(DRAFTERS)
 ) -> Iterator[dict[str, Any]]:
-    """Engines without a drafter and with each one, of the models whose checkpoints are here.
+    """Check engines without and with each drafter, for models whose checkpoints are here.
 
-    In bfloat16 the outputs that differ are counted: rounding may change them. In float32 they must
-    be the same, but for scores that nearly tie.
+    In bfloat16 differing outputs are counted: rounding may change them. In float32 they must be
+    equal, except for scores that nearly tie.
     """
     for model in models:
         row = {"what": "same outputs", "model": model, "dtype": dtype}
@@ -60,7 +60,7 @@ def check(
     expected: Sequence[Sequence[int]],
     setting: Setting,
 ) -> dict[str, Any]:
-    """What of the outputs differs from the expected ones, and how many tokens a round gives."""
+    """Return the number of outputs that differ from the expected ones, and tokens per round."""
     length = setting.pick(MAX_TOKENS, 6)
     with open_llm(model, drafter, dtype) as llm:
         requests = choose_requests(llm, length)[: setting.pick(None, 4)]
@@ -86,7 +86,7 @@ def check(
 
 
 def open_llm(model: str, drafter: tuple[str | None, str | None], dtype: str) -> LLM:
-    """An engine whose rounds, chunks and prompts have one shape each."""
+    """Open an engine with one shape each for rounds, chunks and prompts."""
     method, checkpoint = drafter
     speculative = None
     if method:
@@ -110,7 +110,7 @@ def open_llm(model: str, drafter: tuple[str | None, str | None], dtype: str) -> 
 
 
 def choose_requests(llm: LLM, max_tokens: int) -> list[Request]:
-    """The first questions that are short enough; every second one at a temperature."""
+    """Return the first questions that are short enough, every second one at a temperature."""
     prompts = tokenize(read_questions(), llm.tokenizer)
     short = [prompt for prompt in prompts if len(prompt) <= MAX_PROMPT][:NUM_REQUESTS]
     given = {"max_tokens": max_tokens, "max_model_len": MAX_PROMPT + MAX_TOKENS, "seed": 0}

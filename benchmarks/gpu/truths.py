@@ -1,7 +1,7 @@
-"""What the kernels compute, in float64 by NumPy: one function for each, of one call's operands.
+"""The kernels' equations in float64 by NumPy: one function each, for the operands of one call.
 
 Written from the equations in `pallas_kernels`, a request, a row or a token at a time. Results are
-in the order of a kernel's own, with counts and one bound for those that keep a set.
+in a kernel's order, with counts and a bound for kernels that keep a set.
 """
 
 import math
@@ -17,12 +17,12 @@ Array = np.ndarray
 
 
 def f64(x: Any) -> Array:
-    """A copy on the host."""
+    """Return a float64 copy on the host."""
     return np.asarray(x).astype(np.float64)
 
 
 def softmax(x: Array, sinks: Array | None = None) -> tuple[Array, Array]:
-    """Weights along the last axis, and the log of their denominator."""
+    """Return weights along the last axis, and the log of their denominator."""
     most = x.max(-1, keepdims=True)
     total = np.exp(x - most).sum(-1, keepdims=True)
     if sinks is not None:
@@ -31,12 +31,12 @@ def softmax(x: Array, sinks: Array | None = None) -> tuple[Array, Array]:
 
 
 def silu(x: Array) -> Array:
-    """x sigmoid(x)."""
+    """Return x sigmoid(x)."""
     return x / (1 + np.exp(-x))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Along the last axis."""
+    """Return RMSNorm along the last axis."""
     return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
 
 
@@ -52,7 +52,7 @@ def paged_attention(
     kv_scale: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The output [B, T, H, D], and the log-sum-exp of scores [B, T, H]."""
+    """Return the output [B, T, H, D], and the log-sum-exp of scores [B, T, H]."""
     pages, q = np.asarray(kv)[0], f64(q)
     batch, _, num_heads, dim = q.shape
     group = num_heads // kv.shape[4]
@@ -77,7 +77,7 @@ def paged_attention(
 
 
 def latent_attention(q: Array, pool: Array, table: Array, positions: Array, rank: int) -> Array:
-    """Mixed latents [B, T, H, rank], with scores over the root of their numbers."""
+    """Return mixed latents [B, T, H, rank], with scores divided by the root of their width."""
     pages, q = np.asarray(pool)[0], f64(q)
     out = np.zeros((*q.shape[:3], rank))
     for b, rows in enumerate(positions):
@@ -92,7 +92,7 @@ def latent_attention(q: Array, pool: Array, table: Array, positions: Array, rank
 def rope_write(
     qkv: Array, angles: Any, kv: Array, layer: int, table: Array, positions: Array, num_heads: int
 ) -> tuple[Array, Array]:
-    """The pool and rotated queries."""
+    """Return the pool and rotated queries."""
     pool, dim, page_size = f64(kv), kv.shape[5], kv.shape[2]
     heads = f64(qkv).reshape(*positions.shape, -1, dim)
     cos, sin = (f64(x)[:, :, None] for x in angles)
@@ -108,7 +108,7 @@ def rope_write(
 
 
 def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Array:
-    """Products of rows, which are sorted by group."""
+    """Return products of rows, sorted by group."""
     rows, ends = f64(x)[sources], np.cumsum(sizes)
     parts = [
         rows[end - size : end] @ f64(weights[g])
@@ -120,7 +120,7 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Ar
 def route(
     logits: Array, num_chosen: int, rule: Rule, correction: Array | None, is_padding: Array
 ) -> tuple[Array, ...]:
-    """Weights, experts, and the entries, rows and sizes of experts."""
+    """Return weights, experts, and the entries, rows and sizes of experts."""
     x = f64(logits)
     scores = 1 / (1 + np.exp(-x)) if rule.is_sigmoid else softmax(x)[0]
     ranked = scores + f64(correction) if correction is not None else x
@@ -135,7 +135,7 @@ def route(
 
 
 def truncate(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
-    """How many logits are kept of each row, and the lowest of these."""
+    """Return the number of kept logits in each row, and the lowest of them."""
     counts, lowest = [], []
     for row, t, k, p in zip(f64(logits), f64(temperature), top_k, f64(top_p), strict=True):
         ordered = np.sort(row)[::-1]
@@ -152,7 +152,7 @@ def truncate(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> t
 def draw_tokens(
     logits: Array, temperature: Array, seeds: Array, places: Array, ids: Any, vocab_size: int
 ) -> Array:
-    """Tokens, by noise whose random bits are threefry's."""
+    """Return tokens, by noise from threefry's random bits."""
     random_keys, drawn = keys(seeds, 0, (places,)), []
     for row, key, t in zip(f64(logits), random_keys, f64(temperature), strict=True):
         if t > 0:
@@ -166,7 +166,7 @@ def draw_tokens(
 
 
 def delta_rule(x: Array, weights: Any, heads: Heads, eps: float) -> tuple[Array, Array]:
-    """Outputs [n, H_v, D_v] of a request's tokens, and states [n + 1, H_v, D_v, D_k] between."""
+    """Return outputs [n, H_v, D_v] of a request's tokens, and the n + 1 states between."""
     num_keys, num_values, key_dim, value_dim = heads
     conv, log_decay, decay_bias, norm = map(f64, weights)
     inner = num_values * value_dim

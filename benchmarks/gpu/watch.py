@@ -1,4 +1,4 @@
-"""What may cost time on a card and not on a CPU: step by step, while something else happens."""
+"""Costs on a card that a CPU does not have: step times while something else happens."""
 
 import itertools
 import os
@@ -24,9 +24,9 @@ NUM_STEPS = 20
 
 
 def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
-    """What XLA says of its graphs during some steps, as the case's environment asks it to.
+    """Count XLA's graph updates during some steps, which the case's environment makes XLA log.
 
-    A graph is recorded again, all its kernels, when the address of an array has changed.
+    A graph is recorded again, with all its kernels, when the address of an array has changed.
     """
     models, ks = make_models(MODEL, setting), setting.pick(KS, (1,))
     policy = Chosen(ks)
@@ -38,7 +38,7 @@ def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
             vocab_size, output = engine.target.vocab_size, engine.config.max_model_len // 2
             for request in make_requests(1, vocab_size, setting.pick(output, 8), setting):
                 engine.add(request)
-            for _ in range(3):  # the prompt, and what touches memory
+            for _ in range(3):  # the prompt, and steps that touch memory
                 engine.step()
             with _said() as lines:
                 times = _times(engine, lambda: None, setting.pick(NUM_STEPS, 3))
@@ -61,7 +61,7 @@ def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _said() -> Iterator[list[str]]:
-    """Lines of XLA's graphs that this process writes to its standard error; filled in at the end.
+    """Collect XLA's lines about graphs from standard error; the list is filled in at the end.
 
     C++ writes to the descriptor itself.
     """
@@ -84,7 +84,7 @@ def _number_after(mark: str, line: str) -> int:
 
 
 def measure_compiling(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Steps of 16 requests before, while and after programs are compiled in the background."""
+    """Time steps of 16 requests before, during and after background compilation."""
     models = make_models(MODEL, setting)
     batch, output, others = setting.pick((16, 8000, (1, 2, 4, 6, 8, 10, 12, 14)), (2, 60, (1,)))
     policy = Chosen((0,))
@@ -95,7 +95,7 @@ def measure_compiling(setting: Setting) -> Iterator[dict[str, Any]]:
     (decode,) = (key for key in engine.programs.ready if isinstance(key, Decode))
     keys = [Decode(other, decode.k, decode.variant) for other in others]
     for way in "before", "meanwhile", "after":
-        row = {"what": "compiling beside steps", "model": MODEL, "batch": batch, "way": way}
+        row = {"what": "compiling during steps", "model": MODEL, "batch": batch, "way": way}
 
         def one(way: str = way) -> dict[str, Any]:
             def goes_on() -> bool:
@@ -114,12 +114,12 @@ def measure_compiling(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def measure_arrivals(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A full batch of which one request ends each step or so, and another one's prompt arrives:
-    chunks and rounds in programs of their own, and in one."""
+    """Time a full batch in which about one request ends per step and another one's prompt arrives,
+    with chunks and rounds in separate programs, and in one."""
     batch, most = setting.pick((64, 300), (2, 8))
     models, ks = make_models(MODEL, setting), setting.pick(KS, (1,))
     policy = Chosen(ks)
-    rows, width = setting.pick((16, 128), (4, 16))  # all prompts at first, then one
+    rows, width = setting.pick((16, 128), (4, 16))  # all prompts at first, then one at a time
     shapes = (1, width), (rows, width)
     engine = make_engine(
         models, batch, policy, RATES[:3], setting, room=batch, prefill_shapes=shapes
@@ -161,7 +161,7 @@ def measure_arrivals(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _joined(engine: Engine, k: int) -> Joined:
-    """The program of a chunk and a round of a full batch."""
+    """Return the program of a chunk and a round of a full batch."""
     ready = engine.programs.ready
     begin = next(key for key in ready if isinstance(key, Begin) and key.batch == 1)
     decode = next(key for key in ready if isinstance(key, Decode) and key.k == k)
@@ -169,8 +169,8 @@ def _joined(engine: Engine, k: int) -> Joined:
 
 
 def _arrivals(engine: Engine, k: int, setting: Setting) -> Callable[[], None]:
-    """What adds a request if there is room for one; each runs for about as many steps as there are
-    requests, so that about one arrives each step."""
+    """Return a function that adds a request if there is room. Each runs for about as many steps as
+    there are requests, so that about one arrives each step."""
     batch, names = engine.config.max_num_seqs, itertools.count()
     output = setting.pick(round(batch * (1 + sum(RATES[:k]))), 4)
 
@@ -188,7 +188,7 @@ def _times(
     most: int,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, float]:
-    """Milliseconds of up to `most` steps, each after a call of `before`."""
+    """Return milliseconds of up to `most` steps, each after a call of `before`."""
     times = []
     while len(times) < most and (goes_on() or not times):
         before()

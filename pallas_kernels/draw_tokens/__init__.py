@@ -1,14 +1,14 @@
-"""Sampling a token per row of logits, with noise that is a function of seed and position.
+"""Sampling one token per row of logits, with noise that is a function of seed and position.
 
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
-This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties
-go to the first token, and a row without a token to draw gives -1. The noise is counter-based
-(threefry, a call for two tokens): that of a token does not depend on the row, the batch, or how
-many others are drawn.
+This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties go
+to the first token; a row without a possible token gives -1. The noise is counter-based (threefry,
+one call for two tokens): a token's noise does not depend on the row, the batch, or the number of
+other tokens drawn.
 
-XLA samples with a second program in a conditional, and launches a kernel for every small array that
-the noise is computed from; the Triton kernel reads the logits once and does everything per row.
+XLA samples with a second program in a conditional, and launches a kernel for every small array in
+the computation of the noise; the Triton kernel reads the logits once and does everything per row.
 """
 
 import jax
@@ -36,19 +36,19 @@ def draw_tokens(
     vocab_size: int | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Sample a token i32[N] per row, N = B T: T consecutive rows for each of B requests.
+    """Return one token i32[N] per row, N = B T: T consecutive rows for each of B requests.
 
     Args:
-        logits: f32[N, V]; -inf is never drawn. A row whose logits are all -inf, or of which one
-            is NaN, has no token to draw: its result is -1.
-        temperature: f32[B], 0 for the argmax; others count as at least MIN_TEMPERATURE.
+        logits: f32[N, V]; -inf is never drawn. A row with only -inf, or with a NaN, has no possible
+            token: its result is -1.
+        temperature: f32[B], 0 for the argmax; other values are raised to MIN_TEMPERATURE.
         seeds: u32[B].
-        stream: which of the independent sources of noise under a seed.
-        counters: i32[B] each, further keys of the noise. The first is for a request's first row,
-            and increases by one per row, like a token's position.
-        token_ids: i32[V], distinct: token ids of the columns, for the noise and the result; None
+        stream: selects one of the independent sources of noise under a seed.
+        counters: i32[B] each, further keys of the noise. The first one is for a request's first
+            row, and increases by one per row, like a token's position.
+        token_ids: i32[V], distinct token ids of the columns, for the noise and the result; None
             if they are the column numbers.
-        vocab_size: number of all tokens, with `token_ids`.
+        vocab_size: size of the full vocabulary; needed with `token_ids`.
         kernels: implementation to use, see `dispatch`.
 
     Raises:
@@ -57,7 +57,7 @@ def draw_tokens(
     _check(logits, temperature, seeds, counters)
     if token_ids is not None and (token_ids.shape != logits.shape[1:] or vocab_size is None):
         raise ValueError(
-            f"token_ids must be [V={logits.shape[1]}], and come with vocab_size; "
+            f"token_ids must be [V={logits.shape[1]}], and need vocab_size; "
             f"got {token_ids.shape} and vocab_size={vocab_size}"
         )
     keyed = temperature, seeds, int(stream), counters
@@ -97,7 +97,7 @@ def _check(
         )
     if logits.shape[0] % temperature.shape[0]:
         raise ValueError(
-            f"temperature must be [B], B a divisor of the N={logits.shape[0]} rows of logits; "
+            f"temperature must be [B], and B must divide the N={logits.shape[0]} rows of logits; "
             f"got {temperature.shape}"
         )
     if any(counter.shape != seeds.shape for counter in counters):

@@ -1,4 +1,4 @@
-"""Sampling tokens in plain JAX, and the noise."""
+"""Sampling of tokens, and the noise, in plain JAX."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.extend.random import threefry_2x32
 
 MIN_TEMPERATURE = 1e-5  # for temperatures above 0; almost greedy
 MIN_TAIL = 2.0**-24  # minimum of 1 - u: the resolution of f32
-PAIRED = 32  # a token shares its call of threefry with the one so many further on
+PAIRED = 32  # tokens v and v + PAIRED share a call of threefry
 
 
 def draw_tokens_reference(
@@ -30,12 +30,12 @@ def draw_tokens_reference(
 
     def drawn(logits):
         if token_ids is not None:
-            # Expanded to the full vocabulary, so that the noise is that of the token ids.
+            # Expand to the full vocabulary, so that columns get the noise of their token ids.
             full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
             logits = full.at[:, token_ids].set(logits)
         noise = gumbel_noise(seeds, stream, tuple(keyed), logits.shape[1], first)
         is_greedy = (temperature == 0)[:, None]
-        # Below the minimum, the quotients or their rounding errors would overflow.
+        # With lower temperatures, the quotients or their rounding errors would overflow.
         divisor = jnp.maximum(temperature, MIN_TEMPERATURE)[:, None]
         return pick(jnp.where(is_greedy, logits, logits / divisor + noise))
 
@@ -54,18 +54,18 @@ def draw_tokens_reference(
 def argmax(logits: jax.Array) -> jax.Array:
     """Return the first token i32[N] with the maximum logit of each row.
 
-    A row whose logits are all -inf, or of which one is NaN, gives -1.
+    A row with only -inf, or with a NaN, gives -1.
     """
 
     def best(logits):
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # of the first NaN, if there is one
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # the first NaN, if any
         at_token = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
         return jnp.where(at_token > -jnp.inf, token, -1)
 
     def first_best(logits):
         # XLA's argmax is not vectorised on a CPU: two plain reductions take a third of the time.
         token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        maximum = jnp.max(logits, axis=-1, keepdims=True)  # which may pass over NaN
+        maximum = jnp.max(logits, axis=-1, keepdims=True)  # may skip NaN
         place = jnp.where(logits == maximum, token, token[-1])
         first = jnp.min(jnp.where(logits != logits, -1, place), axis=-1)
         return jnp.where(maximum[..., 0] > -jnp.inf, first, -1)
@@ -91,8 +91,8 @@ def gumbel_noise(
 
     The tokens are V = `num_tokens` from `first` on, an i32[] that is a multiple of 64; None is 0.
 
-    The noise of a token does not depend on the row, the batch or the number of drafts, so that
-    plain decoding, verification and drafting see the same noise at the same position.
+    A token's noise does not depend on the row, the batch or the number of drafts, so that plain
+    decoding, verification and drafting have the same noise at the same position.
     """
 
     def row(key):
@@ -104,8 +104,8 @@ def gumbel_noise(
 def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) -> jax.Array:
     """Return random bits u32[V] of a random key, for the tokens of `gumbel_noise`.
 
-    A call of threefry makes two words. Call 32 g + i is for the tokens i and 32 + i of group g of
-    64, so that a GPU reads the logits of both in whole cache lines.
+    One call of threefry makes two words. Call 32 g + i makes the words of tokens i and 32 + i in
+    group g of 64, so that a GPU reads the logits of both in whole cache lines.
     """
     num_groups = -(-num_tokens // (2 * PAIRED))
     calls = jnp.arange(num_groups * PAIRED, dtype=jnp.uint32)
@@ -117,13 +117,13 @@ def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) 
 
 def as_gumbel(bits: jax.Array) -> jax.Array:
     """Convert random bits u32 to standard Gumbel noise f32."""
-    # This form resolves the upper tail, which decides the argmax, down to u = 2^-33.
+    # This form resolves the upper tail, which determines the argmax, down to u = 2^-33.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - MIN_TAIL)
     return -jnp.log(-jnp.log1p(-u))
 
 
 def keys(seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...]) -> jax.Array:
-    """Return a JAX random key for each row."""
+    """Return one JAX random key per row."""
 
     def row(seed, *counters):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), int(stream))

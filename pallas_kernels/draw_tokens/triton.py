@@ -1,7 +1,7 @@
-"""Sampling in two Triton kernels: the best token of every tile of a row, then of these.
+"""Sampling in two Triton kernels: the best token of every tile of a row, then the best of these.
 
-Rows with a temperature wait for arithmetic, not for memory. So two tokens share a call of threefry,
-and the two logarithms of the noise are the GPU's approximate ones where these are accurate.
+Rows with a temperature are bound by arithmetic, not by memory. So two tokens share a call of
+threefry, and the noise uses the GPU's approximate logarithms where they are accurate.
 """
 
 import functools
@@ -23,7 +23,7 @@ PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class DrawTuning:
-    """Tile size, a multiple of 64. A row of 128k has 32 tiles, so that a few rows fill the GPU."""
+    """Tile size, a multiple of 64. A row of 128k tokens has 32 tiles: a few rows fill the GPU."""
 
     block_tokens: int = 4096
     num_warps: int = 8
@@ -105,7 +105,7 @@ def _kernel(
     call = tile * (block // 2) + jnp.arange(block // 2, dtype=jnp.int32)
     column = call // PAIRED * (2 * PAIRED) + call % PAIRED
     first = refs[num_counters + has_ids][0] if has_first else 0  # the token of the first column
-    columns = column, column + PAIRED  # a call of threefry makes the words of both
+    columns = column, column + PAIRED  # one call of threefry makes the words of both
     logits = tuple(
         load(logits_ref.at[row, column], mask=column < num_tokens, other=-jnp.inf)
         for column in columns
@@ -134,7 +134,7 @@ def _kernel(
 
     one, other = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
     best = jnp.max(jnp.maximum(one, other))
-    # The maximum on a GPU passes over NaN, and no column equals a maximum that is NaN.
+    # A GPU's maximum skips NaN, and no column equals a maximum that is NaN.
     place = jnp.where(other == best, columns[1], num_tokens - 1)
     place = jnp.where(one == best, columns[0], place)
     has_nan = (one != one) | (other != other)
@@ -160,18 +160,18 @@ def _combine_kernel(best_ref, token_ref, out_ref, *score_ref, num_tiles):
 
 
 def _word(key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:
-    """Random bits of tokens whose neighbours are elsewhere, see `token_bits`."""
+    """Return random bits of any tokens, not only of neighbours; see `token_bits`."""
     call = token // (2 * PAIRED) * PAIRED + token % PAIRED
     first, second = threefry(key, (jnp.zeros_like(call, jnp.uint32), call.astype(jnp.uint32)))
     return jnp.where(token // PAIRED % 2 == 0, first, second)
 
 
 def _gumbel(bits: jax.Array, interpret: bool) -> jax.Array:
-    """`as_gumbel`, up to 6e-6, in a third of the instructions."""
+    """Compute `as_gumbel` with errors up to 6e-6, in a third of the instructions."""
     log = functools.partial(log2, interpret=interpret)
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - MIN_TAIL)
     series = jnp.full_like(u, 1 / 7)
-    for n in range(6, 0, -1):  # -log(1 - u), by its series where 1 - u is rounded
+    for n in range(6, 0, -1):  # -log(1 - u) / u as a series, used where 1 - u would be rounded
         series = multiply_add(series, u, jnp.full_like(u, 1 / n), interpret=interpret)
     exponential = jnp.where(u < 0.125, series * u, -math.log(2) * log(1 - u))
     return -math.log(2) * log(exponential)
@@ -180,7 +180,7 @@ def _gumbel(bits: jax.Array, interpret: bool) -> jax.Array:
 def threefry(
     key: tuple[jax.Array, jax.Array], count: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Mix two words u32 of a key and two of a counter in 20 rounds, as `jax.random` does."""
+    """Mix two u32 words of a key and two of a counter in 20 rounds, like `jax.random`."""
     schedule = *key, key[0] ^ key[1] ^ jnp.uint32(PARITY)
     x, y = count[0] + schedule[0], count[1] + schedule[1]
     for i in range(5):

@@ -10,28 +10,29 @@ over the last W tokens, followed by silu; q and k are then l2-normalised per hea
 D_k^-1/2. Value head j reads key head j // (H_v / H_k).
 
 A request's cache is one state and rings of its last tokens. The state lags behind: it contains all
-tokens but the last `pending` ones. These are accepted, but the step that ran them could not know
-that. It knew their e^g, k and u, though, and left these in the rings. So a call first folds the
-pending tokens into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new
-tokens on a copy of the state, and leaves their e^g, k and u for the next call, which knows how many
-were accepted. One state is read and written, however many tokens are verified, and rejected tokens
-need no rollback: their columns are overwritten. Of raw inputs, the convolution reads the W - 1
-before the new tokens.
+tokens except the last `pending` ones. These tokens are accepted, but the step that ran them did not
+know this yet. It left their e^g, k and u in the rings. So a call first folds the pending tokens
+into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new tokens on a
+copy of the state, and leaves their e^g, k and u for the next call, which knows the number of
+accepted tokens. One state is read and written, regardless of the number of verified tokens, and
+rejected tokens need no rollback: their columns are overwritten. The convolution reads the raw
+inputs of the W - 1 tokens before the new ones.
 
-Folding rounds as verifying did, in the same order: e^g S is rounded, then u k^T is added to it by
-one fused multiply-add. So a state has the same bits however its tokens were split over steps.
+Folding rounds like verification, in the same order: e^g S is rounded, then u k^T is added by one
+fused multiply-add. So a state has the same bits for any division of its tokens into steps.
 
-How many columns a ring has follows from who reads and writes it. The token at position p is in
-column p mod the ring's length, so no two of as many consecutive tokens share a column.
+The token at position p is in column p mod n of a ring of n columns, so n consecutive tokens are in
+different columns. The readers and writers of a ring determine n:
 
 - Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
-  read the W - 1 tokens before the new ones and write up to M new ones, which follow these.
+  read the W - 1 tokens before the new ones, and write the following up to M new ones.
 - k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
   pending ones, which precede them.
-- u, M columns: a column's rows are read and written by one program only, which owns these rows of
-  the state. It reads all pending tokens before it writes the first new one.
+- u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
+  state. It reads all pending tokens before it writes the first new one.
 
-Rejected tokens of earlier steps lie at positions that the new tokens take, or that a later step
+Rejected tokens of earlier steps are at positions that the new tokens overwrite, or that a later
+step overwrites before any step reads them.
 takes before any step reads them.
 """
 
@@ -64,23 +65,23 @@ def gated_delta_rule(
 
     Args:
         x: [B, T, C + H_v D_v + 2 H_v], q | k | v before the convolution, output gate z, write gate
-            b and decay a of the new tokens: the unchanged output of the input projection.
+            b and decay a of the new tokens: the output of the input projection, unchanged.
         weights: see `DeltaRuleWeights`.
         cache: updated in place if the caller donated it.
         layer: i32[] layer of the cache.
         slots: i32[B], distinct; out of range for a padding row.
-        positions: i32[B, T], absolute and consecutive in each request; -1 for padding, which
-            follows the real rows. A request without real rows is left unchanged.
-        pending: i32[B], accepted tokens before the new ones that the state lacks; at most M.
-        folds: also fold the new tokens into the state, for prompts, which cannot be rejected. Then
-            no tokens are pending; columns that no later call should read are filled with NaN. Large
-            T runs in chunks of matrix products (the WY form). Without `folds`, at most M rows of a
-            request are real.
-        eps: of the output norm.
+        positions: i32[B, T], absolute and consecutive within a request; -1 for padding rows, which
+            follow the real rows. A request without real rows is left unchanged.
+        pending: i32[B], number of tokens, the last accepted ones, that the state lacks; at most M.
+        folds: whether to fold the new tokens into the state as well, for prompts, which cannot be
+            rejected. No tokens are pending afterwards; columns that no later call may read are
+            filled with NaN. Large T runs in chunks of matrix products (the WY form). Without
+            `folds`, a request has at most M real rows.
+        eps: eps of the output norm.
         kernels: implementation to use, see `dispatch.run`.
 
-    Computes in f32, except for the roundings of `gated_norm`. Before position 0, state and inputs
-    are zero whatever the slot contains.
+    Computes in f32, except for the roundings of `gated_norm`. State and inputs before position 0
+    are zero, regardless of the slot's contents.
 
     Raises:
         ValueError: shapes are inconsistent; the message names the argument.
@@ -129,7 +130,7 @@ def gated_delta_rule(
 
 
 def _check_cache(cache: DeltaRuleCache) -> None:
-    """Check that the arrays of a cache are of the same sizes."""
+    """Check that the arrays of a cache have consistent sizes."""
     state, ring, u, k, decay = cache
     if (state.ndim, ring.ndim, u.ndim, k.ndim) != (5, 4, 5, 5):
         raise ValueError(
@@ -148,6 +149,6 @@ def _check_cache(cache: DeltaRuleCache) -> None:
     for name, array, fits in zip(cache._fields, cache, expected, strict=True):
         if array.shape != fits.shape:
             raise ValueError(
-                f"cache.{name} must be {fits.shape} beside u {u.shape} and k {k.shape}, with "
+                f"cache.{name} must be {fits.shape} to match u {u.shape} and k {k.shape}, with "
                 f"W > 0; got {array.shape}"
             )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights, Heads
 
 CHUNK = 64
-EPSILON = 1e-6  # of the l2 normalisation
+EPSILON = 1e-6  # eps of the l2 normalisation
 
 # By default GPUs multiply f32 as tf32, whose errors would accumulate in the state.
 einsum, matmul = partial(jnp.einsum, precision="highest"), partial(jnp.matmul, precision="highest")
@@ -25,8 +25,8 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, H_v]
 
     def only(self, is_real: jax.Array) -> "Tokens":
-        """Replace tokens that are not is_real bool[B, T] by ones that leave every state unchanged,
-        even if they are NaN."""
+        """Replace tokens where `is_real` bool[B, T] is false, even NaN, by tokens that leave every
+        state unchanged."""
         wide = is_real[..., None]
         q, k, v = (jnp.where(wide[..., None], x, 0.0) for x in (self.q, self.k, self.v))
         g, beta = (jnp.where(wide, x, 0.0) for x in (self.g, self.beta))
@@ -50,11 +50,11 @@ def gated_delta_rule_reference(
     heads = cache.heads
     counts = (positions >= 0).sum(axis=1)
     starts = positions[:, 0]
-    # Steps of any width use one shape, the widest, because XLA's rounding depends on the shape.
+    # Steps of all widths use the widest shape, because XLA's rounding depends on the shape.
     width = positions.shape[1]
     num_new = width if folds else max_pending
     raw, z, gates = split_inputs(_resize(x, num_new), weights, heads)
-    read = jnp.minimum(slots, num_slots - 1)[:, None]  # padding reads another slot, unused
+    read = jnp.minimum(slots, num_slots - 1)[:, None]  # padding reads some slot, unused
 
     places = starts[:, None] + jnp.arange(1 - num_taps, 0)[None]
     history = cache.ring[layer, read, places % cache.ring.shape[2]]
@@ -64,7 +64,7 @@ def gated_delta_rule_reference(
     tokens = tokens.only(_resize(positions >= 0, num_new))
     folded = _read_pending(cache, layer, read, starts, pending)
 
-    # Pending tokens, whose u is known, then new ones.
+    # First the pending tokens, whose u is known, then the new ones.
     verified = *tokens[:3], jnp.exp(tokens.g), tokens.beta, jnp.zeros_like(tokens.v)
     pairs = zip(folded, verified, strict=True)
     everything = [jnp.concatenate(pair, axis=1) for pair in pairs]
@@ -73,7 +73,7 @@ def gated_delta_rule_reference(
         s, out, corrections = carry
         token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in everything)
         s, o, u = advance(s, *token)
-        # Those of pending tokens go to index 0, which the first new token overwrites.
+        # Results of pending tokens go to index 0, which the first new token overwrites.
         at = t - max_pending
         out = jax.lax.dynamic_update_index_in_dim(out, o, at, 1)
         return s, out, jax.lax.dynamic_update_index_in_dim(corrections, u, at, 1)
@@ -82,7 +82,7 @@ def gated_delta_rule_reference(
     s = jnp.where(first[:, None, None, None] > 0, cache.state[layer, read[:, 0]], 0.0)
     out = jnp.zeros((len(slots), num_new, heads.num_values, heads.value_dim), jnp.float32)
     # Both loops have the same body, and bounds that XLA cannot unroll, so that a token runs the
-    # same machine code and gives the same bits whether it is folded or verified.
+    # same machine code and gives the same bits in folding and in verification.
     longest = jnp.max(jnp.where(counts > 0, pending, 0))
     s, *carry = jax.lax.fori_loop(max_pending - longest, max_pending, step, (s, out, out))
     if folds:
@@ -105,9 +105,11 @@ def gated_delta_rule_reference(
 def _read_pending(
     cache: DeltaRuleCache, layer: jax.Array, slots: jax.Array, starts: jax.Array, pending: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new ones. Where
-    they are not pending they leave every state unchanged. Their q, v and beta are zero: outputs of
-    pending tokens are not used, and their u is known."""
+    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new ones.
+
+    Tokens that are not pending get values that leave every state unchanged. q, v and beta are zero:
+    pending tokens need no output, and their u is known.
+    """
     heads, max_pending = cache.heads, cache.max_pending
     places = starts[:, None] + jnp.arange(-max_pending, 0)[None]
     is_pending = ((places >= 0) & (places >= (starts - pending)[:, None]))[..., None]
@@ -126,11 +128,11 @@ def _keep_tokens(
     positions: jax.Array,
     tokens: tuple[jax.Array, ...],
 ) -> DeltaRuleCache:
-    """Write raw inputs, u, k and e^g [B, M, ...] of new tokens to their columns."""
+    """Write the new tokens' raw inputs, u, k and e^g [B, M, ...] to their columns."""
     width = positions.shape[1]
 
     def write(ring, x):
-        # Padding, and rows past the last slot, point past the end: dropped.
+        # Padding, and rows past the last slot, point past the end and are dropped.
         column = jnp.where(positions >= 0, positions % ring.shape[2], ring.shape[2])
         x = _resize(x, width).astype(ring.dtype)
         return ring.at[layer, slots[:, None], column].set(x, mode="drop")
@@ -146,7 +148,7 @@ def _keep_history(
     starts: jax.Array,
     inputs: jax.Array,
 ) -> DeltaRuleCache:
-    """Keep the last W - 1 of raw inputs [B, W - 1 + T, C]; fill the rest of the rings with NaN."""
+    """Keep the last W - 1 raw inputs of [B, W - 1 + T, C]; fill the rest of the rings with NaN."""
     state, ring, *rings = cache
     num_columns = ring.shape[2]
     length = num_columns - cache.max_pending  # W - 1
@@ -177,7 +179,7 @@ def split_inputs(
 
 
 def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
-    """Compute w rmsnorm(o) silu(z) of o and z [..., D_v] in o's dtype; statistics, gate in f32."""
+    """Compute w rmsnorm(o) silu(z) [..., D_v] in o's dtype, with f32 statistics and gate."""
     y = o.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     norm = jax.lax.broadcast_to_rank(norm, y.ndim)
@@ -192,7 +194,7 @@ def _resize(x: jax.Array, length: int) -> jax.Array:
 
 
 def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
-    """Return silu(causal convolution) f32[B, T, C] of x [B, W - 1 + T, C], weights [W, C]."""
+    """Return silu(causal convolution) f32[B, T, C] of x [B, W - 1 + T, C] with conv [W, C]."""
     num_taps = conv.shape[0]
     length = x.shape[1] - num_taps + 1
     x, conv = x.astype(jnp.float32), conv.astype(jnp.float32)
@@ -231,9 +233,9 @@ def advance(
     beta: jax.Array,
     known: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run one token: return states f32[B, H_v, D_v, D_k], outputs and u f32[B, H_v, D_v].
+    """Run one token; return states f32[B, H_v, D_v, D_k], and outputs and u f32[B, H_v, D_v].
 
-    u is `known` + beta (v - S k): of a new token 0 is known, of a pending one all, and beta is 0.
+    u is `known` + beta (v - S k): for a new token `known` is 0, for a pending one beta is 0.
     """
     s = s * decay[..., None, None]
     u = known + beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))
@@ -242,8 +244,9 @@ def advance(
 
 
 def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Run `advance` over T tokens in chunks of matrix products (the WY form; paper, section 3.3);
-    return the states after them and the outputs f32[B, T, H_v, D_v].
+    """Run `advance` over T tokens in chunks of matrix products (the WY form; paper, section 3.3).
+
+    Return the states after them and the outputs f32[B, T, H_v, D_v].
 
     With G the running sum of g inside a chunk, A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1) and
     U = (I + A)^-1 beta (V - e^G K S^T):
@@ -265,7 +268,7 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     def step(s, chunk):
         q, k, v, g, beta = chunk
         total = jnp.cumsum(g, axis=-1)  # [B, H, size]
-        # Above the diagonal the difference is positive, and exp might overflow.
+        # Above the diagonal the difference is positive, so exp could overflow.
         decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
         grown = jnp.exp(total)[..., None]
         beta = beta[..., None]
@@ -285,11 +288,11 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
 
 
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """Return (I + A)^-1 of strictly lower triangular A [..., n, n], n a power of two.
+    """Return (I + A)^-1 for strictly lower triangular A [..., n, n], n a power of two.
 
     Pairs of inverted diagonal blocks are merged until one is left: the corner of the inverse of
-    [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would touch fewer elements, but on
-    the CPU XLA's calls BLAS for every matrix, and may hang there.
+    [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would touch fewer elements, but
+    XLA's on the CPU calls BLAS for every matrix, and may hang there.
     """
     *batch, n, _ = lower.shape
     inverse = jnp.ones((*batch, n, 1, 1), lower.dtype)

@@ -21,23 +21,25 @@ class Heads(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Width of q | k | v, output gate z, and write gate b and decay a of every value head."""
+        """Width of q | k | v, output gate z, and every value head's write gate b and decay a."""
         return self.channels + self.num_values * (self.value_dim + 2)
 
 
 class DeltaRuleWeights(NamedTuple):
-    """Weights of one layer; those of the decay are always f32."""
+    """Weights of one layer; the decay weights are always f32."""
 
     conv: jax.Array  # [W, C], the oldest token first
     log_decay: jax.Array  # f32[H_v]
     decay_bias: jax.Array  # f32[H_v]
-    norm: jax.Array | None  # [D_v], shared by the heads; None if o itself is the output
+    norm: jax.Array | None  # [D_v], shared by the heads; None: the output is o
 
 
 class DeltaRuleCache(NamedTuple):
-    """States of S slots in L layers, and rings of their last tokens: the token at position p is in
-    column p mod the ring's length. With up to M pending and M new tokens, see
-    `pallas_kernels.gated_delta_rule` for these lengths."""
+    """States of S slots in L layers, and rings of their last tokens.
+
+    The token at position p is in column p mod the ring's length. M is the maximum number of pending
+    tokens, and of new tokens; `pallas_kernels.gated_delta_rule` explains the lengths.
+    """
 
     state: jax.Array  # f32[L, S, H_v, D_v, D_k]
     ring: jax.Array  # [L, S, W - 1 + M, C], raw inputs q | k | v
@@ -49,8 +51,10 @@ class DeltaRuleCache(NamedTuple):
     def shapes(
         cls, layers: int, slots: int, heads: Heads, num_taps: int, max_pending: int, dtype: Any
     ) -> "DeltaRuleCache":
-        """Return the shapes and dtypes (`jax.ShapeDtypeStruct`) of a cache, for a convolution over
-        W = `num_taps` tokens, M = `max_pending`, and raw inputs in `dtype`."""
+        """Return the shapes and dtypes (`jax.ShapeDtypeStruct`) of a cache.
+
+        W = `num_taps` tokens of the convolution, M = `max_pending`, raw inputs in `dtype`.
+        """
 
         def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
             return jax.ShapeDtypeStruct((layers, slots, *sizes), dtype)
@@ -71,5 +75,5 @@ class DeltaRuleCache(NamedTuple):
 
     @property
     def max_pending(self) -> int:
-        """M."""
+        """M, the maximum number of pending tokens."""
         return self.u.shape[2]

@@ -1,9 +1,9 @@
-"""Product of rows with the matrix of their group, for a mixture of experts.
+"""The product of each row with its group's matrix, for a mixture of experts.
 
     out[targets[n]] = x[sources[n]] @ weights[g(n)]
 
-where n runs over rows sorted by group: the first group_sizes[0] belong to group 0, and so on.
-Without `sources`, the rows of x are in this order; without `targets`, those of the result are.
+where n runs over rows sorted by group: the first group_sizes[0] rows belong to group 0, and so on.
+Without `sources`, the rows of x are in this order; without `targets`, the rows of the result are.
 """
 
 import jax
@@ -28,10 +28,10 @@ def grouped_matmul(
 
     Args:
         x: [N, D] rows; [M, D] with `sources`.
-        weights: [G, D, F], a matrix per group.
+        weights: [G, D, F], one matrix per group.
         group_sizes: i32[G], summing to N.
-        sources: i32[N] rows of x; may repeat.
-        targets: i32[N] rows of the result, a permutation.
+        sources: i32[N] indices of rows of x; may repeat.
+        targets: i32[N] indices of rows of the result, a permutation.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

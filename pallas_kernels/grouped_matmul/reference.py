@@ -1,4 +1,4 @@
-"""The grouped product in plain JAX: blocks of rows that share a group, one product each."""
+"""The grouped product in plain JAX: one product per block of rows of the same group."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,9 +16,9 @@ def grouped_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
+    """See `grouped_matmul`. Reads each used matrix once per block, and no unused matrix.
 
-    It has a gradient, by x and the weights.
+    It has gradients with respect to x and the weights.
     """
     out = _products(x if sources is None else x[sources], weights, group_sizes)
     if targets is None:
@@ -35,7 +35,7 @@ def _products(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.A
         product = jnp.matmul(
             _slice(rows, block), weights[block.group], preferred_element_type=jnp.float32
         )
-        # The next group's first block overwrites what is past the end of this one.
+        # The next group's first block overwrites rows past this group's end.
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), block.start, 0)
 
     out = jnp.zeros((len(rows), weights.shape[2]), x.dtype)
@@ -65,7 +65,7 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """`BLOCK_ROWS` rows; those before `num_own`, which may be more, belong to one group."""
+    """`BLOCK_ROWS` rows; the first `num_own`, or all if it is larger, belong to one group."""
 
     group: jax.Array  # i32[]
     start: jax.Array  # i32[]
@@ -75,7 +75,7 @@ class _Block(NamedTuple):
 def _over_blocks(
     group_sizes: jax.Array, add: Callable[[_Block, jax.Array], jax.Array], out: jax.Array
 ) -> jax.Array:
-    """Return `out` after `add` of every block, in the order of rows."""
+    """Return `out` after calling `add` for every block, in the order of rows."""
     ends = jnp.cumsum(group_sizes)
     num_blocks = -(-group_sizes // BLOCK_ROWS)
     block_ends = jnp.cumsum(num_blocks)

@@ -1,4 +1,4 @@
-"""The grouped product on tensor cores: a program per block of rows that share a group.
+"""The grouped product on tensor cores: one program per block of rows of the same group.
 
 The number of blocks is known only on the device, so the grid has the maximum number. A program
 finds its group from the cumulative group sizes; programs past the last block do nothing.
@@ -30,7 +30,7 @@ class GroupedMatmulTuning:
     num_stages: int
 
 
-# By maximum for twice the average rows per group. Few rows are bound by reading weights.
+# Keys are the maximum of twice the average rows per group. Few rows are bound by reading weights.
 BFLOAT16 = {
     16: GroupedMatmulTuning(16, 64, 128, 4, 4),
     64: GroupedMatmulTuning(64, 128, 64, 4, 4),
@@ -40,9 +40,9 @@ FLOAT32 = {16: GroupedMatmulTuning(16, 64, 32, 4, 3), None: GroupedMatmulTuning(
 
 
 def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """Choose the tiles for N rows in G groups."""
+    """Return the tiles for N rows in G groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
-    # Twice the average, so that the rows of a popular expert fit in one block.
+    # Twice the average, so that a popular expert's rows fit in one block.
     fits = [
         max_rows
         for max_rows in configs
@@ -61,7 +61,7 @@ def grouped_matmul_triton(
     config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
+    """See `grouped_matmul`. Reads each used matrix once per block, and no unused matrix.
 
     Raises:
         UnsupportedError: dtypes differ or are not in DTYPES, or there are too many groups.
@@ -92,7 +92,7 @@ def grouped_matmul_triton(
         (x, weights, group_sizes.astype(jnp.int32), *given.values()),
         [jax.ShapeDtypeStruct((num_rows, num_columns), x.dtype)],
         name="grouped_matmul",
-        # Blocks of a group are adjacent, so that from the second on its matrix is in the L2 cache.
+        # Blocks of a group are adjacent, so that all but the first find its matrix in the L2 cache.
         grid=(
             pl.cdiv(num_columns, config.block_columns),
             max_blocks(num_rows, num_groups, config.block_rows),
@@ -105,7 +105,7 @@ def grouped_matmul_triton(
 
 
 def max_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of blocks for N > 0 rows, as no block spans two groups."""
+    """Return the maximum number of blocks for N > 0 rows; no block spans two groups."""
     max_used = min(num_rows, num_groups)
     return max_used + (num_rows - max_used) // block_rows
 
@@ -124,7 +124,7 @@ def _kernel(
     places = dict(zip(given, place_refs, strict=True))
     column_block, row_block = pl.program_id(0), pl.program_id(1)
     num_groups = sizes_ref.shape[0]
-    # Padded, because Triton's blocks have sizes that are powers of two.
+    # Padded, because sizes in Triton must be powers of two.
     group = jnp.arange(pl.next_power_of_2(num_groups))
     sizes = load(sizes_ref.at[group], mask=group < num_groups, other=0)
     num_blocks = (sizes + config.block_rows - 1) // config.block_rows
@@ -142,7 +142,7 @@ def _kernel(
 
         def placed(name):
             # Masked rows point past the end: in interpret mode a masked store writes the old value,
-            # which must not overwrite a row that another lane has written.
+            # which must not overwrite a row written by another lane.
             if name not in places:
                 return rows
             return load(places[name].at[rows], mask=is_mine, other=out_ref.shape[0])

@@ -1,16 +1,15 @@
 """Causal attention of T new tokens per request over a paged pool of latents (MLA, absorbed).
 
-A token's entry in the pool is (c, r): its latent c of `rank` numbers, of which the keys and values
-of all heads are made, and the rotated part r of the key, which all heads share (DeepSeek-V2,
-section 2.1). If the up-projection of keys is absorbed into the queries, q = (W_uk^T q_nope,
-q_rope), heads have one key in common, and its first `rank` numbers are their value: for row t of
-request b,
+A token's entry in the pool is (c, r). Its latent c of `rank` numbers gives the keys and values of
+all heads; r is the rotated part of the key, shared by all heads (DeepSeek-V2, section 2.1). With
+the up-projection of keys absorbed into the queries, q = (W_uk^T q_nope, q_rope), all heads have the
+same key, and its first `rank` numbers are their value: for row t of request b,
 
     out[b, t, h] = sum_j softmax_j(scale q[b, t, h] . (c_j, r_j)) c_j
 
 over j <= positions[b, t], where token j of request b is in page `page_table[b, j // page_size]` at
-offset `j % page_size`. The new tokens' own entries are already in the pool. The up-projection of
-values is left to the caller.
+offset `j % page_size`. The pool already contains the new tokens' entries. The caller applies the
+up-projection of values.
 """
 
 import jax
@@ -33,16 +32,16 @@ def latent_attention(
     scale: float,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return the mixed latents [B, T, H, rank] in q's dtype; softmax statistics are f32.
+    """Return the weighted sums of latents [B, T, H, rank] in q's dtype; f32 softmax statistics.
 
     Args:
         q: [B, T, H, E] absorbed queries, E = rank + rotated dimensions.
         pool: [L, pages, page_size, E] entries.
         layer: i32[] layer of the pool to read.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
-        positions: i32[B, T] the position up to which each row attends, usually its own; a row at -1
+        positions: i32[B, T] last position that each row attends to, usually its own; a row at -1
             is padding and returns 0.
-        rank: how many of the numbers of an entry are its latent.
+        rank: number of latent dimensions in an entry.
         scale: multiplies the scores.
         kernels: implementation to use, see `dispatch.run`.
 
@@ -50,7 +49,7 @@ def latent_attention(
 
     Raises:
         ValueError: arguments are inconsistent; the message names them.
-        UnsupportedError: the kernel that `kernels` names does not support the arguments.
+        UnsupportedError: the named kernel does not support the arguments.
     """
     if q.ndim != 4 or q.shape[:2] != positions.shape:
         raise ValueError(
@@ -63,7 +62,7 @@ def latent_attention(
     if page_table.ndim != 2 or page_table.shape[0] != q.shape[0]:
         raise ValueError(f"page_table must be [B={q.shape[0]}, P]; got {page_table.shape}")
     if not 0 < rank < q.shape[3]:
-        raise ValueError(f"rank must lie between 0 and E={q.shape[3]}; got {rank}")
+        raise ValueError(f"rank must be between 0 and E={q.shape[3]}; got {rank}")
     return run(
         "latent_attention",
         kernels,

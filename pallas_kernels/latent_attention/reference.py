@@ -18,9 +18,9 @@ def latent_attention_reference(
 ) -> jax.Array:
     """See `latent_attention`.
 
-    The context is read in blocks of a fixed size, up to the last one of the longest request. A
-    block that a row does not attend to adds exactly 0 to it, so a row's bits do not depend on the
-    lengths of other requests.
+    The context is read in blocks of a fixed size, up to the end of the longest request. A block
+    that a row does not attend to adds exactly 0, so a row's bits do not depend on the lengths of
+    other requests.
     """
     batch, num_rows, num_heads, width = q.shape
     num_pages, page_size = pool.shape[1:3]
@@ -28,10 +28,10 @@ def latent_attention_reference(
     page_table = jnp.pad(
         page_table, ((0, 0), (0, -page_table.shape[1] % pages)), constant_values=-1
     )
-    # [B, T H, E]: the rows of a request form one matrix, since they share the key.
+    # [B, T H, E]: the rows of a request form one matrix, as all heads have the same key.
     queries = q.reshape(batch, -1, width) * jnp.asarray(scale, q.dtype)
     last = jnp.repeat(positions, num_heads, axis=1)[..., None]  # [B, T H, 1]
-    # End of the positions used of a page: 0 for a page that is not assigned.
+    # Per page, the end of the used positions; 0 for a page that is not assigned.
     ends = jnp.where(page_table >= 0, positions.max(axis=1, keepdims=True) + 1, 0)
     page_table = jnp.clip(page_table, 0, num_pages - 1)
 
@@ -44,7 +44,7 @@ def latent_attention_reference(
         used = column < jnp.repeat(block_ends, page_size, axis=1)  # [B, C]
         entries = pool.at[layer, ids].get(mode="promise_in_bounds")
         entries = entries.reshape(batch, pages * page_size, width).astype(q.dtype)
-        # NaN in an unused page would give NaN even with a weight of zero.
+        # NaN in an unused page would give NaN even with weight zero.
         entries = jnp.where(used[..., None], entries, 0)
         scores = jnp.einsum("bre,bce->brc", queries, entries, preferred_element_type=jnp.float32)
         scores = jnp.where((column[None] <= last) & used[:, None], scores, -jnp.inf)

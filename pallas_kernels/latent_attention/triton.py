@@ -1,8 +1,8 @@
 """Attention over latents as Pallas Triton kernels: flash over splits of the context, a combine.
 
-A program computes up to `block_rows` of the T H rows of one request, over every `num_splits`-th
-block of `block_tokens` of its context; it reads an entry once, as key and as value. As in paged
-attention, a row's bits depend neither on other requests nor on the other rows of its request.
+A program computes up to `block_rows` of one request's T H rows, over every `num_splits`-th block of
+`block_tokens` of its context. It reads an entry once, as key and as value. As in paged attention, a
+row's bits depend neither on other requests nor on other rows of its request.
 """
 
 import functools
@@ -25,15 +25,15 @@ LOG2_E = math.log2(math.e)
 UNSEEN = -1e30  # maximum of no scores; finite, so that differences are never NaN
 NOWHERE = 2**30  # a column that no row attends to
 NUM_SMS = 132  # multiprocessors of an H100 or H200
-MIN_TOKENS = 2  # per split and row; with fewer, partial results are larger than what is read
-MAX_SPLITS = 32  # the combine kernel has a row's partial results [splits, rank] in registers
+MIN_TOKENS = 2  # per split and row; with fewer, partial results exceed the entries read
+MAX_SPLITS = 32  # the combine kernel keeps a row's partial results [splits, rank] in registers
 
 
 @dataclass(frozen=True)
 class LatentTuning:
     """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows per program, of the T H of a request
+    block_rows: int  # query rows per program, of T H per request
     block_tokens: int  # entries per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
@@ -41,8 +41,8 @@ class LatentTuning:
 
 
 # Bytes per element of q -> block_rows: (block_tokens, num_warps, num_stages), for a rank of 512.
-# The accumulator [block_rows, rank] in f32 and the queries take the registers and the shared memory
-# that attention of smaller heads has for more rows or tokens: 128 rows do not fit.
+# The registers and the shared memory do not hold the f32 accumulator [block_rows, rank] and the
+# queries of 128 rows.
 TILES = {
     2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
     4: {16: (16, 8, 2), 32: (16, 8, 2)},
@@ -52,13 +52,13 @@ TILES = {
 def choose_config(
     batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
 ) -> LatentTuning:
-    """Choose tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
+    """Return tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
     tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
     programs = batch * -(-rows // block_rows)
     max_splits = min(-(-context // (MIN_TOKENS * block_rows)), MAX_SPLITS)
-    # A second kernel would cost more than an idle eighth of the GPU.
+    # A second kernel would cost more than leaving an eighth of the GPU idle.
     is_full = 8 * programs >= 7 * NUM_SMS
     num_splits = 1 if is_full else max(1, min(NUM_SMS // programs, max_splits))
     return LatentTuning(block_rows, block_tokens, num_splits, num_warps, num_stages)
@@ -86,7 +86,7 @@ def latent_attention_triton(
     if config is None:
         capacity = page_table.shape[1] * pool.shape[2]
         config = choose_config(batch, num_rows, num_heads, capacity, q.dtype)
-    # Rows and heads are one axis, which makes fewer addresses for the kernel to compute.
+    # Rows and heads are one axis, so that the kernel computes fewer addresses.
     q = q.reshape(batch, num_rows * num_heads, -1)
     out = jax.ShapeDtypeStruct((*q.shape[:2], rank), q.dtype)
     attended = [out]
@@ -150,7 +150,7 @@ def _attention_kernel(
     *out_refs,
     num_heads: int,
     rank: int,
-    scale: float,  # for exp2, the hardware's instruction
+    scale: float,  # includes log2(e): exp2 is the hardware's instruction
     config: LatentTuning,
 ):
     num_rows, width = q_ref.shape[1:]
@@ -160,7 +160,7 @@ def _attention_kernel(
 
     row = pl.program_id(0) * config.block_rows + jnp.arange(config.block_rows, dtype=jnp.int32)
     exists = row < num_rows
-    # A tile's sides are powers of two, so a latent and its rotated part are two.
+    # A tile's sides are powers of two, so latent and rotated part are separate tiles.
     latent = jnp.arange(rank, dtype=jnp.int32)[None]
     rotated = rank + jnp.arange(width - rank, dtype=jnp.int32)[None]
 
@@ -170,7 +170,7 @@ def _attention_kernel(
 
     q, q_rotated = load_queries(latent), load_queries(rotated)
     t = jax.lax.div(row, num_heads)
-    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # last visible; [R]
+    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # [R], last visible position
     end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
 
     def block(i, carry):
@@ -188,7 +188,7 @@ def _attention_kernel(
             return load(pool_ref.at[at], mask=mask, other=0.0)
 
         entries = load_entries(latent)  # [C, rank]
-        # By default f32 would be multiplied as tf32.
+        # By default, f32 would be multiplied as tf32.
         scores = dot(q, entries, trans_b=True, precision="highest")
         scores += dot(q_rotated, load_entries(rotated), trans_b=True, precision="highest")
         column = jnp.where(used, column, NOWHERE)[None]
@@ -204,7 +204,7 @@ def _attention_kernel(
         jnp.full((config.block_rows,), UNSEEN, jnp.float32),
         jnp.zeros((config.block_rows,), jnp.float32),
     )
-    # Blocks split, split + num_splits, ..., up to that of `end` - 1.
+    # Blocks split, split + num_splits, ..., up to the block of `end` - 1.
     end_block = pl.cdiv(end, config.block_tokens)
     stop = pl.cdiv(jnp.maximum(end_block - split, 0), config.num_splits)
     out, maximum, total = jax.lax.fori_loop(0, stop, block, carry)
@@ -223,7 +223,7 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Combine one row: sum its splits [splits, rank], each weighted by its maximum."""
+    """Combine one row: sum its splits [splits, rank], weighted by their maxima."""
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]
     split = jnp.arange(width, dtype=jnp.int32)

@@ -7,9 +7,10 @@ For query row t of request b at absolute position p = positions[b, t]:
 over o - window < j <= p, where o is p or origins[b, t], and token j of request b is in page
 `page_table[b, j // page_size]` at offset `j % page_size`. G = H / H_kv query heads share a key
 head. f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator
-has one more term, exp(sinks[h]), so that a row may attend to little. K and V are the contents of
-the pool, times `kv_scale[0, h']` and `kv_scale[1, h']` for a pool of float8. The new tokens' own
-keys are already in the pool. Prefill has T = chunk, verification T = K + 1, plain decoding T = 1.
+has one more term, exp(sinks[h]), so that all weights of a row may be small. K and V are the
+contents of the pool, times `kv_scale[0, h']` and `kv_scale[1, h']` for a float8 pool. The pool
+already contains the new tokens' keys. Prefill has T = chunk, verification T = K + 1, plain decoding
+T = 1.
 """
 
 import jax
@@ -43,22 +44,22 @@ def paged_attention(
         kv: [L, pages, page_size, 2, H_kv, D] pool of keys (index 0) and values (index 1).
         layer: i32[] layer of the pool to read.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
-        positions: i32[B, T] the position up to which each row attends, usually its own; a row at -1
+        positions: i32[B, T] last position that each row attends to, usually its own; a row at -1
             is padding and returns 0.
-        window: how many tokens up to its origin a row attends to, itself included; None for all.
-        origins: i32[B, T] the position that a row's window is counted back from; None for
-            `positions`.
-        soft_cap: c, the bound on the absolute value of scores; None for no bound.
-        kv_scale: f32[2, H_kv] scales of keys and values; only for a pool of float8_e4m3fn.
-        sinks: [H] scores without values, one per head; None for none.
+        window: number of tokens that a row attends to, up to and including its origin; None for
+            all.
+        origins: i32[B, T] last position of a row's window; None for `positions`.
+        soft_cap: c, the bound of scores' absolute values; None for no bound.
+        kv_scale: f32[2, H_kv] scales of keys and values; only for a float8_e4m3fn pool.
+        sinks: [H] one score without value per head; None for none.
         kernels: implementation to use, see `dispatch.run`.
 
     Pages past a request's last position or before its first row's window do not affect the
-    result: they may contain NaN.
+    result, so they may contain NaN.
 
     Raises:
-        ValueError: arguments are inconsistent, or a scale is missing; the message names them.
-        UnsupportedError: the kernel that `kernels` names does not support the arguments.
+        ValueError: arguments are inconsistent or a scale is missing; the message names them.
+        UnsupportedError: the named kernel does not support the arguments.
     """
     if q.ndim != 4 or q.shape[:2] != positions.shape:
         raise ValueError(
@@ -75,7 +76,7 @@ def paged_attention(
         raise ValueError(f"window must be at least 1, or None for no window; got {window}")
     if origins is not None and (window is None or origins.shape != positions.shape):
         raise ValueError(
-            f"origins go with a window, and must be as positions {positions.shape}; got "
+            f"origins need a window, and must have the shape of positions, {positions.shape}; got "
             f"{origins.shape} with window={window}"
         )
     if soft_cap is not None and soft_cap <= 0:
@@ -111,10 +112,10 @@ def paged_attention_part(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output f32[B, T, H, D], and the log-sum-exp of each row's scores, f32[B, T, H].
 
-    As `paged_attention`, over a part of a context: the outputs over all parts, weighted by
-    exp(log-sum-exp), add up to that over the whole. Positions count from where the part begins: a
-    row before it attends to nothing, which is -inf, and a row past its end to all of it. The part
-    is not split among programs, so there should be many rows.
+    Like `paged_attention`, but over one part of a context: the outputs of all parts, weighted by
+    exp(log-sum-exp), add up to the output over the whole. Positions count from the start of the
+    part. A row before it attends to nothing (log-sum-exp -inf), a row past its end to all of it.
+    The part is not split among programs, so there should be many rows.
     """
     operands = q, kv, layer, page_table, positions
     return run("paged_attention", kernels, IMPLEMENTATIONS, *operands, returns_lse=True)
@@ -128,7 +129,7 @@ def _check_scale(kv: jax.Array, kv_scale: jax.Array | None) -> None:
     elif kv_scale is None:
         raise ValueError(
             f"kv_scale is missing: a pool of float8_e4m3fn needs f32{list(needed)}, the scales of "
-            "keys and of values per head; all 1 if they were stored as they are"
+            "keys and of values per head; all 1 if they were stored unscaled"
         )
     elif kv_scale.shape != needed:
         raise ValueError(f"kv_scale must be [2, H_kv={needed[1]}]; got {kv_scale.shape}")

@@ -22,9 +22,9 @@ def paged_attention_reference(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `paged_attention`.
 
-    The context is read in blocks of a fixed size, from the first one in any row's window to the
-    last one of the longest request. A block that a row does not attend to adds exactly 0 to it, so
-    a row's bits do not depend on the lengths of other requests.
+    The context is read in blocks of a fixed size, from the start of the first row's window to the
+    end of the longest request. A block that a row does not attend to adds exactly 0, so a row's
+    bits do not depend on the lengths of other requests.
     """
     batch, num_rows, num_heads, dim = q.shape
     num_pages, page_size, _, num_kv_heads = kv.shape[1:5]
@@ -32,7 +32,7 @@ def paged_attention_reference(
     page_table = jnp.pad(
         page_table, ((0, 0), (0, -page_table.shape[1] % pages)), constant_values=-1
     )
-    # [B, H_kv, T G, D]: rows that share a key head form one matrix.
+    # [B, H_kv, T G, D]: rows with the same key head form one matrix.
     queries = q.reshape(batch, num_rows, num_kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
     group = queries.shape[3]
     queries = queries.reshape(batch, num_kv_heads, num_rows * group, dim) * (dim**-0.5)
@@ -41,7 +41,7 @@ def paged_attention_reference(
         jnp.repeat(x, group, axis=1)[:, None, :, None] for x in (positions, origins)
     )
     heads = jnp.arange(num_kv_heads)[:, None]
-    # End of the positions used of a page: 0 for a page that is not assigned.
+    # Per page, the end of the used positions; 0 for a page that is not assigned.
     ends = jnp.where(page_table >= 0, positions.max(axis=1, keepdims=True) + 1, 0)
     page_table = jnp.clip(page_table, 0, num_pages - 1)
     no_row = page_table.shape[1] * page_size
@@ -60,12 +60,12 @@ def paged_attention_reference(
         used = used[:, None]  # [B, 1, C]
 
         def load(which):
-            # Gathered with heads first, as the products need them, to avoid a transpose.
+            # Gather with heads first, as the products need them, to avoid a transpose.
             tokens = kv.at[layer, ids[:, None], :, which, heads].get(mode="promise_in_bounds")
             return tokens.reshape(batch, num_kv_heads, pages * page_size, dim).astype(q.dtype)
 
         keys = load(0)
-        # NaN in an unused page would give NaN even with a weight of zero.
+        # NaN in an unused page would give NaN even with weight zero.
         values = jnp.where(used[..., None], load(1), 0)
         column = column[None, None]
         visible = (column <= row_positions) & used[:, :, None]
@@ -113,7 +113,7 @@ def paged_attention_reference(
         out *= kv_scale[1][None, :, None, None]
 
     def by_row(x):
-        """[B, H_kv, T G, ...] as [B, T, H, ...]."""
+        """Reshape [B, H_kv, T G, ...] to [B, T, H, ...]."""
         x = x.reshape(batch, num_kv_heads, num_rows, group, -1).transpose(0, 2, 1, 3, 4)
         return x.reshape(batch, num_rows, num_heads, -1)
 

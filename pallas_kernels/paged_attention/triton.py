@@ -1,9 +1,9 @@
 """Paged attention as Pallas Triton kernels: a flash kernel split over the context, and a combine.
 
-A program computes up to `block_rows` of the T G rows of one request that share a key head, over
-every `num_splits`-th block of `block_tokens` of its context. So a block's number alone determines
-which program adds it, and in which order, and blocks that a row does not attend to add exactly 0: a
-row's bits depend neither on other requests nor on the other rows of its request.
+A program computes up to `block_rows` of the T G rows of one request and key head, over every
+`num_splits`-th block of `block_tokens` of its context. So a block's number alone determines which
+program adds it, and in which order. Blocks that a row does not attend to add exactly 0. A row's
+bits thus depend neither on other requests nor on other rows of its request.
 """
 
 import functools
@@ -80,10 +80,10 @@ def paged_attention_triton(
         ),
         operands,
         attended,
-        # The name tells profiles and reports of compiled programs the window.
+        # The name shows the window in profiles and in reports of compiled programs.
         name="paged_attention" if window is None else f"paged_attention_window_{window}",
-        # Adjacent programs of the grid run together: blocks of rows that read the same keys, then
-        # heads whose keys are adjacent.
+        # Adjacent programs of the grid run together: row blocks that read the same keys, then heads
+        # with adjacent keys.
         grid=(num_blocks * num_kv_heads, batch, config.num_splits),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -106,7 +106,7 @@ def paged_attention_triton(
 
 
 def _check_supported(q: jax.Array, kv: jax.Array) -> None:
-    # Conversion of float8 to f32 would spill: a thread of f32 tiles already has whole rows of D.
+    # Converting float8 to f32 would spill: a thread of f32 tiles already holds whole rows of D.
     stored = (q.dtype.name, FP8) if q.dtype == jnp.bfloat16 else (q.dtype.name,)
     supported = {
         "head dimension D": (q.shape[3], DIMS),
@@ -133,7 +133,7 @@ def _attention_kernel(
     layer_ref,  # [1]
     page_table_ref,  # [B, P]
     positions_ref,  # [B, T]
-    *refs,  # [B, T] origins, f32[2, H_kv] scales and [H] sinks if there are, then the outputs
+    *refs,  # optional [B, T] origins, f32[2, H_kv] scales, [H] sinks; then the outputs
     window: int | None,
     soft_cap: float | None,
     has_origins: bool,
@@ -159,9 +159,9 @@ def _attention_kernel(
     element = jnp.arange(dim, dtype=jnp.int32)[None]
     mask = jnp.broadcast_to(exists[:, None], (config.block_rows, dim))
     q = load(q_ref.at[request, t[:, None], head[:, None], element], mask=mask, other=0.0)
-    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # last visible; [R]
+    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # [R], last visible position
 
-    # Range of columns that rows of this block attend to, within the page table.
+    # Range of columns that this block's rows attend to, within the page table.
     end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
     first, origin = jnp.int32(0), last
     if origins_ref is not None:
@@ -169,7 +169,7 @@ def _attention_kernel(
     if window is not None:
         oldest = jnp.min(jnp.where(last >= 0, origin, NOWHERE))
         first = jnp.maximum(oldest - window + 1, 0)
-    scale = LOG2_E / math.sqrt(dim)  # for exp2, the hardware's instruction
+    scale = LOG2_E / math.sqrt(dim)  # includes log2(e): exp2 is the hardware's instruction
     if scale_ref is not None:
         scale = scale * scale_ref[0, kv_head]
 
@@ -188,7 +188,7 @@ def _attention_kernel(
             at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
             return load(kv_ref.at[at], mask=mask, other=0.0).astype(q.dtype)  # [C, D]
 
-        # By default f32 would be multiplied as tf32.
+        # By default, f32 would be multiplied as tf32.
         scores = dot(q, load_tokens(0), trans_b=True, precision="highest") * scale  # [R, C]
         if soft_cap is not None:
             scores = jnp.tanh(scores * (1 / (LOG2_E * soft_cap))) * (LOG2_E * soft_cap)
@@ -206,12 +206,12 @@ def _attention_kernel(
 
     maximum = jnp.full((config.block_rows,), UNSEEN, jnp.float32)
     total = jnp.zeros((config.block_rows,), jnp.float32)
-    if sinks_ref is not None:  # the first split has seen the sink, whose value is 0
+    if sinks_ref is not None:  # the first split includes the sink, whose value is 0
         sink = load(sinks_ref.at[head], mask=exists, other=0.0).astype(jnp.float32) * LOG2_E
         maximum = jnp.where(split == 0, sink, maximum)
         total = jnp.where(split == 0, 1.0, total)
     carry = jnp.zeros((config.block_rows, dim), jnp.float32), maximum, total
-    # Blocks split, split + num_splits, ..., from that of `first` to that of `end` - 1.
+    # Blocks split, split + num_splits, ..., from the block of `first` to the block of `end` - 1.
     first_block = jax.lax.div(first, config.block_tokens)
     end_block = pl.cdiv(end, config.block_tokens)
     start, stop = (
@@ -228,7 +228,7 @@ def _attention_kernel(
         mask = jnp.broadcast_to(exists[:, None], out.shape)
         store(out_refs[0].at[*where, element], out.astype(out_refs[0].dtype), mask=mask)
         if len(out_refs) > 1:
-            lse = maximum * (1 / LOG2_E) + jnp.log(total)  # -inf if there was nothing to see
+            lse = maximum * (1 / LOG2_E) + jnp.log(total)  # -inf if the row attends to nothing
             store(out_refs[1].at[request, t, head], lse, mask=exists)
         return
     # For a split without visible tokens, the combine kernel reads only the statistics.
@@ -239,7 +239,7 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Combine one row: sum its splits [splits, D], each weighted by its maximum."""
+    """Combine one row: sum its splits [splits, D], weighted by their maxima."""
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]
     split = jnp.arange(width, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Tile sizes of the paged attention kernels, by shape; limited by registers and shared memory."""
+"""Tile sizes of the paged attention kernels by shape, limited by registers and shared memory."""
 
 from dataclasses import dataclass
 
@@ -6,18 +6,18 @@ import jax.numpy as jnp
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200
 MIN_BLOCKS = 3  # per split; with fewer, partial results are too large compared to the keys read
-MAX_SPLITS = 64  # the combine kernel has a row's partial results [splits, D] in registers
+MAX_SPLITS = 64  # the combine kernel keeps a row's partial results [splits, D] in registers
 
 
 @dataclass(frozen=True)
 class AttentionTuning:
     """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows per program, of the T G that share a key head
+    block_rows: int  # query rows per program, of T G per key head
     block_tokens: int  # keys and values per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
-    num_stages: int  # of Triton; page ids and tokens take two each, so 5 is 2 blocks
+    num_stages: int  # Triton's; page ids and tokens take two each, so 5 stages are 2 blocks
 
 
 # Bytes per element of q -> D -> block_rows: (block_tokens, num_warps, num_stages).
@@ -44,7 +44,7 @@ TILES = {
             128: (32, 8, 3),
         },
     },
-    # Tensor cores do not multiply f32 exactly. Without them every thread has whole rows of D, so
+    # Tensor cores do not multiply f32 exactly. Without them every thread holds whole rows of D, so
     # tiles are small with many warps; 64 rows would spill. Multiplying takes longer than reading,
     # so one block in flight is enough.
     4: {
@@ -64,16 +64,16 @@ def choose_config(
     context: int,
     dtype: jnp.dtype,
 ) -> AttentionTuning:
-    """Choose tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
+    """Return tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
     tiles = TILES[dtype.itemsize][dim]
     rows = num_rows * (num_heads // num_kv_heads)
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
     programs = batch * num_kv_heads * -(-rows // block_rows)
-    # Two small programs run on an SM at once, and overlap their softmax with other work.
+    # Two small programs share an SM, and overlap their softmax with other work.
     room = NUM_SMS * (2 if block_rows <= 32 else 1)
     if 8 * programs >= 7 * NUM_SMS:
-        num_splits = 1  # a second kernel would cost more than an idle eighth of the GPU
+        num_splits = 1  # a second kernel costs more than leaving an eighth of the GPU idle
     else:
         max_splits = min(-(-context // (MIN_BLOCKS * block_tokens)), MAX_SPLITS)
         num_splits = max(1, min(room // programs, max_splits))

@@ -1,9 +1,10 @@
-"""RMSNorm, and the residual sum before it in one kernel (Zhang & Sennrich 2019).
+"""RMSNorm, together with the residual sum before it (Zhang & Sennrich 2019).
 
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
-with 1 + w for w if the checkpoint stores weights minus one. The norm alone is left to XLA, which
-compiles it to one kernel; for the sum and the norm XLA makes two kernels, or recomputes the sum.
+with 1 + w instead of w if the checkpoint stores weights minus one. XLA compiles a norm without sum
+to one kernel, so there is no operation for it. For sum and norm, XLA makes two kernels or
+recomputes the sum.
 """
 
 import jax
@@ -32,7 +33,7 @@ def add_rms_norm(
         delta: [N, D].
         weight: [D].
         eps: added to the mean square.
-        is_centred: the weight is stored minus one.
+        is_centred: whether the weight is stored minus one.
         kernels: implementation to use, see `dispatch`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Triton kernel that computes the residual sum and the norm of one row per program."""
+"""A Triton kernel for residual sum and norm: one program per row."""
 
 import functools
 
@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 
-MAX_DIM = 16384  # a row has to fit in the registers of one program
-ELEMENTS_PER_WARP = 256  # a load of 16 bytes per thread, and little code: a step has few rows
+MAX_DIM = 16384  # a row must fit in the registers of one program
+ELEMENTS_PER_WARP = 256  # 16-byte loads per thread, and little code: a step has few rows
 
 
 def add_rms_norm_triton(
@@ -55,7 +55,7 @@ def _kernel(x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, eps, is
     def read(ref, *index):
         return load(ref.at[(*index, i)], mask=mask, other=0.0).astype(jnp.float32)
 
-    # Before the sum, which waits for the row: in a step no cache holds the weight any more.
+    # Load the weight before the sum, which waits for the row: in a step it is in no cache any more.
     weight = read(weight_ref)
     rounded = (read(x_ref, row) + read(delta_ref, row)).astype(y_ref.dtype)
     store(y_ref.at[row, i], rounded, mask=mask)

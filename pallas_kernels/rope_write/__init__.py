@@ -1,13 +1,13 @@
-"""Norm and rotation of projected queries and keys, and the write of keys and values to pages.
+"""Norm and rotation of projected queries and keys, and writing keys and values to pages.
 
-For a row at position p, whose projection is heads q | gate | k | v in that order:
+For a row at position p, whose projection has the heads q | gate | k | v in that order:
 
     q' = rotate(norm(q), p)      k' = rotate(norm(k), p)
     kv[layer, page_table[b, p // page_size], p % page_size] = (k', v)
 
 where rotate turns dimensions i and i + n of a head by the row's i-th angle, for i < n, and keeps
 dimensions past 2 n (Su et al. 2021; partial rotation, HF's pairing). The norm is applied only if a
-weight is given. Gates, if any, are not touched.
+weight is given. Gates are ignored.
 
 Rows at position -1, past the page table, or on a page that is not assigned (-1) write nothing.
 """
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {"triton": rope_write_triton, "reference": rope_write_referenc
 
 
 class HeadWeights(NamedTuple):
-    """Bias and norm weights of the projected heads; None if a model has none."""
+    """Bias and norm weights of the projected heads; None for a missing one."""
 
     bias: jax.Array | None = None  # [F]
     q_norm: jax.Array | None = None  # [D], RMSNorm over a head
@@ -57,9 +57,9 @@ def rope_write(
         layer: i32[] layer of the pool to write.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] absolute position of each row.
-        num_heads: H, query heads; 0 to write keys and values only, if `writes`.
-        eps, is_centred: of the norms, see `rms_norm`.
-        writes: if False, the pool stays unchanged, and only queries are computed.
+        num_heads: H, number of query heads; 0 to write only keys and values.
+        eps, is_centred: for the norms, see `rms_norm`.
+        writes: whether to write to the pool; if not, only queries are computed.
         kernels: implementation to use, see `dispatch`.
 
     Raises:

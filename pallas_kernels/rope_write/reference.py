@@ -1,4 +1,4 @@
-"""`rope_write` in plain JAX: the write is one scatter of whole rows."""
+"""`rope_write` in plain JAX; the write is one scatter of whole rows."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,8 @@ def split_heads(
     eps: float,
     is_centred: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F], normed and rotated."""
+    """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F]; q, k normed,
+    rotated."""
     if bias is not None:
         qkv = qkv + jax.lax.broadcast_to_rank(bias, qkv.ndim)
     heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
@@ -70,7 +71,7 @@ def split_heads(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x [..., heads, head_dim] by the angles [..., n] of its first 2 n dimensions.
+    """Rotate the first 2 n dimensions of x [..., heads, head_dim] by angles [..., n].
 
     Dimension i is paired with i + n (the HF layout); dimensions past 2 n are unchanged.
     """
@@ -93,7 +94,7 @@ def write_pages(
     num_pages, page_size = kv.shape[1:3]
     index = positions // page_size
     page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)
-    # The scatter drops a page id past the pool; a negative id would wrap around.
+    # The scatter drops page ids past the pool; negative ids would wrap around.
     page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
     rows = jnp.stack([k, v], axis=2).astype(kv.dtype)  # [B, T, 2, H_kv, D]
     return kv.at[layer, page, positions % page_size].set(rows, mode="drop")

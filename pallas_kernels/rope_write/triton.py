@@ -1,4 +1,4 @@
-"""One Triton kernel for everything between the projection of q, k and v and attention."""
+"""One Triton kernel for everything between the projection of q, k, v and attention."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 @dataclass(frozen=True)
 class RopeWriteTuning:
-    """A program computes `block_heads` heads of a row; heads are small, so a warp has several."""
+    """Launch parameters. Heads are small, so a program computes `block_heads` heads of a row."""
 
     block_heads: int = 8
     num_warps: int = 4
@@ -82,7 +82,7 @@ def rope_write_triton(
         (q,) = call(operands, [queries])
         return q, kv
     pool = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
-    made = [queries, pool] if num_heads else [pool]  # no array may be empty
+    made = [queries, pool] if num_heads else [pool]  # arrays must not be empty
     *q, kv = call([*operands, kv], made, aliases={len(operands): len(made) - 1})
     return (q[0] if q else jnp.zeros(queries.shape, queries.dtype)), kv
 
@@ -117,7 +117,7 @@ def _kernel(
     is_q = head < num_heads
     is_v = head >= num_heads + num_kv_heads
     is_made = head < num_heads + (2 * num_kv_heads if writes else 0)
-    # Source heads in the projection; keys and values come after any gates.
+    # Heads in the projection; keys and values come after any gates.
     source = (jnp.where(is_q, head, head - num_heads + k_at) * dim)[:, None]
     i = jnp.arange(dim, dtype=jnp.int32)[None, :]
     partner = jnp.where(i < half, i + half, jnp.where(i < 2 * half, i - half, i))
@@ -130,7 +130,7 @@ def _kernel(
             x = (x + bias.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
         return x
 
-    def weight(column):  # of the norm; 1 for heads without one
+    def weight(column):  # norm weight; 1 for heads without a norm
         w = jnp.ones((block_heads, dim), jnp.float32)
         for ref, of in (q_norm_ref, is_q), (k_norm_ref, ~(is_q | is_v)):
             if ref is not None:
@@ -154,8 +154,8 @@ def _kernel(
     sin = load(sin_ref.at[b, t, angle], mask=turns, other=0.0)
     y = (x * cos + jnp.where(i < half, -other, other) * sin).astype(dtype)
 
-    outputs = iter(refs[sum(has) + writes :])  # after the pool that is updated in place
-    # In interpret mode masked lanes store the old value, so their indices must be distinct, too.
+    outputs = iter(refs[sum(has) + writes :])  # after the input pool, which is updated in place
+    # In interpret mode masked lanes store the old value, so their indices must also be distinct.
     if num_heads:
         store(next(outputs).at[b, t, head[:, None], i], y, mask=mask & is_q[:, None])
     if writes:

@@ -1,11 +1,11 @@
-"""The routes of a mixture of experts: which experts each row goes to, and the rows by expert.
+"""The routes of a mixture of experts: the experts of each row, and the rows of each expert.
 
-Of logits l [N, E], a row's C experts are those with the largest scores s: softmax(l), or
-sigmoid(l), to which a correction is added for the choice alone (DeepSeek-V3, section 2.1.2).
+For logits l [N, E], a row's C experts are those with the largest scores s: softmax(l), or
+sigmoid(l) plus a correction that affects only the choice (DeepSeek-V3, section 2.1.2).
 
     w_c = s_c, or s_c / sum_c s_c if the rule normalises, times the scaling
 
-Of equal scores the lower expert's is taken first. Entries n C + c are sorted by their expert.
+Ties go to the lower expert. Entries n C + c are sorted by expert.
 """
 
 import jax
@@ -31,15 +31,15 @@ def route(
 ) -> Routes:
     """Return the routes of all rows; scores are f32.
 
-    The kernel is one program. Many rows, and rules with groups, are left to the reference, whatever
-    `kernels` names.
+    The kernel is a single program. For many rows, and for rules with groups, the reference runs,
+    regardless of `kernels`.
 
     Args:
         logits: [N, E].
-        num_chosen: C, experts that a row goes to.
-        rule: how experts are chosen and weighted.
+        num_chosen: C, number of experts per row.
+        rule: the rule that chooses and weights experts.
         correction: f32[E], added to sigmoids.
-        is_padding: bool[N]; these rows go to the experts of row 0, with weights of no meaning.
+        is_padding: bool[N]; these rows go to the experts of row 0, with meaningless weights.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
@@ -53,7 +53,7 @@ def route(
     if num_experts % rule.num_groups:
         raise ValueError(f"rule.num_groups must divide E={num_experts}; got {rule.num_groups}")
     if not rule.is_sigmoid and (correction is not None or rule.num_groups > 1):
-        raise ValueError("correction and groups must be left out without rule.is_sigmoid")
+        raise ValueError("correction and groups need rule.is_sigmoid")
     if correction is not None and correction.shape != (num_experts,):
         raise ValueError(f"correction must be [E={num_experts}]; got {correction.shape}")
     if is_padding is not None and (is_padding.shape, is_padding.dtype) != ((num_rows,), bool):

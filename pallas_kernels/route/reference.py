@@ -7,26 +7,26 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """How experts are chosen and weighted; Python values.
+    """How experts are chosen and weighted, as Python values.
 
-    With groups, experts are chosen among the groups whose two best experts have the largest sums.
+    With groups, experts are chosen from the groups whose two best experts have the largest sums.
     """
 
     is_sigmoid: bool = False  # scores are sigmoids of the logits, else their softmax
-    normalises: bool = True  # the weights of a row's experts sum to one
-    scaling: float = 1.0  # of the weights, after they were normalised
+    normalises: bool = True  # whether the weights of a row's experts sum to one
+    scaling: float = 1.0  # multiplies the normalised weights
     num_groups: int = 1
     num_chosen_groups: int = 1
 
 
 class Routes(NamedTuple):
-    """Where rows go. Entry n C + c is row n's c-th best expert."""
+    """The routes of N rows. Entry n C + c is row n's c-th best expert."""
 
     weights: jax.Array  # f32[N, C]
     experts: jax.Array  # i32[N, C], the best first
-    order: jax.Array  # i32[N C] entries sorted by expert, and by themselves within one
-    rows: jax.Array  # i32[N C] of these entries
-    sizes: jax.Array  # i32[E] entries of each expert
+    order: jax.Array  # i32[N C] entries sorted by expert, then by entry
+    rows: jax.Array  # i32[N C] rows of these entries
+    sizes: jax.Array  # i32[E] number of entries per expert
 
 
 def route_reference(
@@ -36,16 +36,16 @@ def route_reference(
     correction: jax.Array | None = None,
     is_padding: jax.Array | None = None,
 ) -> Routes:
-    """See `route`. The weights have a gradient by the logits."""
+    """See `route`. The weights are differentiable with respect to the logits."""
     weights, experts = (_by_sigmoid if rule.is_sigmoid else _by_softmax)(
         logits, num_chosen, rule, correction
     )
     if is_padding is not None:
         experts = jnp.where(is_padding[:, None], experts[:1], experts)
     chosen = experts.reshape(-1)
-    # Sorting one array, because sorting keys and indices as two would copy them first.
+    # Sort one array, because sorting keys and indices as two would copy them first.
     order = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size)) % chosen.size
-    # Counting by comparison takes one kernel; a scatter needs another to clear its result.
+    # Counting by comparison takes one kernel; a scatter needs another one to clear its result.
     sizes = jnp.sum(chosen[:, None] == jnp.arange(logits.shape[1])[None], axis=0, dtype=jnp.int32)
     return Routes(weights, experts, order, order // num_chosen, sizes)
 

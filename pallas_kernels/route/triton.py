@@ -1,8 +1,8 @@
-"""Triton kernel of the routes: one program has all rows, and a warp whole rows where it can.
+"""A Triton kernel for routes: one program for all rows, with whole rows per warp if possible.
 
-A choice is the maximum of sortable integers, among which a choice leaves one of the lowest, its
-turn. There is no sort: a row chooses an expert once, so an entry's place among those of its expert
-is the number of rows before its own that chose it, too.
+Scores are mapped to sortable integers. A choice takes the maximum and replaces it by one of the
+lowest keys, which encodes its rank. No sort is needed: a row chooses an expert at most once, so an
+entry's place within its expert is the number of earlier rows that chose the same expert.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 DTYPES = "bfloat16", "float16", "float32"
 MAX_EXPERTS = 512
-MAX_LOGITS = 8192  # with padding: 16 for each thread of 16 warps, which registers hold
-LANES = 32  # of a warp
+MAX_LOGITS = 8192  # including padding: 16 per thread in 16 warps, held in registers
+LANES = 32  # per warp
 MAX_CHOSEN = LANES
 MAX_WARPS = 16
-LOWEST = -(2**31)  # key of a row's first choice; that of the next is one more, up to NOT_CHOSEN
-NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of what there is not
-LOW_BITS = 0xFFFF  # of a key
+LOWEST = -(2**31)  # key of a row's first choice; the next ones follow, up to NOT_CHOSEN
+NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of padding
+LOW_BITS = 0xFFFF  # mask for a key's low bits
 
 
 def fits(num_rows: int, num_experts: int, num_chosen: int, rule: Rule) -> bool:
-    """Return whether the kernel takes so many logits and choices, and the rule."""
+    """Return whether the kernel supports this number of logits and choices, and the rule."""
     num_logits = _padded(num_rows) * _num_pieces(num_experts) * LANES
     is_small = num_rows > 0 and num_experts <= MAX_EXPERTS and num_logits <= MAX_LOGITS
     return is_small and num_chosen <= MAX_CHOSEN and rule.num_chosen_groups == rule.num_groups
@@ -43,11 +43,11 @@ def route_triton(
     *,
     interpret: bool = False,
 ) -> Routes:
-    """See `route`. Infinite and NaN logits have an order, too, so that all places are valid.
+    """See `route`. Infinite and NaN logits are ordered as well, so that all places are valid.
 
     Raises:
-        UnsupportedError: there are groups, other dtypes than DTYPES, too many logits, or too many
-            experts are chosen.
+        UnsupportedError: there are groups, a dtype not in DTYPES, too many logits, or too many
+            chosen experts.
     """
     num_rows, num_experts = logits.shape
     if logits.dtype not in DTYPES:
@@ -92,8 +92,8 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
     optional = dict(zip(given, given_refs, strict=True))
     num_rows, num_experts = logits_ref.shape
     rows, lanes, pieces = map(jnp.arange, (_padded(num_rows), LANES, _num_pieces(num_experts)))
-    # [pieces, rows, lanes], downwards in a warp: where experts went up, Triton would give a thread
-    # several neighbours to load and a row to fewer lanes, and pass tiles between two layouts.
+    # [pieces, rows, lanes], in descending order within a warp. In ascending order, Triton would
+    # give a thread several neighbours to load, a row fewer lanes, and convert between layouts.
     row = rows[None, :, None]
     expert = LANES * pieces[:, None, None] + (LANES - 1 - lanes)[None, None]
     is_row, is_expert = row < num_rows, expert < num_experts
@@ -107,12 +107,12 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
         logits = jnp.where(is_padding, read(jnp.zeros_like(row), expert, is_expert), logits)
     scores = _sigmoid(logits) if rule.is_sigmoid else logits
     if "correction" in optional:
-        # For all rows, as one row would have a layout of its own.
+        # Load it for all rows: a single row would get a separate layout.
         at = optional["correction"].at[jnp.broadcast_to(expert, scores.shape)]
         scores += load(at, mask=is_row & is_expert, other=0.0)
 
     keys = _sortable(scores)
-    # Scores of 16 bits leave as many for the expert, and then the maximum tells which it is.
+    # 16-bit scores leave 16 bits for the expert, so that the maximum identifies the expert.
     has_expert = logits_ref.dtype == jnp.bfloat16 and not rule.is_sigmoid
     if has_expert:
         keys = keys & ~LOW_BITS | LOW_BITS - expert
@@ -144,8 +144,8 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
     store(sizes_ref.at[expert], sizes, mask=is_expert)
     of_pieces = jnp.cumsum(jnp.sum(sizes, axis=2, keepdims=True), axis=0)
     starts = of_pieces - jnp.cumsum(sizes, axis=2)
-    # What is masked points past the end: in interpret mode a masked store writes the old value,
-    # which must not overwrite what another lane has written.
+    # Masked lanes point past the end: in interpret mode a masked store writes the old value, which
+    # must not overwrite a value written by another lane.
     place = jnp.where(is_chosen, starts + before, order_ref.size)
     store(order_ref.at[place], row * num_chosen + (keys - LOWEST), mask=is_chosen)
     store(rows_ref.at[place], jnp.broadcast_to(row, place.shape), mask=is_chosen)
@@ -157,10 +157,10 @@ def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return how many rows chose each expert [pieces, 1, LANES], and of these how many before each.
+    """Return each expert's number of rows [pieces, 1, LANES], and of these the number before a row.
 
-    Counting in bits of words takes a sum over rows; a cumulative one would pass every warp's rows
-    to every other.
+    Counting bits of words takes one sum over rows. A cumulative sum would exchange the rows of all
+    warps.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
@@ -172,7 +172,7 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """Return keys i32 in the order of x f32, above those that are reserved in their high bits."""
+    """Return keys i32 in the order of x f32, with high bits above the reserved keys."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)
 
@@ -182,7 +182,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def _weights(best: jax.Array, logits: jax.Array, rule: Rule) -> jax.Array:
-    """Return the weights of those with logits `best` [N, LANES], which are -inf from C on."""
+    """Return the weights of experts with logits `best` [N, LANES]; from C on, these are -inf."""
     if rule.is_sigmoid:
         weights = _sigmoid(best)
         total = jnp.sum(weights, axis=1, keepdims=True) + 1e-20

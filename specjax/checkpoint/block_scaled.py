@@ -1,7 +1,7 @@
-"""Weights in float8 with a scale per block, as DeepSeek-V3 publishes them, read as full floats.
+"""Float8 weights with one scale per block, as published by DeepSeek-V3, read as full floats.
 
-Beside a tensor X of float8_e4m3fn [..., M, N] is X_scale_inv [..., ceil(M / m), ceil(N / n)]: block
-(i, j) of m x n elements is multiplied by scale (i, j). Scales are hidden from readers.
+Next to a tensor X of float8_e4m3fn [..., M, N] is X_scale_inv [..., ceil(M / m), ceil(N / n)]:
+block (i, j) of m x n elements is multiplied by scale (i, j). Readers do not see the scales.
 """
 
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ SUFFIX = "_scale_inv"
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A float8 tensor and its scales, which reads as their product."""
+    """A float8 tensor with its scales; reading it gives their product."""
 
     weight: Readable
     scales: Readable
     block: tuple[int, int]
-    dtype: np.dtype  # of the product, which is computed in f32
+    dtype: np.dtype  # dtype of the product, which is computed in f32
 
     @property
     def path(self) -> Path:
@@ -41,15 +41,15 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> jax.Array:
-        """Read and multiply, on JAX's default device, which takes less than the host."""
+        """Read and multiply, on JAX's default device, which is faster than on the host."""
         return _multiply(self.weight.read(), self.scales.read(), self.block, self.dtype)
 
 
 def with_scales(files: TensorFiles, block: tuple[int, int], dtype: np.dtype) -> TensorFiles:
-    """Return the same tensors, those of float8 with scales as products in `dtype`.
+    """Return the same tensors; float8 tensors with scales read as products in `dtype`.
 
     Raises:
-        CheckpointError: scales are not of the shape that `block` gives; names the tensor.
+        CheckpointError: scales do not have the shape that `block` requires; names the tensor.
     """
     tensors = dict(files.tensors)
     for name, weight in files.tensors.items():

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's JSON files: config.json and shard indexes."""
+"""A reader of a checkpoint's JSON files: config.json and shard indexes."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); pass a folder in Hugging Face layout, of "
-            "which all files may be read"
+            f"{path} cannot be read ({error.strerror}); pass a folder in Hugging Face layout with "
+            "readable files"
         ) from error
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"it is not JSON ({error})") from error

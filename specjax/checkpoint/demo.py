@@ -1,14 +1,14 @@
 """Locations of the demo checkpoints.
 
-The wheel holds TARGET and its EAGLE-3 head. All of them are in a checkout's folder `checkpoints`,
-which is a package as well: specjax-demos holds those that the wheel does not.
+The wheel contains TARGET and its EAGLE-3 head. The folder `checkpoints` of a checkout has all of
+them; it is also a package, specjax-demos, with the demos that the wheel lacks.
 """
 
 from importlib.util import find_spec
 from pathlib import Path
 
 TARGET = "demo-llama"
-# Drafter checkpoints of each demo target, by method; an MTP module is in the target's own folder.
+# Drafter checkpoints of each demo target, by method; an MTP module is in its target's folder.
 DRAFTERS = {
     TARGET: {
         "eagle": "demo-llama-eagle1",
@@ -21,7 +21,7 @@ DRAFTERS = {
 NAMES = tuple(
     dict.fromkeys(name for target in DRAFTERS for name in (target, *DRAFTERS[target].values()))
 )
-MORE = "specjax_demos"  # the package of those that the wheel does not hold
+MORE = "specjax_demos"  # the package of demos that the wheel lacks
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")

@@ -1,10 +1,10 @@
-"""The error for bad checkpoint files."""
+"""The error for unusable checkpoint files."""
 
 from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or of the wrong kind. Raised before any work."""
+    """Raised, before any work, if a checkpoint is missing, damaged, or of the wrong kind."""
 
 
 def damaged(path: Path, reason: str) -> CheckpointError:

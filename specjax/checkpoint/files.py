@@ -1,4 +1,4 @@
-"""Reader of the weights in a Hugging Face folder, whatever their file format."""
+"""A reader of the weights in a Hugging Face folder, in any supported file format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,15 +44,15 @@ class TensorFiles:
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype that one tensor is read in."""
+        """Return the dtype in which one tensor is read."""
         return self._tensor(name).dtype
 
     def read(self, name: str) -> Any:
-        """Read one tensor into a new array of its dtype; nothing else is read."""
+        """Read one tensor, and no others, into a new array of its dtype."""
         return self._tensor(name).read()
 
     def equal(self, one: str, other: str) -> bool:
-        """Return whether two tensors have the same values, in whatever dtypes; reads both."""
+        """Return whether two tensors have the same values, regardless of dtype; reads both."""
         if self.shape(one) != self.shape(other):
             return False
         return bool((self.read(one) == self.read(other)).all())
@@ -66,7 +66,7 @@ class TensorFiles:
 
 
 def open_checkpoint(folder: Path) -> TensorFiles:
-    """Open the weights of `folder`; sizes and tables are checked, tensors are not read.
+    """Open the weights of `folder`: check sizes and tables, without reading tensors.
 
     Raises CheckpointError if there are no weights, or a file is missing or damaged.
     """
@@ -87,9 +87,9 @@ def open_file(path: Path) -> TensorFiles:
 
 
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """Return the weight files, each with its tensors according to the index (None without one).
+    """Return the weight files, each with its tensors according to the index, or None without one.
 
-    Raises CheckpointError if there are none, or the index names a file that does not exist.
+    Raises CheckpointError if there are no files, or the index names a file that does not exist.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")
@@ -117,7 +117,7 @@ def _find_shards(folder: Path, index: str, suffix: str) -> dict[Path, frozenset[
         raise damaged(folder / index, "it has no weight_map")
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        # Only plain file names, so that an index cannot point outside its folder.
+        # Allow only plain file names, so that an index cannot point outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffix):
             raise damaged(folder / index, f"its weight_map puts {name} in {shard!r}")
         shards.setdefault(shard, set()).add(name)

@@ -1,4 +1,4 @@
-"""Check of arrays for NaN and infinity, in one read of each."""
+"""A check of arrays for NaN and infinity, which reads each array once."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ _INFINITY = {
 }
 
 
-FLOATS = frozenset(_INFINITY)  # dtypes of weights that are not quantised
+FLOATS = frozenset(_INFINITY)  # dtypes of unquantised weights
 
 
 def all_finite(array: Any) -> Any:
@@ -37,8 +37,8 @@ def _is_near(array: jax.Array) -> bool:
 
 
 def _on_host(array: np.ndarray) -> bool:
-    # As integers, because NumPy is slow with bfloat16 and XLA's reductions are slow on a CPU:
-    # infinity and NaN are the largest, with signs among those above 0, without among the others.
+    # Compare integers, because NumPy is slow with bfloat16 and XLA's reductions are slow on a CPU.
+    # Infinity and NaN are the largest: positive ones as signed, negative ones as unsigned integers.
     signed, unsigned = _INTEGERS[array.dtype.itemsize]
     flat = np.ascontiguousarray(array).reshape(-1)
     limit: Any = _INFINITY[array.dtype]
@@ -60,7 +60,7 @@ def check_params(params: Any) -> None:
     """Check that a pytree has no NaN or infinity.
 
     Raises:
-        ValueError: it has; the message names the arrays.
+        ValueError: it has NaN or infinity; the message names the arrays.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     are_finite = jax.device_get([all_finite(leaf) for _, leaf in leaves])
@@ -68,5 +68,5 @@ def check_params(params: Any) -> None:
     if bad:
         names = ", ".join(jax.tree_util.keystr(path) for path in bad[:5])
         raise ValueError(
-            f"params has NaN or infinity in {names}; bring the parameters of a model that works"
+            f"params has NaN or infinity in {names}; pass the parameters of a working model"
         )

@@ -1,6 +1,6 @@
-"""Arrays that a program passes in: those of NumPy, JAX or another library, such as torch.
+"""Arrays that a program passes in: from NumPy, JAX or another library, such as torch.
 
-Another library is never imported: its arrays are read by the DLPack protocol, and torch tensors are
+No other library is imported: its arrays are read by the DLPack protocol, and torch tensors are
 recognised by their methods.
 """
 
@@ -15,31 +15,31 @@ from jax.experimental.layout import Format, Layout
 
 
 def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
-    """Return an array of any library as one of JAX or NumPy, without a copy where possible.
+    """Return an array of any library as a JAX or NumPy array, without a copy where possible.
 
-    What JAX traces passes unchanged.
+    Arrays traced by JAX are returned unchanged.
 
     Args:
         name, owner: the array's name, and what it belongs to, for errors.
 
     Raises:
-        ValueError: it is not an array, or its values cannot be read here; tells a remedy.
+        ValueError: it is not an array, or its values cannot be read here; the message has a remedy.
     """
     try:
         problem = _problem(array)
         if not problem:
             return _read(array)
-    except Exception as error:  # libraries raise many types of errors, without the array's name
+    except Exception as error:  # libraries raise many error types, without the array's name
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         problem = f"cannot be read ({reason}); pass it as a NumPy array, or on the CPU"
     raise ValueError(f"{name} of the {owner} {problem}")
 
 
 def as_arrays(tree: Any, owner: str) -> Any:
-    """Return a tree with each leaf as by `as_array`; leaves are named by their paths.
+    """Apply `as_array` to each leaf of a tree; errors name leaves by path.
 
     Raises:
-        ValueError: as `as_array`.
+        ValueError: as for `as_array`.
     """
     return jax.tree.map_with_path(lambda path, leaf: as_array(leaf, dotted(path), owner), tree)
 
@@ -50,14 +50,14 @@ def paths(tree: Any) -> dict[str, Any]:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Return a path of JAX's tree functions as text; keys without text are left out."""
+    """Return a path from JAX's tree functions as text, without empty keys."""
     keys = filter(str, path)
     names = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in keys)
     return ".".join(map(str, names))
 
 
 def _problem(array: Any) -> str | None:
-    """Return why an array has no values that can be read here, and a remedy; None if it has."""
+    """Return why an array's values cannot be read here, and a remedy; None if they can."""
     if isinstance(array, Tracer):
         return None
     if isinstance(array, jax.Array):
@@ -98,17 +98,17 @@ def _read(array: Any) -> jax.Array | np.ndarray:
         whole = whole if whole.dtype.isnative else whole.astype(whole.dtype.newbyteorder("="))
         jax.device_put(np.zeros((), whole.dtype))  # an error if JAX has no such dtype
         return whole
-    if hasattr(array, "requires_grad"):  # XLA reads neither gradients nor gaps between rows
+    if hasattr(array, "requires_grad"):  # XLA supports neither gradients nor gaps between rows
         array = array.detach().resolve_conj().resolve_neg().contiguous()
     return _in_row_order(jnp.from_dlpack(array))
 
 
 def _in_row_order(array: Any) -> jax.Array:
-    """Return the array with its elements in the order of its axes, as a transposed view has not.
+    """Return the array with row-major memory, unlike a transposed view.
 
-    Copies of others by `jax.device_put(may_alias=False)` are read wrongly (jax 0.10.2, CPU).
+    `jax.device_put(may_alias=False)` copies other layouts wrongly (jax 0.10.2, CPU).
     """
     layout, order = array.format.layout, tuple(range(array.ndim))
-    if layout is None or layout.major_to_minor == order:  # None: it was deleted
+    if layout is None or layout.major_to_minor == order:  # None: the array was deleted
         return array
     return jax.device_put(array, Format(Layout(order), array.sharding))

@@ -14,14 +14,14 @@ _UNUSED_FILES = ["*/*", "consolidated*"]  # other exports of the same weights
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """Return the folder `name_or_path`, or that of the demo or hub id with this name.
+    """Return the folder `name_or_path`, or the folder of the demo or hub id with this name.
 
     A hub id that is not in the local cache is downloaded.
 
     Raises CheckpointError if it is none of these, or cannot be downloaded.
     """
     folder = Path(name_or_path).expanduser()
-    if str(name_or_path) and folder.is_dir():  # "" would be the working directory
+    if str(name_or_path) and folder.is_dir():  # "" would mean the working directory
         return folder
     demos = demo_folders()
     if str(name_or_path) in demos:
@@ -33,13 +33,13 @@ def resolve(name_or_path: str | Path) -> Path:
             f"the folder checkpoints/{name_or_path}"
         )
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; pass the folder that holds it")
+        raise CheckpointError(f"{folder} is a file; pass the folder that contains it")
     if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name_or_path):
         raise CheckpointError(
             f"no such folder: {str(name_or_path)!r}; pass a folder with a config.json, a hub id "
             f"like org/name, or a demo: {', '.join(demos) or 'none are here'}"
         )
-    # The exceptions of the hub's client depend on its version and network library.
+    # The hub client's exceptions depend on its version and network library.
     try:
         snapshot = _snapshot(name_or_path, _FILES, local_files_only=True)
         find_weights(snapshot)
@@ -50,7 +50,7 @@ def resolve(name_or_path: str | Path) -> Path:
         return _download(name_or_path)
     except Exception as error:
         raise CheckpointError(
-            f"{name_or_path} is not a folder here, is not whole in the local hub cache "
+            f"{name_or_path} is not a folder here, is not complete in the local hub cache "
             f"({_first_line(cache_error)}), and cannot be downloaded ({_first_line(error)}); pass "
             "a folder, set HF_HOME to a cache that has it, or go online (and run `hf auth login` "
             "if it is private)"

@@ -1,7 +1,7 @@
-"""Weights of experts in MXFP4 (OCP Microscaling, 2023): 4-bit floats that share scales by 32.
+"""Weights of experts in MXFP4 (OCP Microscaling, 2023): 32 4-bit floats share one scale.
 
-A byte holds two numbers, the lower bits first. A scale is a power of two, stored as its exponent
-plus 127. They are unpacked while loading: every value is a number of bfloat16.
+A byte holds two numbers, the first one in the lower bits. A scale is a power of two, stored as its
+exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _VALUES = (
     3.0,
     4.0,
     6.0,
-)  # of the lower three bits; the fourth is the sign
+)  # values of the lower three bits; the fourth bit is the sign
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MXFP4Spec(TensorSpec):
         return True
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Unpack the blocks and scales `parts` to the engine array in `dtype`."""
+        """Unpack `parts`, blocks and scales, to the engine array in `dtype`."""
         blocks, scales = parts
         halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
         values = jnp.array([*_VALUES, *(-x for x in _VALUES)], jnp.float32)[halves]
@@ -53,7 +53,7 @@ class MXFP4Spec(TensorSpec):
 
 
 def mxfp4_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
-    """Unpack the experts `name` [experts, in, out] from `name`_blocks and `name`_scales."""
+    """Return the spec of experts [E, in, out] stored as `name`_blocks and `name`_scales."""
     scales = num_experts, num_out, num_in // BLOCK
     return MXFP4Spec(
         (f"{name}_blocks", f"{name}_scales"),

@@ -35,13 +35,13 @@ _DTYPES = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's limit
 
 
 def locate(path: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the file by name. Raises CheckpointError unless the table is valid.
 
-    Valid: the tensors fill the file from the table to the end, without gaps or overlaps.
+    In a valid table, the tensors fill the file to its end, without gaps or overlaps.
     """
     header, start = _read_header(path)
     header.pop("__metadata__", None)
@@ -52,7 +52,7 @@ def locate(path: Path) -> dict[str, StoredTensor]:
             raise damaged(path, "its tensors overlap or leave gaps")
         end += _num_bytes(tensor)
     if end != path.stat().st_size:
-        raise damaged(path, f"it has {path.stat().st_size} bytes, its table describes {end}")
+        raise damaged(path, f"it has {path.stat().st_size} bytes, but its table describes {end}")
     return tensors
 
 
@@ -63,15 +63,15 @@ def write(
 ) -> None:
     """Write a file with the dtypes and shapes of `layout`.
 
-    `tensors` must yield each name of `layout` once, in any order; none is kept after its write.
+    `tensors` must yield each name of `layout` once, in any order; they are written one by one.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
-    # Widest dtype first keeps every tensor aligned to its element size, as readers expect.
+    # Widest dtypes first, so that every tensor is aligned to its element size, as readers expect.
     for name, (dtype, shape) in sorted(layout.items(), key=lambda item: -item[1][0].itemsize):
         begins[name], end = end, end + prod(shape) * dtype.itemsize
         if dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {dtype}, which safetensors cannot hold; cast it")
+            raise CheckpointError(f"{name} is {dtype}, which safetensors cannot store; cast it")
         header[name] = {
             "dtype": _NAMES[dtype],
             "shape": list(shape),

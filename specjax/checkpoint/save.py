@@ -39,11 +39,11 @@ def save_checkpoint(
 
     Args:
         specs: The tree of `TensorSpec`, with the structure of `params`.
-        extra: More tensors by their name in the file, written in their own dtype.
+        extra: More tensors by their name in the file, written in their dtypes.
         file: The name of the safetensors file.
 
     Raises:
-        ValueError: `params` do not fit `specs`, a name is used twice, or `folder` holds a
+        ValueError: `params` do not fit `specs`, a name is used twice, or `folder` contains a
             sharded checkpoint that would hide the new file.
         OSError: no space or no permission; names the folder.
     """
@@ -65,7 +65,7 @@ def save_checkpoint(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of a checkpoint that belong to its text: tokenizer, template, generation."""
+    """Copy a checkpoint's tokenizer, chat template and generation config."""
     for pattern in _TEXT_FILES:
         for path in source.glob(pattern):
             copy = folder / path.relative_to(source)
@@ -76,7 +76,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def _pair(specs: Any, params: Any) -> list[tuple[TensorSpec, jax.Array]]:
     expected, found = jax.tree.structure(specs), jax.tree.structure(params)
     if expected != found:
-        raise ValueError(f"params have the structure {found}, the model's is {expected}")
+        raise ValueError(f"params have the structure {found}, but the model's is {expected}")
     pairs = list(zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True))
     for spec, array in pairs:
         if array.shape != spec.shape:
@@ -108,7 +108,7 @@ def _tensors(
     pairs: list[tuple[TensorSpec, jax.Array]], dtype: np.dtype, extra: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
     for spec, array in pairs:
-        # A copy, because JAX caches the host version of an array as long as the array lives.
+        # Copy, because JAX caches an array's host version as long as the array lives.
         kept = jnp.array(array, spec.dtype or dtype, copy=True)
         yield from spec.split(np.asarray(kept)).items()
     yield from extra.items()

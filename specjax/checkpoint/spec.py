@@ -1,7 +1,7 @@
-"""How one engine array is made from the tensors of a checkpoint, and converted back.
+"""Specs that build engine arrays from the tensors of a checkpoint, and convert them back.
 
-A model describes its parameters as a pytree of `TensorSpec` with the structure of the parameters
-themselves, so loading, exporting, initialising and checking each traverse that tree once.
+A model describes its parameters as a pytree of `TensorSpec` with the structure of the parameters,
+so loading, exporting, initialising and checking each walk that tree once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class TensorSpec:
     """An engine array: file tensors concatenated along their first axis, then transposed.
 
     Checkpoints store projections as [out, in]; the engine uses [in, out], and merges projections
-    that share an input.
+    with the same input.
 
     Attributes:
         transpose: swap the last two axes.
@@ -31,8 +31,8 @@ class TensorSpec:
         is_squeezed: drop the second axis, which has size one.
         dtype: fixed dtype of the array; None for the model's.
         fill: initial value for training; None for random matrices and norms of one.
-        is_buffer: whether the tensor is no parameter for torch, so that trainers may not send it:
-            weight updates without it leave it unchanged.
+        is_buffer: whether the tensor is a buffer rather than a parameter in torch. Trainers may not
+            send it, and weight updates without it leave it unchanged.
         axes: for each axis of the array, the logical name by which a `Placement` may shard it
             ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never sharded.
     """
@@ -60,7 +60,7 @@ class TensorSpec:
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Build the engine array in `dtype` from the file's tensors, in the order of `names`."""
-        # Each part is cast, since a file may hold them in several dtypes.
+        # Cast each part, since a file may contain several dtypes.
         cast = (part.astype(self.dtype or dtype) for part in parts)
         pairs = zip(cast, self.file_shapes, self._interleaved, strict=True)
         rows = [
@@ -74,7 +74,7 @@ class TensorSpec:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the array is one tensor of the file, unchanged."""
+        """Whether the array is a single tensor of the file, unchanged."""
         return (
             len(self.names) == 1
             and self.file_shapes[0] == self.shape
@@ -83,11 +83,11 @@ class TensorSpec:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the file tensors are bytes, of numbers that `join` unpacks."""
+        """Whether the file tensors are bytes that `join` unpacks to numbers."""
         return False
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the file tensors, by name, that `join` would turn into `array`."""
+        """Return the file tensors, by name, from which `join` would build `array`."""
         parts = zip(
             self.names, self.file_shapes, self._interleaved, self._places(array), strict=True
         )
@@ -106,7 +106,7 @@ class TensorSpec:
         return self.interleaved or ((),) * len(self.names)
 
     def _places(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the view of `array` that each file tensor fills."""
+        """Return the view of `array` for each file tensor."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)
@@ -116,7 +116,7 @@ class TensorSpec:
 
 
 def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Reorder rows from groups of parts of these sizes to all rows of each part in turn."""
+    """Reorder rows from alternating parts of these sizes to one part after the other."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
@@ -134,7 +134,7 @@ def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(groups, axis=1).reshape(x.shape)
 
 
-# All return Any, because they take the place of arrays in a tree of parameters.
+# These functions return Any, because specs replace arrays in a tree of parameters.
 def projection(
     names: Sequence[str],
     num_in: int,
@@ -142,7 +142,7 @@ def projection(
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
     axes: tuple[str | None, str | None] = (None, None),
 ) -> Any:
-    """Merge projections [out, in] that share an input into one [in, sum of outs].
+    """Merge projections [out, in] with the same input into one [in, sum of outs].
 
     `interleaved` has, by name, the sizes of the parts whose rows alternate in the file. `axes`
     describe the merged array.
@@ -187,7 +187,7 @@ def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
 def fused_experts(
     name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
 ) -> Any:
-    """Like `experts`, from one tensor [experts, out, in], or [experts, in, out] if swapped."""
+    """Like `experts`, but from one tensor [experts, out, in], or [experts, in, out] if swapped."""
     sides = (num_in, num_out) if is_swapped else (num_out, num_in)
     axes = ("experts", None, None)
     return TensorSpec((name,), ((num_experts, *sides),), transpose=not is_swapped, axes=axes)

@@ -1,4 +1,4 @@
-"""The location of one tensor in a file; the common form of both file formats."""
+"""The location of a tensor in a file, common to both file formats."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from specjax.checkpoint.errors import CheckpointError, damaged
 
 
 class Readable(Protocol):
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read on request."""
 
     @property
     def path(self) -> Path: ...
@@ -26,13 +26,13 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A little-endian tensor in a file that is opened only to read it."""
+    """A little-endian tensor in a file, which is open only while the tensor is read."""
 
     path: Path
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file to element [0, 0, ...]
-    strides: tuple[int, ...] | None = None  # elements, not bytes; None when C-contiguous
+    strides: tuple[int, ...] | None = None  # in elements; None if C-contiguous
 
     def read(self) -> np.ndarray:
         """Read the tensor into a new, writable, C-contiguous array."""
@@ -62,7 +62,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the number of elements from the first to the last of a strided tensor, inclusive."""
+    """Return the number of elements from a strided tensor's first to its last, inclusive."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

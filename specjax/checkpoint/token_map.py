@@ -1,4 +1,4 @@
-"""The texts of two checkpoints' tokens, and which of them are the same."""
+"""The texts of two checkpoints' tokens, and a map between tokens of equal text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import read_tokenizer
 
-SPACES = "▁", "Ġ"  # how tokenizers write a space: sentencepiece's and byte-level ones
+SPACES = "▁", "Ġ"  # a space in sentencepiece and byte-level tokenizers
 
 
 @dataclass(frozen=True)
 class TokenTexts:
     """The tokens of a tokenizer."""
 
-    texts: Mapping[int, str]  # by id, with spaces as such
-    unknown: int  # the id that stands for a text without a token
+    texts: Mapping[int, str]  # by id, with plain spaces
+    unknown: int  # the id for texts without a token
 
     def below(self, vocab_size: int) -> Mapping[str, int]:
-        """Return the lowest id of each text among the ids that a model has logits for."""
+        """Return the lowest id of each text, among the ids with logits in a model."""
         ids = sorted((id for id in self.texts if id < vocab_size), reverse=True)
         return {self.texts[id]: id for id in ids}
 
 
 class TokenMap(NamedTuple):
-    """What the tokens of a target are to a drafter with another vocabulary, as integer arrays."""
+    """A map from a target's tokens to a drafter's with another vocabulary, as integer arrays."""
 
-    target_ids: Any  # i32[I], of the texts that both have
-    draft_ids: Any  # i32[I], of the same texts
-    from_target: Any  # i32[V], the drafter's id of each of the target's; or unknown
+    target_ids: Any  # i32[I], the target's ids of common texts
+    draft_ids: Any  # i32[I], the drafter's ids of the same texts
+    from_target: Any  # i32[V], the drafter's id for each target id; the unknown id if it has none
 
 
 def read_texts(folder: Path) -> TokenTexts | None:
     """Return the tokens of a checkpoint folder; None if it has no tokenizer.json.
 
-    The unknown token is the tokenizer's, or else the config's end of sequence, or 0.
+    The unknown id is the tokenizer's, or else the config's end of sequence, or else 0.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -57,13 +57,13 @@ def read_texts(folder: Path) -> TokenTexts | None:
 
 
 def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None:
-    """Return how a target's tokens map to a drafter's, from their folders and vocabulary sizes.
+    """Return the map from a target's tokens to a drafter's, from folders and vocabulary sizes.
 
-    None if every id means the same to both: their tokenizers agree and so do their sizes, or these
-    do and there are no tokenizers to compare.
+    None if every id means the same in both: sizes and tokenizers agree, or sizes agree and a
+    tokenizer is missing.
 
     Raises:
-        CheckpointError: they have no token in common, or sizes differ and a tokenizer is missing.
+        CheckpointError: there is no common token, or sizes differ and a tokenizer is missing.
     """
     target, drafter = map(read_texts, folders)
     if target is None or drafter is None:
@@ -71,9 +71,9 @@ def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None
             return None
         lacks = folders[0] if target is None else folders[1]
         raise CheckpointError(
-            f"{folders[1]}: vocab_size={sizes[1]}, the target's is {sizes[0]}, and {lacks} has no "
-            "tokenizer.json to match their tokens by; add it, or use a draft model with the "
-            "target's tokenizer"
+            f"{folders[1]}: vocab_size={sizes[1]} differs from the target's {sizes[0]}, and "
+            f"{lacks} has no tokenizer.json to match their tokens; add it, or use a draft model "
+            "with the target's tokenizer"
         )
     if sizes[0] == sizes[1] and target.texts == drafter.texts:
         return None
@@ -81,8 +81,8 @@ def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None
     pairs = sorted((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
     if not pairs:
         raise CheckpointError(
-            f"{folders[1]}: its tokenizer has no token in common with that of {folders[0]}; use a "
-            "draft model with a vocabulary like the target's"
+            f"{folders[1]}: its tokenizer has no token in common with the tokenizer of "
+            f"{folders[0]}; use a draft model with a vocabulary like the target's"
         )
     from_target = np.full(sizes[0], min(drafter.unknown, sizes[1] - 1), np.int32)
     for id, text in target.texts.items():

@@ -1,7 +1,7 @@
-"""The tokenizer of a checkpoint folder: tokenizer.json, and the tokens that other files declare.
+"""The tokenizer of a checkpoint folder: tokenizer.json, and tokens declared in other files.
 
-Every reader of a tokenizer goes through `read_tokenizer`, so that all see the same tokens:
-those of transformers' tokenizers backend.
+Every reader of a tokenizer uses `read_tokenizer`, so that all have the same tokens as
+transformers' tokenizers backend.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,14 +14,14 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 
 CONFIG = "tokenizer_config.json"
-SPECIAL_TOKENS = "special_tokens_map.json"  # of older versions of transformers, as the next
+SPECIAL_TOKENS = "special_tokens_map.json"  # from older versions of transformers, like ADDED_TOKENS
 ADDED_TOKENS = "added_tokens.json"
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-FLAGS = "add_bos_token", "add_eos_token"  # of tokenizers without a tokenizer.json
+FLAGS = "add_bos_token", "add_eos_token"  # for tokenizers without a tokenizer.json
 
 
 class StoredTokenizer(NamedTuple):
-    """A tokenizer as its files describe it."""
+    """A tokenizer as described by its files."""
 
     tokenizer: Tokenizer  # neither truncates nor pads
     special_tokens: Mapping[str, str]  # texts of bos_token, eos_token, ...
@@ -29,21 +29,20 @@ class StoredTokenizer(NamedTuple):
 
 
 class _Declared(NamedTuple):
-    """Tokens that files next to tokenizer.json declare."""
+    """Tokens declared in files next to tokenizer.json."""
 
     named: dict[str, AddedToken]  # by bos_token, eos_token, ...
-    extra: list[AddedToken]  # special ones without a name
-    added: list[AddedToken]  # by rising ids, special or not
+    extra: list[AddedToken]  # special tokens without a name
+    added: list[AddedToken]  # in ascending order of ids, special or not
 
 
 def read_tokenizer(folder: Path) -> StoredTokenizer | None:
     """Return the tokenizer of a checkpoint folder; None if it has no tokenizer.json.
 
-    Truncation and padding that tokenizer.json holds are left out, as they are those of a
-    training run.
+    Truncation and padding in tokenizer.json are ignored, as they belong to a training run.
 
     Raises:
-        CheckpointError: a file that cannot be read.
+        CheckpointError: a file cannot be read.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -69,10 +68,10 @@ def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
     where = str(folder / CONFIG)
     fields, listed = _named(config), _unnamed(config, where)
     is_old = "added_tokens_decoder" not in config
-    if is_old:  # else transformers reads no other file
+    if is_old:  # otherwise transformers reads no other file
         found = _read_optional(folder, SPECIAL_TOKENS)
         theirs, more = _named(found), _unnamed(found, str(folder / SPECIAL_TOKENS))
-        # The config's come first, but for the seven names that all tokenizers have.
+        # The config has precedence, except for the seven names that all tokenizers have.
         fields = theirs | fields | {name: theirs[name] for name in NAMED if name in theirs}
         if listed is None:
             listed = more
@@ -94,7 +93,7 @@ def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are special tokens, bos_token, image_token and their like."""
+    """Return the fields that are special tokens, such as bos_token or image_token."""
     fields = {
         name: value
         for name, value in config.items()
@@ -105,7 +104,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unnamed(config: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The special tokens without a name; None if the config has no list of them."""
+    """Return the special tokens without a name; None if the config has no list of them."""
     extra = config.get("extra_special_tokens")
     if extra is not None and not isinstance(extra, Mapping):
         return _list(extra, f"{where}: extra_special_tokens")
@@ -123,9 +122,9 @@ def _read_added_tokens(folder: Path, special: Collection[str]) -> dict[int, Adde
 
 
 def _add(tokenizer: Tokenizer, declared: _Declared) -> None:
-    """Add the declared tokens that the tokenizer lacks, or has with other properties.
+    """Add declared tokens that the tokenizer lacks, or has with other properties.
 
-    Their ids follow from the order, as in transformers: a declared id is not asked for.
+    As in transformers, their ids follow from the order; declared ids are ignored.
     """
     known = tokenizer.get_added_tokens_decoder().values()
     properties = {repr(token) for token in known}
@@ -145,7 +144,7 @@ def _token(value: Any, where: str, *, special: bool = False) -> AddedToken:
         return AddedToken(value, special=special)
     if not isinstance(value, Mapping) or not isinstance(value.get("content"), str):
         raise CheckpointError(
-            f'{where}={value!r} must be a text, or have a "content", its text; mend the file'
+            f'{where}={value!r} must be a text, or have a text as "content"; mend the file'
         )
     known = ("single_word", "lstrip", "rstrip", "normalized", "special")
     properties = {name: bool(value[name]) for name in known if name in value}

@@ -1,8 +1,8 @@
-"""Reader of torch's `.bin` format, without torch and without running code from the pickle.
+"""A reader of torch's `.bin` format, without torch and without running code from the pickle.
 
 Such a file is a zip of uncompressed storages and a pickle that describes tensors in them. The
-pickle may use four kinds of names, replaced here by objects that only record arguments. The tensors
-are checked against their storages and read later, one at a time.
+pickle may use four kinds of names, replaced here by objects that only record arguments. Tensors are
+checked against their storages, and read later, one at a time.
 """
 
 import io
@@ -39,17 +39,17 @@ _LOCAL_HEADER_BYTES = 30  # followed by the member's name and extra field, then 
 
 
 def locate(path: Path, ignored: Collection[str] = ()) -> dict[str, StoredTensor]:
-    """Return every tensor of the file by name, without those named in `ignored`.
+    """Return every tensor of the file by name, except names in `ignored`.
 
-    Raises CheckpointError for a damaged file, and for a pickle with more than tensors; what is
-    `ignored` need not be one.
+    Raises CheckpointError if the file is damaged or its pickle has other objects than tensors.
+    Names in `ignored` may be any object.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _locate(path, file, archive, ignored)
     except CheckpointError:
         raise
-    # A damaged archive or pickle may raise almost any exception, so all count as damage.
+    # A damaged archive or pickle may raise almost any exception, so all mean damage.
     except Exception as error:
         raise _unreadable(path, error) from error
 
@@ -86,7 +86,7 @@ class _View(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds dicts of `_View`s.
+    """An unpickler that builds dicts of `_View`s.
 
     `find_class` returns only immutable objects (strings, a C class, bound methods), because a
     pickle may set attributes on them.
@@ -108,8 +108,8 @@ class _Unpickler(pickle.Unpickler):
                 return self._parameter
             case other:
                 raise CheckpointError(
-                    f"{self._path} needs {other} to load, and only tensors are loaded from a "
-                    "pickle; convert it to safetensors where you trust it"
+                    f"{self._path} needs {other} to load, but only tensors are loaded from a "
+                    "pickle; convert it to safetensors in an environment where you trust it"
                 )
 
     def persistent_load(self, pid: Any) -> _Storage:
@@ -128,7 +128,8 @@ class _Unpickler(pickle.Unpickler):
 def _check_memory(path: Path, stream: bytes) -> None:
     """Raise for a pickle that makes the unpickler allocate far more than its length.
 
-    `genops` rejects strings longer than the rest; the memo's size is given by its largest key.
+    `genops` rejects strings longer than the remaining pickle. The largest key determines the size
+    of the memo.
     """
     for opcode, argument, _ in pickletools.genops(stream):
         key = argument if opcode.name in ("PUT", "LONG_BINPUT") else None
@@ -137,7 +138,7 @@ def _check_memory(path: Path, stream: bytes) -> None:
 
 
 def _unwrap(path: Path, state: Any, ignored: Collection[str]) -> dict[str, _View]:
-    """Return the weights of an unpickled file, from the dict that they may be nested in."""
+    """Return the weights of an unpickled file, which may be nested in a dict."""
     for key in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -163,7 +164,7 @@ def _place(
     name: str,
     view: _View,
 ) -> StoredTensor:
-    """Return the location of `view` in the file, checked to be inside its storage."""
+    """Return the location of `view` in the file; check that it is inside its storage."""
     storage, offset, shape, strides = view
     sizes = [offset, *shape, *strides]
     if (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to any OSError, because that of a full disk names no file."""
+    """Add `path` to any OSError, because the error of a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -20,7 +20,7 @@ def check_writable(option: str, path: Path) -> None:
     """Check that an output file can be written, before the work that produces it.
 
     Raises:
-        ValueError: it cannot; the message names the option and a remedy.
+        ValueError: it cannot be written; the message names the option and a remedy.
     """
     parent = path.expanduser().absolute().parent
     if path.expanduser().is_dir() or not parent.is_dir():
@@ -34,10 +34,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: on failure the previous content stays.
+    """Write a text file atomically: on failure, the previous content stays.
 
     Raises:
-        OSError: with the path.
+        OSError: names the path.
     """
     with naming(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
         temporary = Path(folder, path.name)

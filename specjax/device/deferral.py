@@ -1,9 +1,9 @@
-"""Rounds without drafts, observed by the drafter later, several at once.
+"""Deferred observation: the drafter observes several rounds without drafts in one program.
 
-Such a round needs nothing of the drafter, and its weights take as long to read for one row as for
-many. So the round keeps the target's features of its rows (`defer`), and another program makes of
-them what later drafts need (`observe_deferred`). The host runs it before anything else may read the
-drafter's cache, and before the rows that are kept are as many as there is room for.
+A round without drafts needs no result of the drafter, and reading the drafter's weights takes as
+long for one row as for many. So the round only keeps the target's features of its rows (`defer`),
+and another program updates the drafter with them later (`observe_deferred`). The host runs that
+program before any other use of the drafter's cache, and before the buffer of kept rows is full.
 """
 
 from dataclasses import replace
@@ -26,14 +26,14 @@ def defer(
     *,
     model: StepModel,
 ) -> EngineState:
-    """Keep the features of a round without drafts, before the progress of its requests changes.
+    """Keep the features of a round without drafts. Call it before the requests' progress changes.
 
     Args:
-        slots: i32[B] those of the round.
-        is_active: bool[B] whether a request goes on.
-        features: [N] of the round's rows; the first row of each request is its last token.
+        slots: i32[B] the slots of the round.
+        is_active: bool[B] whether a request is active.
+        features: [N] features of the round's rows; the first row of each request is its last token.
     """
-    assert state.deferred is not None, "an engine whose drafter observes at once"
+    assert state.deferred is not None, "the engine has no buffer for deferred rows"
     batch, width = len(slots), model.max_deferred(len(slots))
     count = _num_deferred(state, slots)
     is_kept = is_active & (count < width)
@@ -47,11 +47,11 @@ def defer(
 def observe_deferred(
     params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
 ) -> EngineState:
-    """Let the drafter observe what it has not observed of the rounds of these requests.
+    """Let the drafter observe the kept rows of these requests' rounds.
 
-    `inputs` are those of the last of these rounds, which had the same requests in the same rows.
+    `inputs` are the inputs of the last of these rounds; all had the same requests in the same rows.
     """
-    assert state.deferred is not None, "an engine whose drafter observes at once"
+    assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))
     starts = state.observed[slots]
     counts = jnp.minimum(_num_deferred(state, slots), width)
@@ -67,7 +67,7 @@ def observe_deferred(
     held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
     kept, dim = state.deferred[: len(slots) * width], model.target.hidden_size
     features = Features(kept[:, :dim], kept[:, dim:] if model.drafter.aux_layers else None)
-    # A request that has none keeps what it was left with.
+    # Requests without deferred rows keep their drafter state.
     own = jnp.where(counts > 0, slots, len(state.observed))
     seen = Observation(own, rows, held, following, features, jnp.maximum(counts - 1, 0), None)
     drafter = model.drafter.observe(model.target, params, state.drafter, seen)

@@ -1,4 +1,4 @@
-"""What a step does with logits beyond sampling, if asked to: edits and log-probabilities."""
+"""Optional work on logits in a step, in addition to sampling: edits and log-probabilities."""
 
 from collections.abc import Callable
 from enum import IntFlag
@@ -18,11 +18,11 @@ SCORED_ROWS = 64  # rows of prompts scored at a time, since their logits are lar
 
 
 class Extras(IntFlag):
-    """Optional work of a step, done only if one of its requests asks for it."""
+    """Optional work of a step, done only if one of its requests needs it."""
 
-    EDITS = 1  # of logits before tokens are sampled: penalties, bias, truncation, ...
+    EDITS = 1  # edits of logits before sampling: penalties, bias, truncation, ...
     LOGPROBS = 2
-    MASKS = 4  # of grammars; an edit that drafts do not have
+    MASKS = 4  # grammar masks, an edit that drafting ignores
 
 
 class ExtraWork(NamedTuple):
@@ -43,16 +43,16 @@ class ExtraWork(NamedTuple):
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """Return the logits that tokens are sampled from, before the division by temperature.
+        """Return the logits for sampling, before the division by temperature.
 
-        Logits processors have run.
+        `logits` have already passed the logits processors.
         """
         return self._process(logits, self.requests(), self.history(), (), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return packed log-probabilities of tokens i32[B, T], by raw or processed logits.
+        """Return packed log-probabilities of tokens i32[B, T], from raw or processed logits.
 
-        `raw` are the model's logits, and `logits` those after logits processors.
+        `raw` are the model's logits, and `logits` the same after logits processors.
         """
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
@@ -79,12 +79,12 @@ class ExtraWork(NamedTuple):
     ) -> jax.Array:
         """Return packed log-probabilities of the token after each row of a chunk.
 
-        Output tokens are scored as in `logprobs`, with the tokens of `known` i32[B, L] in place of
-        drafts. Prompt tokens, which were not sampled, are scored by the raw logits.
+        Output tokens are scored as in `logprobs`, with tokens of `known` i32[B, L] instead of
+        drafts. Prompt tokens were not sampled; they are scored with the raw logits.
 
         Args:
-            logits_of: Returns logits f32[N, V] of hidden states [N, D].
-            hidden: [B, T, D], of rows that start at position starts[b].
+            logits_of: Returns logits f32[N, V] for hidden states [N, D].
+            hidden: [B, T, D] of rows that start at positions starts[b].
         """
         requests, variant, mode = self.requests(), self.variant, self.logprobs_mode
         (batch, width), num_top = hidden.shape[:2], variant.num_prompt_logprobs

@@ -1,4 +1,4 @@
-"""What a step is given: the inputs of its parts, and what is compiled into them."""
+"""The inputs of the programs of a step, and the static model that is compiled into them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from specjax.device.vocabulary import WHOLE, Vocabulary
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdmitInputs:
-    """Requests to be admitted to slots."""
+    """Requests to admit to slots."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     requests: Requests = packed(lambda layout: init_requests(1, layout.vocab_size, xp=np))  # [B]
@@ -45,10 +45,10 @@ class PrefillInputs:
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     starts: Int32[jax.Array, "B"] = packed(0)  # tokens already in the caches
     counts: Int32[jax.Array, "B"] = packed(0)  # tokens in this chunk
-    is_last: Int32[jax.Array, "B"] = packed(0)  # 1 if decoding comes next
+    is_last: Int32[jax.Array, "B"] = packed(0)  # 1 for a request's last chunk
     is_resumed: Int32[jax.Array, "B"] = packed(0)  # 1 if the token after the last chunk is known
     extras: Int32[jax.Array, "B"] = packed(0)  # `Extras` of any request; equal in all rows
-    # Of most layers, and after it of each of the windows.
+    # The page table of layers without separate pages, then one per window.
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")
 
 
@@ -58,32 +58,32 @@ class DecodeInputs:
     """The requests of a speculation round."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
-    num_drafts: Int32[jax.Array, "B"] = packed(0)  # how many of the K drafts may be accepted
+    num_drafts: Int32[jax.Array, "B"] = packed(0)  # maximum number of accepted drafts, at most K
     extras: Int32[jax.Array, "B"] = packed(0)  # as in `PrefillInputs`
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")  # as in `PrefillInputs`
 
 
 class StepModel(NamedTuple):
-    """The static part of a step, which is compiled in. Hashable."""
+    """The static part of a step, compiled into its programs. Hashable."""
 
     target: Model
     drafter: Drafter
     verification: Verification
     kernels: str
-    row_multiple: int  # the rows of a matmul are a multiple of this
-    width_multiple: int  # the rows per request of a round, too
+    row_multiple: int  # the number of rows of a matmul is a multiple of this
+    width_multiple: int  # the number of rows per request in a round is, too
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
-    windows: tuple[int, ...] = ()  # whose layers have pages of their own
-    max_deferred_rows: int = 0  # that the drafter observes later, of all requests of a round
+    windows: tuple[int, ...] = ()  # windows whose layers have separate pages
+    max_deferred_rows: int = 0  # maximum rows kept over all requests, see `deferral`
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
-        """Return the rows per request of a round of k drafts."""
+        """Return the number of rows per request in a round of k drafts."""
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
     def max_deferred(self, batch: int) -> int:
-        """Return how many rounds without drafts of `batch` requests the drafter observes together;
-        0 if it observes each at once."""
+        """Return the number of rounds without drafts that the drafter observes together; 0 if it
+        observes each round at once. `batch` is the number of requests."""
         count = self.max_deferred_rows // batch
         while count * batch % self.row_multiple:
             count -= 1
@@ -91,5 +91,5 @@ class StepModel(NamedTuple):
 
 
 def page_tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
-    """Return the page table i32[B, P] of most layers, and that of each window."""
+    """Return the page tables i32[B, P]: without separate pages, then of each window."""
     return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)

@@ -1,7 +1,7 @@
-"""Chunks of prompts and a round in one pass of the target, which reads its weights once.
+"""Prefill chunks and a decode round in one pass of the target, which reads its weights once.
 
-A short chunk takes as long as it takes to read the weights, and so does a small round. Where
-requests come all the time, most steps have both.
+A short chunk, or a small round, takes about the time of reading the weights. If requests arrive
+continuously, most steps have both.
 """
 
 from dataclasses import replace
@@ -39,13 +39,13 @@ def joined_step(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, tuple[StepOutputs, StepOutputs]]:
-    """Do what `prefill` and `begin` do for chunks, and `decode_step` for the other requests.
+    """Do `prefill` and `begin` for chunks, and `decode_step` for other requests.
 
     Args:
-        chunks: of `width` tokens of B prompts.
+        chunks: chunks of `width` tokens of B prompts.
         round_: other requests, which draft `k` tokens.
-        chunk_variant: of the chunks' outputs.
-        variant: of the round's.
+        chunk_variant: the variant of the chunks.
+        variant: the variant of the round.
 
     Returns:
         The state, and the outputs of the chunks and of the round.
@@ -62,7 +62,7 @@ def joined_step(
         of_chunks, of_round = (
             jax.tree.map(lambda x, part=part: x[part], features) for part in rows.slices
         )
-        # The rows of the head, too, are together, so that it is read once.
+        # The output head also takes all rows at once, so that its weights are read once.
         hidden = [of_round.hidden, last_of_chunks(of_chunks.hidden, chunks)]
         padding = -sum(map(len, hidden)) % model.row_multiple
         padded = jnp.pad(jnp.concatenate(hidden), ((0, padding), (0, 0)))
@@ -73,7 +73,7 @@ def joined_step(
     state = replace(state, caches=caches).nothing_pending(chunks.slots)
     with jax.named_scope("settle"):
         extension = Extension(of_round, for_round)
-        # The requests of the next round are others, before which all must have been observed.
+        # The next round has different requests, so all rows must be observed before it.
         arguments = round_, draft, extension
         state, outputs = settle(
             params, state, *arguments, model=model, variant=variant, may_defer=False

@@ -1,4 +1,4 @@
-"""The sizes of packed inputs: shared by the host, which packs, and the device, which unpacks."""
+"""The sizes of packed inputs, shared by the host, which packs, and the device, which unpacks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,27 +19,27 @@ class Layout:
     max_model_len: int
     pages_per_seq: int
     vocab_size: int
-    num_tables: int = 1  # page tables of a request: that of most layers, and one per window
+    num_tables: int = 1  # page tables of a request: one, and one more per window
     num_snapshots: int = 0
 
     @classmethod
     def of(cls, config: EngineConfig, vocab_size: int, windows: Sequence[int]) -> "Layout":
-        """Those of an engine; `windows` as of `page_windows`."""
+        """Return the layout of an engine; `windows` are the result of `page_windows`."""
         sizes = config.max_num_seqs, config.max_model_len, config.pages_per_seq
         return cls(*sizes, vocab_size, 1 + len(windows), config.num_snapshots)
 
     @property
     def table_width(self) -> int:
-        """Entries of all page tables of a request."""
+        """Number of entries of all page tables of a request."""
         return self.num_tables * self.pages_per_seq
 
     @property
     def mask_words(self) -> int:
-        """Words of 32 bits that hold a bit per token."""
+        """Number of 32-bit words that hold one bit per token."""
         return -(-self.vocab_size // 32)
 
     def packing(self, kind: type[Inputs]) -> Packing[Inputs]:
-        """How inputs of a kind are packed."""
+        """Return the packing of a class of inputs."""
         if kind not in self._packings:
             self._packings[kind] = Packing(kind, self)
         return self._packings[kind]

@@ -25,16 +25,16 @@ _MAX_LISTED = 20
 
 
 def no_log(line: str) -> None:
-    """Drop a line: the `Log` of callers that have none."""
+    """Drop a line: the default `Log`."""
 
 
 def keep_name(name: str) -> str:
-    """Return `name` unchanged: the `rename` for files that use the names of the specs."""
+    """Return `name` unchanged: the `rename` for files with the names in the specs."""
     return name
 
 
 def ignore_none(name: str) -> bool:
-    """Return False: the `ignore` that requires every tensor of the files to be used."""
+    """Return False: the `ignore` for files whose tensors must all be used."""
     return False
 
 
@@ -49,7 +49,7 @@ def load_params(
 ) -> Any:
     """Load the tree `specs` of `TensorSpec` as a tree of `jax.Array` in `dtype`.
 
-    The host holds the tensors of at most `NUM_READERS` arrays at a time.
+    At most `NUM_READERS` arrays' tensors are in host memory at a time.
 
     Args:
         placement: Where arrays are placed; None for `default_device`.
@@ -58,7 +58,7 @@ def load_params(
 
     Raises:
         CheckpointError: Before any read, listing all missing, wrong or unused tensors; or after
-            it, listing tensors that hold NaN or infinity.
+            reading, listing tensors with NaN or infinity.
     """
     leaves, tree = jax.tree.flatten(specs)
     _check(files, leaves, rename, ignore)
@@ -68,7 +68,7 @@ def load_params(
         parts = [_narrowed(files.read(rename(name))) for name in spec.names]
         array = lay_out(parts, spec, dtype, placement.sharding(spec.axes))
         is_finite = all_finite(array)
-        # The host's copy can be freed once the device has the array.
+        # Block, so that the host's copy is freed before the next tensors are read.
         return jax.block_until_ready(array), is_finite
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -87,7 +87,7 @@ def load_params(
 def lay_out(
     parts: Sequence[Any], spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> jax.Array:
-    """Build the array of a spec, in newly allocated memory, from its file tensors `parts`.
+    """Build the array of a spec from its file tensors `parts`, in newly allocated memory.
 
     Args:
         parts: NumPy arrays, or JAX arrays on any device.
@@ -98,12 +98,12 @@ def lay_out(
     if spec.is_stored and parts[0].dtype == dtype:
         return jax.device_put(parts[0], sharding, may_alias=False)
     on_device = tuple(jax.device_put(part, _whole(sharding)) for part in parts)
-    # Layers differ only in tensor names: without the names, all share one compiled program.
+    # Layers differ only in tensor names; without names, all share one compiled program.
     return _join(replace(spec, names=("",) * len(parts)), dtype, sharding)(on_device)
 
 
 def _narrowed(tensor: Any) -> Any:
-    """Cast f64, which JAX does not take, to f32; values that are too large become infinite."""
+    """Cast f64, which JAX rejects, to f32; values that are too large become infinite."""
     if tensor.dtype != np.float64:
         return tensor
     with np.errstate(over="ignore"):
@@ -158,12 +158,12 @@ def _check(
             for name in sorted(shapes.keys() & found)
             if files.shape(name) != shapes[name]
         ],
-        "not of floating point, or of 8 bits without their scales": [
+        "not floating point, or 8-bit without scales": [
             f"{name} ({files.dtype(name)})"
             for name in sorted((shapes.keys() - packed) & found)
             if files.dtype(name) not in FLOATS
         ],
-        "not of bytes": [
+        "not bytes": [
             f"{name} ({files.dtype(name)})"
             for name in sorted(packed & found)
             if files.dtype(name) != np.uint8
@@ -174,7 +174,7 @@ def _check(
         lists = "\n".join(f"  {fault}: {_listed(n)}" for fault, n in faults.items() if n)
         raise CheckpointError(
             f"the weights in {files.folder} do not fit the model:\n{lists}\n"
-            "check that config.json and the weights belong together, and to this kind of model"
+            "check that config.json and the weights belong together, and match this kind of model"
         )
 
 

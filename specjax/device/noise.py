@@ -1,4 +1,4 @@
-"""Counter-based noise: a request's draws depend on its seed and position, not on the batch."""
+"""Counter-based noise: a request's draws depend on its seed and positions, not on the batch."""
 
 from enum import IntEnum
 
@@ -11,13 +11,13 @@ from pallas_kernels.draw_tokens import keys
 class Stream(IntEnum):
     """Independent sources of noise under one seed."""
 
-    TARGET = 0  # the token at a position, with or without drafts
-    DRAFT = 1  # drafts that must not share the target's noise
-    ACCEPT = 2  # whether a draft is accepted
+    TARGET = 0  # for the token at a position, with or without drafts
+    DRAFT = 1  # for drafts that must not share the target's noise
+    ACCEPT = 2  # for accepting a draft
 
 
 def uniform_noise(
     seeds: jax.Array, stream: Stream, counters: tuple[jax.Array, ...], count: int
 ) -> jax.Array:
-    """Return uniform draws f32[N, count] in [0, 1), with the keys of `gumbel_noise`."""
+    """Return uniform draws f32[N, count] in [0, 1), with the same keys as `gumbel_noise`."""
     return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(keys(seeds, stream, counters))

@@ -1,8 +1,7 @@
-"""Inputs of a program as one array, which takes one transfer.
+"""The inputs of a program as one array, which takes one transfer.
 
-A row holds the fields of a request one after the other, as words of 32 bits. What the fields are is
-declared where their class is, by `packed`: the host fills views of a packed array, and the device
-slices it.
+A row holds the fields of one request as consecutive 32-bit words. The class of the inputs declares
+its fields by `packed`: the host fills views of a packed array, and the device slices it.
 """
 
 from collections.abc import Callable
@@ -16,13 +15,13 @@ Inputs = TypeVar("Inputs")
 
 
 def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) -> Any:
-    """Declare a field of a dataclass of inputs: integers i32[B], or i32[B, width].
+    """Declare a field of an inputs dataclass: integers i32[B], or i32[B, width].
 
     Args:
-        padding: its value in a row without a request, or the name of the attribute of `Layout` that
-            is; or, for a tree of arrays, a function of the layout that returns such a row of it,
-            NumPy arrays [1] or [1, width] of 32 bits.
-        width: the name of the attribute of `Layout` that has it.
+        padding: the value in a padding row, or the name of the `Layout` attribute with this value.
+            For a tree of arrays, a function that takes the layout and returns one padding row: a
+            tree of NumPy arrays [1] or [1, width] of 32-bit numbers.
+        width: the name of the `Layout` attribute with the width.
     """
 
     def row(layout: Any) -> Any:
@@ -35,7 +34,7 @@ def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) 
 
 
 class Packing(Generic[Inputs]):
-    """How inputs of one class are packed: their leaves in order, i32[B, words]."""
+    """The packing of one class of inputs: an array i32[B, words] of its leaves in order."""
 
     def __init__(self, kind: type[Inputs], layout: Any):
         declared: Any = fields(kind)  # pyright: ignore[reportArgumentType]
@@ -48,26 +47,26 @@ class Packing(Generic[Inputs]):
             for leaf, words in zip(self._leaves, self._slices, strict=True)
         ]
         is_number = [isinstance(row, np.ndarray) and row.ndim == 1 for row in rows]
-        self._num_numbers = [*is_number, False].index(False)  # fields before all others
-        # A class of arrays alone is made without a walk through it: every step makes one.
+        self._num_numbers = [*is_number, False].index(False)  # leading scalar fields
+        # Every step makes an instance, so avoid `tree.unflatten` if all fields are arrays.
         is_flat = len(self._leaves) == len(rows)
         self._make: Any = kind if is_flat else lambda *leaves: tree.unflatten(leaves)
         self._padding = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in self._leaves])
-        self._empty: dict[int, np.ndarray] = {}  # rows of padding, by their number
+        self._empty: dict[int, np.ndarray] = {}  # padding rows, by their number
 
     def shape(self, batch: int) -> tuple[int, int]:
         """Return the shape of the packed array."""
         return batch, len(self._padding)
 
     def rows(self, batch: int) -> tuple[np.ndarray, Inputs]:
-        """Return a new packed array of padding rows, and its fields as views to be filled."""
+        """Return a new packed array of padding rows, and its fields as writable views."""
         if batch not in self._empty:
             self._empty[batch] = np.repeat(self._padding[None], batch, axis=0)
         array = self._empty[batch].copy()
         return array, self.views(array)
 
     def views(self, array: np.ndarray) -> Inputs:
-        """Return the fields of a packed array as views, on the host."""
+        """Return the fields of a packed array on the host, as views."""
         views = []
         for place, dtype in self._places:
             view = array[place]
@@ -77,7 +76,7 @@ class Packing(Generic[Inputs]):
     def unpack(self, array: jax.Array) -> Inputs:
         """Return the fields of a packed array, on the device."""
         count = self._num_numbers
-        # Several numbers: one transposition instead of a slice each.
+        # One transposition is cheaper than a slice per scalar field.
         values = list(array[:, :count].T) if count > 1 else []
         rest = slice(len(values), None)
         for leaf, words in zip(self._leaves[rest], self._slices[rest], strict=True):

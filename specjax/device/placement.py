@@ -1,4 +1,4 @@
-"""Placement of arrays: a mesh of devices, and which mesh axis shards which array axis."""
+"""Placement of arrays: a mesh of devices, and rules that map array axes to mesh axes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Device: TypeAlias = Any  # a `jax.Device`, which type checkers reject as a type
 
 
 def default_device() -> Device:
-    """Return the device that engines run on: JAX's first."""
+    """Return the device that engines run on: JAX's first device."""
     return jax.devices()[0]
 
 
@@ -22,8 +22,8 @@ class Placement:
 
     Attributes:
         mesh: the devices; a single device is a mesh of size one.
-        rules: pairs of a logical axis, see `TensorSpec.axes`, and the mesh axis that shards it. An
-            axis without a rule is replicated.
+        rules: pairs of a logical axis, see `TensorSpec.axes`, and the mesh axis that shards it.
+            Axes without a rule are replicated.
     """
 
     mesh: Mesh
@@ -36,11 +36,11 @@ class Placement:
 
     @property
     def device(self) -> Device:
-        """One of the devices, which are all of the same kind."""
+        """One of the devices; all are of the same kind."""
         return self.mesh.devices.flat[0]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> Sharding:
-        """Return the sharding of an array with these logical axes; without axes, replicate it."""
+        """Return the sharding of an array with these logical axes; replicated without axes."""
         memory = self.device.default_memory().kind  # a source array may be in host memory
         if self.mesh.size == 1:
             # Programs over a named mesh have more overhead to compile and to call.

@@ -1,4 +1,4 @@
-"""The logits processors of requests: the users' functions, in programs of their own.
+"""The logits processors of requests: the users' functions, in separate programs.
 
 They run between the target and `begin` or `settle`, so that a new processor compiles nothing else.
 """
@@ -19,7 +19,7 @@ def process_first(
     *,
     processors: Processors,
 ) -> Float32[jax.Array, "B 1 V"]:
-    """Return the logits of the first token after each chunk, processed."""
+    """Apply the processors to the logits of the token after each chunk."""
     history = History(state.tokens[inputs.slots], inputs.starts + inputs.counts)
     return apply_processors(logits, state.requests.at(inputs.slots), history, processors)
 
@@ -32,7 +32,7 @@ def process_round(
     *,
     processors: Processors,
 ) -> Float32[jax.Array, "B R V"]:
-    """Return the logits of a round, processed; row t follows t of the drafts."""
+    """Apply the processors to the logits of a round; row t is after the first t drafts."""
     history = History(state.tokens[inputs.slots], state.lengths[inputs.slots] + 1)
     requests = state.requests.at(inputs.slots)
     return apply_processors(logits, requests, history.then(draft.tokens), processors)

@@ -1,4 +1,4 @@
-"""Parameters of each request: arrays indexed by slot, written once, at admission."""
+"""Parameters of requests: arrays indexed by slot, written once, at admission."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,24 +36,24 @@ class Sampling:
 class Edits:
     """Edits of logits before tokens are sampled. Ids of -1 are unused entries."""
 
-    repetition: Float32[jax.Array, "B"]  # 1 is no penalty
+    repetition: Float32[jax.Array, "B"]  # 1 for none
     presence: Float32[jax.Array, "B"]
     frequency: Float32[jax.Array, "B"]
     min_tokens: Int32[jax.Array, "B"]
     bias_ids: Int32[jax.Array, "B biased"]
     bias: Float32[jax.Array, "B biased"]
     bad_words: Int32[jax.Array, "B bad_words"]  # each word right-aligned
-    allowed: Int32[jax.Array, "B mask_words"]  # bit v % 32 of word v // 32 is token v
-    processor: Int32[jax.Array, "B"]  # number of the request's logits processors; -1 is none
+    allowed: Int32[jax.Array, "B mask_words"]  # token v is bit v % 32 of word v // 32
+    processor: Int32[jax.Array, "B"]  # index of the request's logits processors; -1 for none
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Requests:
-    """All parameters of requests; they are fixed at admission."""
+    """All parameters of requests, fixed at admission."""
 
     prompt_lengths: Int32[jax.Array, "B"]
-    limits: Int32[jax.Array, "B"]  # maximum tokens of a request, prompt included
+    limits: Int32[jax.Array, "B"]  # maximum tokens of a request, including the prompt
     stop_ids: Int32[jax.Array, "B stop_ids"]
     sampling: Sampling
     edits: Edits
@@ -68,7 +68,7 @@ class Requests:
 
 
 def init_requests(num_slots: int, vocab_size: int, *, xp: Any = jnp) -> Requests:
-    """Return empty slots: greedy, no edits. `xp` is `jax.numpy` or `numpy`."""
+    """Return empty slots: greedy sampling, no edits. `xp` is `jax.numpy` or `numpy`."""
 
     def full(value, dtype, width=None):
         return xp.full(num_slots if width is None else (num_slots, width), value, dtype)

@@ -15,17 +15,17 @@ from specjax.device.requests import Requests, init_requests
 class EngineState:
     """All state that steps read and write. A request owns one of S slots from admission to finish.
 
-    Only the device knows these values: the host plans with upper bounds and learns results one
-    step later. Between steps a request has `lengths` tokens in the caches; the token at position
-    `lengths` is its last: sampled, but not yet run through the target.
+    Only the device knows these values: the host plans with upper bounds and learns results one step
+    later. Between steps a request has `lengths` tokens in the caches. The token at position
+    `lengths` is its last: it was sampled, but the target has not run it yet.
     """
 
     caches: tuple[Any, ...]  # of the target, one per cache kind
-    snapshots: tuple[Any, ...]  # of the ends of prompts, per cache kind; None if it has none
-    drafter: Any  # the drafter's own state
-    deferred: Float[jax.Array, "R F"] | None  # features that it has not observed, see `deferral`
+    snapshots: tuple[Any, ...]  # per cache kind; None for a kind without snapshots
+    drafter: Any  # the drafter's state
+    deferred: Float[jax.Array, "R F"] | None  # features not yet observed, see `deferral`
     tokens: Int32[jax.Array, "S L"]  # prompt and output
-    progress: Int32[jax.Array, "S 4"]  # the properties below; one array, written by one kernel
+    progress: Int32[jax.Array, "S 4"]  # the properties below; written by one kernel
     requests: Requests  # [S]
 
     @property
@@ -35,7 +35,7 @@ class EngineState:
 
     @property
     def pending(self) -> jax.Array:
-        """How many of those tokens, the last ones, recurrent states lack, i32[S]."""
+        """Number of these tokens, the last ones, that recurrent states lack, i32[S]."""
         return self.progress[:, 1]
 
     @property
@@ -59,20 +59,20 @@ class EngineState:
     ) -> "EngineState":
         """Return the state with these values [B] set at `slots`; out-of-range slots are dropped.
 
-        `is_observed`: whether the drafter has observed all these tokens, or no more than before.
+        `is_observed` sets `observed` to `lengths` as well.
         """
         new = [lengths, pending, is_active.astype(jnp.int32), lengths][: 3 + is_observed]
         written = self.progress.at[slots, : len(new)].set(jnp.stack(new, axis=1), mode="drop")
         return replace(self, progress=written)
 
     def all_observed(self, slots: jax.Array) -> "EngineState":
-        """Return the state after the drafter has observed all tokens of `slots`."""
+        """Return the state with all tokens of `slots` marked as observed."""
         lengths = self.lengths[slots]
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state after chunks at `slots`: prompt tokens cannot be rejected, so recurrent
-        states include them already."""
+        """Return the state with no pending tokens at `slots`: after a chunk, recurrent states
+        include all its tokens, as prompt tokens cannot be rejected."""
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 
 

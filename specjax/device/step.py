@@ -1,22 +1,21 @@
 """The steps of the device: admit requests, prefill their prompts, and run speculation rounds.
 
-Read this file first. Each chunk of a prompt goes through
+Read this file first. Each prefill chunk goes through
 
     prefill -> begin
 
-which runs the target, and after the last chunk samples the first output token. A preempted request
+which runs the target and, after the last chunk, samples the first output token. A preempted request
 reruns its prompt and output in the same way, without sampling: its next token is already known. A
-round drafts, runs the target over the drafts, and commits the accepted ones:
+round drafts, runs the target on the drafts, and commits the accepted ones:
 
     propose -> extend -> settle
 
-in one program, or in three if something comes before `settle`: the host makes grammar masks, or
-logits processors of users run (`processors.py`; before `begin`, too). The parts that run the target
-do not depend on the logit options of requests. Chunks and a round may run in one program, see
-`joined.py`.
+in one program, or in three if other work precedes `settle`: the host makes grammar masks, or users'
+logits processors run (`processors.py`; also before `begin`). The parts that run the target do not
+depend on the logit options of requests. Chunks and a round may run in one program, see `joined.py`.
 
-No input of a step has the number of accepted tokens or the length of a request: the host plans with
-upper bounds, and the device keeps the exact numbers in its own state.
+The inputs of a step contain neither the number of accepted tokens nor the length of a request: the
+host plans with upper bounds, and the device keeps the exact numbers in its state.
 """
 
 from collections.abc import Callable
@@ -48,24 +47,24 @@ from specjax.device.verification import Draft, Target, Verdict
 
 
 class Extension(NamedTuple):
-    """Target outputs for T rows of B requests: a chunk, or last token, drafts and padding."""
+    """The target's outputs for T rows of B requests: a chunk, or last token, drafts and padding."""
 
     features: Features  # [N]
-    logits: Float32[jax.Array, "B R V"]  # for a chunk, of its last row only
+    logits: Float32[jax.Array, "B R V"]  # of a chunk only its last row
 
 
 class StepOutputs(NamedTuple):
     """Results of a step: the first num_tokens[b] of tokens[b] are new output of request b.
 
-    A request whose logits leave no token ends there; in place of the token it has -1.
+    If a request's logits leave no possible token, the token is -1 and the request ends.
     """
 
     tokens: Int32[jax.Array, "B R"]
     num_tokens: Int32[jax.Array, "B"]
     num_drafts: Int32[jax.Array, "B"]  # drafts that could have been accepted
-    # Of B R rows, see `logprobs.pack_logprobs`; zeros if no request asks for them.
+    # Of B R rows, see `logprobs.pack_logprobs`; zeros if no request needs them.
     logprobs: Int32[jax.Array, "B ..."]
-    prompt_logprobs: jax.Array | None  # of N rows of a chunk: the token after each
+    prompt_logprobs: jax.Array | None  # of the token after each of N rows of a chunk
 
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
@@ -79,7 +78,7 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy snapshots to the recurrent states of slots, the drafter's as well."""
+    """Copy snapshots to the recurrent states of slots, for target and drafter."""
     moves = inputs.slots, inputs.ids, inputs.ends
     caches = restore_snapshots(model.target, state.snapshots, state.caches, moves)
     return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *moves))
@@ -88,7 +87,7 @@ def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
     """Copy the recurrent states of slots to snapshots; no slot may have pending tokens.
 
-    It comes after `begin`, in which the drafter observes the chunk.
+    Run it after `begin`, where the drafter observes the chunk.
     """
     moves = inputs.slots, inputs.ids, inputs.ends
     kept = take_snapshots(model.target, state.snapshots, state.caches, moves)
@@ -124,8 +123,8 @@ def begin(
     """Let the drafter observe a chunk; after a prompt's last chunk, sample the first output token.
 
     A request that resumes after preemption samples nothing: its next token is already known.
-    `processed` f32[B, 1, V] are the logits after logits processors, and `masks` i32[B, 1,
-    ceil(V/32)] those of grammars, if any request has one.
+    `processed` f32[B, 1, V] are the logits after logits processors, if any request has one; `masks`
+    i32[B, 1, ceil(V/32)] are grammar masks, if any request has a grammar.
     """
     slots, starts = inputs.slots, inputs.starts
     batch = slots.shape[0]
@@ -231,7 +230,7 @@ def propose(
 def extend(
     params: Params, state: EngineState, inputs: DecodeInputs, draft: Draft, *, model: StepModel
 ) -> tuple[EngineState, Extension]:
-    """Run the target over the last token and the drafts of every request."""
+    """Run the target on the last token and the drafts of every request."""
     batch, k = draft.tokens.shape
     rows = round_rows(state, inputs, k, model)
     tokens = round_tokens(state, inputs.slots, draft, rows.width).reshape(-1)
@@ -258,14 +257,14 @@ def settle(
     """Verify the drafts, commit the accepted ones and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. A round without drafts may leave that for later, see `deferral`. `processed`
-    f32[B, K+1, V] and `masks` i32[B, K+1, ceil(V/32)]: see `begin`.
+    next round starts. A round without drafts may do this later, see `deferral`. For `processed`
+    f32[B, K+1, V] and `masks` i32[B, K+1, ceil(V/32)], see `begin`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
     k = draft.tokens.shape[1]
     remaining = requests.limits - (starts + 1)
-    # A round commits one token besides the drafts, so the last remaining one is no draft.
+    # A round commits one token in addition to drafts, so drafts leave room for one.
     num_drafts = jnp.clip(remaining - 1, 0, jnp.minimum(inputs.num_drafts, k))
     if draft.counts is not None:
         num_drafts = jnp.minimum(num_drafts, draft.counts)
@@ -326,13 +325,13 @@ class _Emitted(NamedTuple):
 
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:
-    """Count the verdict's tokens up to the limit and the first that ends the output, which is kept.
+    """Count the verdict's tokens up to the limit and up to the first that ends the output.
 
-    That is a stop id, or -1, where no token is left.
+    The output ends with a stop id, or with -1 where no token is possible; this token is counted.
     """
     num_tokens = jnp.minimum(verdict.num_accepted + 1, remaining)
     is_finished = num_tokens >= remaining
-    # Column by column, since XLA launches a kernel for every reduction, however small.
+    # Column by column, because XLA launches a kernel for every reduction, even a small one.
     for column in reversed(range(verdict.tokens.shape[1])):
         token = verdict.tokens[:, column]
         is_stop = token < 0
@@ -370,7 +369,7 @@ def chunk_tokens(state: EngineState, inputs: PrefillInputs, width: int) -> jax.A
 
 
 def last_of_chunks(hidden: jax.Array, inputs: PrefillInputs) -> jax.Array:
-    """Return the rows [B, D] of hidden [B * width, D] that are the last of each chunk."""
+    """Return the last row of each chunk, [B, D], from `hidden` [B * width, D]."""
     batch = inputs.slots.shape[0]
     return hidden.reshape(batch, -1, hidden.shape[1])[jnp.arange(batch), inputs.counts - 1]
 
@@ -378,7 +377,7 @@ def last_of_chunks(hidden: jax.Array, inputs: PrefillInputs) -> jax.Array:
 def chunk_rows(
     state: EngineState, inputs: PrefillInputs, width: int, model: StepModel
 ) -> CachedRows:
-    """Return the rows of a chunk, `width` for each request."""
+    """Return the rows of a chunk, `width` per request."""
     page_table, *others = page_tables(inputs, model)
     return CachedRows.starting_at(
         inputs.starts,
@@ -395,7 +394,7 @@ def chunk_rows(
 
 
 def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) -> CachedRows:
-    """Return the rows of a round: last token, drafts and padding of each request."""
+    """Return the rows of a round: each request's last token, drafts and padding."""
     batch = inputs.slots.shape[0]
     width = padded_width(batch, model.width(k), model.row_multiple)
     counts = jnp.where(_is_active(state, inputs.slots), k + 1, 0)

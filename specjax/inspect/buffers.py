@@ -1,4 +1,4 @@
-"""Buffers of an HLO module: which arrays are one buffer under several names.
+"""Buffers of an HLO module: arrays of several names that share one buffer.
 
 Buffers keep their identity through bitcasts, tuples, calls, loops and conditionals.
 """
@@ -11,7 +11,7 @@ from specjax.inspect.hlo_text import Computation, Instruction
 
 
 class Leaf(NamedTuple):
-    """An array: one leaf, by number, of an instruction's result."""
+    """An array: a numbered leaf of an instruction's result."""
 
     computation: str
     name: str
@@ -19,7 +19,7 @@ class Leaf(NamedTuple):
 
 
 class Buffers:
-    """Which arrays of a module are one buffer (union-find)."""
+    """The arrays of a module that share a buffer (union-find)."""
 
     def __init__(self, computations: dict[str, Computation]):
         self._computations = computations
@@ -47,7 +47,7 @@ class Buffers:
         return [Leaf(computation, name, i) for i in range(count)]
 
     def _aliases(self, name: str, instruction: Instruction) -> Iterator[tuple[Leaf, Leaf]]:
-        """Yield the pairs of leaves that an instruction makes one buffer."""
+        """Yield the pairs of leaves that share a buffer because of an instruction."""
         results = self._leaves(name, instruction.name)
         inputs = [self._leaves(name, operand) for operand in instruction.operands]
         flat = [leaf for leaves in inputs for leaf in leaves]

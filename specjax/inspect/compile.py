@@ -2,12 +2,12 @@
 
     compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
 
-NAME(**arguments) in FILE returns (jitted, args, kwargs): `jitted` from `jax.jit`, donations
-included; args, pytrees of `jax.ShapeDtypeStruct`; and kwargs, the static arguments. A request may
+NAME(**arguments) in FILE returns (jitted, args, kwargs): `jitted` from `jax.jit`, including
+donations; args, pytrees of `jax.ShapeDtypeStruct`; and kwargs, the static arguments. A request may
 add "gpu", a name of `gpus` (default: h200); "options", XLA compiler options by name; "passes_over",
 the arguments of `hlo.passes_over`; and "traffic", see `report`. Nothing runs, so GEMMs keep the
 configuration that XLA chooses without autotuning. XLA reads its flags once, so a separate process,
-python -m specjax.inspect.compile, compiles and prints the reports as one JSON list. Needs jax's
+python -m specjax.inspect.compile, compiles and prints the reports as one JSON list. It needs jax's
 CUDA plugin, and ptxas and libdevice: a toolkit in /usr/local/cuda, or the packages nvidia-cuda-nvcc
 and nvidia-nvvm.
 """
@@ -41,12 +41,12 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Thunk:
-    """One thunk: an entry of XLA's plan of what the host launches."""
+    """A thunk: one entry of XLA's plan of launches."""
 
     kind: str  # kCustomKernel, kCublasLtMatmul, kConditional, kCommandBuffer, ...
     name: str
     # Kinds and labels of the enclosing thunks, as XLA prints them: body, branch_0. For a boolean
-    # predicate XLA prints the labels swapped: true_branch runs when it is false.
+    # predicate XLA prints the labels swapped: true_branch runs if it is false.
     within: tuple[str, ...]
 
 
@@ -54,12 +54,12 @@ class Thunk:
 class Compiled:
     """A compiled function."""
 
-    device_kind: str  # as kernels see it
+    device_kind: str  # as seen by kernels
     hlo: str  # optimized
     thunks: tuple[Thunk, ...]  # after command buffers were formed
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp
     seconds: Mapping[str, float]  # trace, compile
-    resources: tuple[Resources, ...] | None  # of its kernels; None if not requested
+    resources: tuple[Resources, ...] | None  # of the function's kernels; None if not requested
 
 
 def has_cuda_plugin() -> bool:
@@ -78,7 +78,7 @@ def check_tools() -> None:
     if not has_cuda_plugin():
         version = importlib.metadata.version("jax")
         raise ValueError(
-            f"jax {version} has no CUDA plugin, which compiling for a GPU takes (a GPU it does "
+            f"jax {version} has no CUDA plugin, which is needed to compile for a GPU (a GPU is "
             f"not); pip install 'jax[cuda13]=={version}', or without CUDA's libraries "
             f"jax-cuda13-plugin=={version} and jax-cuda13-pjrt=={version}"
         )
@@ -95,8 +95,8 @@ def compile_functions(
     """Compile the requests in a separate process; return the `report` of each.
 
     Args:
-        resources: have ptxas report registers, spills and shared memory of every kernel.
-        timeout: in seconds, for all requests together.
+        resources: whether ptxas reports registers, spills and shared memory of every kernel.
+        timeout: seconds for all requests together.
 
     Raises:
         ValueError: see `check_tools`.
@@ -128,7 +128,7 @@ def configure(dump: Path, *, resources: bool = False) -> None:
     if resources:
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         if importlib.metadata.version("jax").split(".")[:2] != ["0", "10"]:
-            # jax 0.10 dumps PTX anyway. The dumps of other emitters would take seconds each.
+            # jax 0.10 dumps PTX without flags. Dumps of other emitters would take seconds each.
             flags += " --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
@@ -143,7 +143,7 @@ def compile_for(
     *,
     resources: bool = False,
 ) -> Compiled:
-    """Compile `jitted` at the shapes of `args` for one GPU; `dump` is as given to `configure`.
+    """Compile `jitted` at the shapes of `args` for one GPU; `dump` is the folder of `configure`.
 
     `options` are XLA's for this compilation, such as {"xla_gpu_enable_triton_gemm": False}.
     """
@@ -188,7 +188,7 @@ def compile_for(
 
 @contextmanager
 def _stdout_into(file: Path) -> Iterator[Path]:
-    """Redirect the process's standard output, that of C code included, to `file`."""
+    """Redirect the process's standard output, including output of C code, to `file`."""
     sys.stdout.flush()
     kept = os.dup(1)
     with file.open("wb") as opened:
@@ -201,14 +201,14 @@ def _stdout_into(file: Path) -> Iterator[Path]:
 
 
 def parse_thunks(text: str) -> tuple[Thunk, ...]:
-    """Parse a dumped thunk sequence; each thunk knows the thunks around it."""
+    """Parse a dumped thunk sequence; each thunk has the names of the enclosing ones."""
     thunks: list[Thunk] = []
     around: list[tuple[int, str]] = []
     indent = 0
     for line in re.sub(r" *No thunks\.", "\n", text).splitlines():
         if found := THUNK.match(line):
             blanks, kind, name, label = found.groups()
-            # XLA indents every label but this one, which follows its loop.
+            # XLA indents every label except this one, which follows its loop.
             indent = indent + 2 if label == "condition" else len(blanks)
             while around and around[-1][0] >= indent:
                 around.pop()
@@ -219,7 +219,7 @@ def parse_thunks(text: str) -> tuple[Thunk, ...]:
 
 
 def _thunk_sequence(dumped: list[Path]) -> str:
-    """Return the final sequence: XLA writes a second one only if its passes changed the first."""
+    """Return the final sequence: XLA writes a second one only if its passes change the first."""
     for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
         for file in dumped:
             if file.name.endswith(ending):
@@ -232,14 +232,14 @@ def report(
     over: Mapping[str, int] | None = None,
     traffic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a test asserts on, as JSON-compatible types.
+    """Return the values that tests assert on, as JSON-compatible types.
 
-    `num_passes` counts a run in which every conditional takes branch 0, and one with branch 1.
+    `num_passes` has two counts: of a run in which every conditional takes branch 0, and branch 1.
 
     Args:
         traffic: if given, "launches" lists every kernel with its bytes. Keys: "batch", "context",
-            "rows" and "num_chosen", the fields of `CachedContext`, and "rows_within", other rows by
-            a regex for the operations that have them; "layers", a regex over parameter names whose
+            "rows" and "num_chosen", the fields of `CachedContext`; "rows_within", other rows by a
+            regex for the operations that have them; "layers", a regex over parameter names whose
             group is the layer that reads them; "after", a regex for the parameters read after all
             layers; "inside", a regex for the operations that belong to layers.
     """

@@ -1,8 +1,8 @@
-"""What the kernels of an optimized HLO module read and write. Text in, numbers out; no JAX.
+"""Reads and writes of the kernels of an optimized HLO module, parsed from text without JAX.
 
 A pass is one kernel reading, or writing, at least `num_elements` elements of an array with a
 dimension of size `columns`. So a GEMM that writes the logits is one pass and an argmax that reads
-them is another; a copy is two. kernels.py says how accesses are counted. In addition:
+them is another; a copy is two. kernels.py explains how accesses are counted. In addition:
 
 - The traffic of a Pallas kernel in `pallas_bytes.TOUCHED` comes from that table, because its
   operands are whole pools.
@@ -29,53 +29,53 @@ LARGE_COPY = 30_000_000  # bytes written by a kernel other than a GEMM: a pool, 
 
 @dataclass(frozen=True)
 class Pass:
-    """One kernel's reading or writing of an array."""
+    """One kernel's read or write of an array."""
 
     kernel: str
-    source: str  # JAX operation that it was compiled from
+    source: str  # the JAX operation it was compiled from
     access: str  # "read" or "write"
     shape: str
     num_bytes: int
-    branches: tuple[tuple[str, int], ...]  # enclosing conditionals, outermost first, and branch
+    branches: tuple[tuple[str, int], ...]  # enclosing conditionals and branches, outermost first
     times: int
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as XLA launches it, and its traffic in bytes."""
+    """A kernel launched by XLA, and its traffic in bytes."""
 
     name: str
     kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
-    source: str  # JAX operation that it was compiled from
-    # Where that operation was traced. In a loop or conditional, that of the loop or conditional:
-    # XLA may share its body with another one, and the body then carries the other's name.
+    source: str  # the JAX operation it was compiled from
+    # Where that operation was traced. Within a loop or conditional, where the loop or conditional
+    # was traced: XLA may share a body between two of them, and the body then has the other's name.
     scope: str
     num_read: int
     num_written: int
     branches: tuple[tuple[str, int], ...]
     times: int
     layer: int | None  # see `launches`
-    pallas: str | None = None  # name given to the Pallas kernel
-    shape: str = ""  # of its outputs
-    parameters: tuple[str, ...] = ()  # parameters of the module that it reads, by JAX's names
+    pallas: str | None = None  # the Pallas kernel's name
+    shape: str = ""  # shapes of its outputs
+    parameters: tuple[str, ...] = ()  # JAX's names of the module parameters it reads
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read and written, over all of its runs."""
+        """Bytes read and written, over all runs of the kernel."""
         return self.times * (self.num_read + self.num_written)
 
     @property
     def is_taken(self) -> bool:
-        """Whether it runs when every conditional takes its branch 0."""
+        """Whether the kernel runs if every conditional takes branch 0."""
         return self.is_taken_by(0)
 
     def is_taken_by(self, branch: int) -> bool:
-        """Whether it runs when every conditional takes this branch."""
+        """Return whether the kernel runs if every conditional takes this branch."""
         return all(taken == branch for _, taken in self.branches)
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return the passes over at least `num_elements` of an array with a dimension `columns`."""
+    """Return passes over at least `num_elements` elements of arrays with a dimension `columns`."""
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {
@@ -108,7 +108,7 @@ def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
 
 
 def num_passes(passes: list[Pass], branch: int = 0) -> int:
-    """Count the passes of a run in which every conditional takes this branch."""
+    """Return the number of passes of a run in which every conditional takes this branch."""
     return sum(p.times for p in passes if all(taken == branch for _, taken in p.branches))
 
 
@@ -121,10 +121,10 @@ def launches(
     """Return every kernel with its traffic, in launch order.
 
     Args:
-        load_of: how much of their pools the Pallas kernels read, by the scope of an operation.
+        load_of: returns the context that Pallas kernels read, by the scope of an operation.
         layer_of: maps JAX's name of a module parameter to the layer that reads it. A kernel belongs
-            to the last layer that any of its inputs comes from.
-        is_inside: whether an operation, by its scope, is in the part that these layers make up.
+            to the last layer among its inputs.
+        is_inside: whether an operation, by its scope, belongs to these layers.
     """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
@@ -171,7 +171,7 @@ def launches(
 
 
 def large_copies(found: list[Launch]) -> list[Launch]:
-    """Return kernels, GEMMs aside, that write enough to be copying a whole pool or a weight."""
+    """Return kernels other than GEMMs whose writes are as large as a copy of a pool or weight."""
     return [
         one
         for one in found
@@ -180,7 +180,7 @@ def large_copies(found: list[Launch]) -> list[Launch]:
 
 
 def unknown_loops(hlo: str) -> list[str]:
-    """Return the loops of unknown trip count; their kernels count once."""
+    """Return the loops with unknown trip count; their kernels count once."""
     computations, _ = parse(hlo)
     return [
         instruction.name

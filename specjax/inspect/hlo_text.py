@@ -1,4 +1,4 @@
-"""Parser of optimized HLO text, into computations of instructions."""
+"""A parser of optimized HLO text into computations of instructions."""
 
 import math
 import re
@@ -16,7 +16,7 @@ class Instruction:
     op: str
     elements: tuple[tuple[str, ...], ...]  # shapes of the leaves of each tuple element
     operands: tuple[str, ...]
-    argument: str  # between the parentheses, as written
+    argument: str  # the text between the parentheses
     attributes: str
     is_root: bool
 
@@ -25,13 +25,13 @@ class Instruction:
         return tuple(shape for element in self.elements for shape in element)
 
     def called(self, attribute: str) -> str | None:
-        """The computation that an attribute names."""
+        """Return the computation named by an attribute."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else None
 
     @property
     def branches(self) -> list[str]:
-        """A conditional's computations, in the order of `jax.lax.cond`: false, true."""
+        """The computations of a conditional, in the order of `jax.lax.cond`: false, true."""
         if on_true := self.called("true_computation"):
             return [str(self.called("false_computation")), on_true]
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
@@ -62,7 +62,7 @@ class Instruction:
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """Pairs of an output and the operand whose buffer it reuses, by number."""
+        """Pairs (output, operand) of numbers: the output reuses the operand's buffer."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1] if found else "")
         return [(int(output or 0), int(operand)) for output, operand in pairs]
@@ -87,7 +87,7 @@ def num_elements_of(shape: str) -> int:
 
 
 def element_bytes_of(shape: str) -> int:
-    """Return the bytes per element of a shape such as bf16[256,1024]; sub-byte types count as 1."""
+    """Return the bytes per element of a shape like bf16[256,1024]; sub-byte types count as 1."""
     bits = re.match(r"[a-z]+(\d+)", shape)
     return max(int(bits[1]) // 8, 1) if bits else 1
 
@@ -134,7 +134,7 @@ def _closing(text: str) -> int:
 
 
 def _top_level(text: str) -> list[str]:
-    """Split at commas that are not inside brackets of any kind."""
+    """Split at commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

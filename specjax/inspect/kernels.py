@@ -1,13 +1,13 @@
-"""The kernels of an HLO module, and how much of which arrays each reads and writes.
+"""The kernels of an HLO module, and the arrays that each reads and writes.
 
 - A kernel is an instruction outside fusions that does work, unlike tuple or bitcast: a fusion, a
-  custom call, a copy. It reads each operand buffer once, however often its body uses it, and writes
-  each of its outputs once.
+  custom call, a copy. It reads each operand buffer once, regardless of the number of uses, and
+  writes each output once.
 - A fusion that only slices or gathers from an operand reads only the selected elements; an in-place
-  update writes only the update. A custom call reads its operands whole.
+  update writes only the update. A custom call reads whole operands.
 - A cuBLAS call's scratch buffer is not an output.
 - A kernel inside a conditional records its branch, numbered as in `jax.lax.cond`: 0 is the false
-  branch. One inside a loop counts once per trip, or once if XLA does not know the trip count.
+  branch. A kernel inside a loop counts once per trip, or once if the trip count is unknown.
 """
 
 import re
@@ -20,19 +20,19 @@ from specjax.inspect.hlo_text import Computation, Instruction, num_elements_of
 NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
 CONTROL = {"while", "conditional", "call", "async-start"}
-# Ops that read only part of operand 0; ops that write only an update, the operand with this index.
+# Ops that read only part of operand 0; ops that write only an update, with its operand's index.
 SELECTING = {"slice", "dynamic-slice", "gather"}
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 class Kernel(NamedTuple):
-    """A kernel and where it is launched."""
+    """A kernel and the place of its launch."""
 
     computation: str
     instruction: Instruction
-    branches: tuple[tuple[str, int], ...]  # enclosing conditionals, and which branch of each
+    branches: tuple[tuple[str, int], ...]  # enclosing conditionals and their branch
     times: int
-    outermost: str  # instruction of the entry that it is, or is inside of
+    outermost: str  # the entry computation's instruction that contains it
 
 
 def kernels_of(
@@ -65,7 +65,7 @@ def kernels_of(
 def accesses(
     computations: dict[str, Computation], name: str, kernel: Instruction
 ) -> Iterator[tuple[str, list[tuple[Leaf, int, str]]]]:
-    """Yield what a kernel reads, then what it writes: leaf, number of elements, shape."""
+    """Yield a kernel's reads, then its writes, as lists of (leaf, number of elements, shape)."""
     operands = [computations[name][operand] for operand in kernel.operands]
     whole = [[num_elements_of(shape) for shape in operand.leaves] for operand in operands]
     written = [num_elements_of(shape) for shape in kernel.leaves]
@@ -103,7 +103,7 @@ def _with(kernel: Instruction, amounts: list[int]) -> list[tuple[str, int]]:
 
 
 def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
-    """Return the number of elements read of each parameter, and written of each output."""
+    """Return the numbers of elements read from each parameter, and written to each output."""
     needed = dict.fromkeys(body, 0)
     in_place, written = set(), []
     outputs = body.root.operands if body.root.op == "tuple" else (body.root.name,)
@@ -129,14 +129,14 @@ def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
 
 
 def _needed_of_operand(user: Instruction, position: int, size: int, needed: int) -> int:
-    """Return how many operand elements `user` reads to compute `needed` of its own."""
+    """Return the number of operand elements that `user` reads to compute `needed` elements."""
     is_selected = user.op in ("slice", "dynamic-slice") or (user.op == "gather" and position == 0)
     is_elementwise = len(user.leaves) == 1 and num_elements_of(user.leaves[0]) == size
     return min(size, needed) if is_selected or is_elementwise or user.op == "broadcast" else size
 
 
 def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return the JAX operation of a kernel; for a fusion without one, that of its root."""
+    """Return a kernel's JAX operation; for a fusion without one, its root's operation."""
     body = kernel.called("calls")
     while not kernel.source and body in computations:
         kernel = computations[str(body)].root
@@ -145,7 +145,7 @@ def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
 
 
 def kind_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return the kind of a kernel other than Pallas: "gemm", or its instruction ("copy", ...)."""
+    """Return the kind of a non-Pallas kernel: "gemm", or its instruction ("copy", ...)."""
     if "cublas" in kernel.target or _has_dot(computations, kernel):
         return "gemm"
     if kernel.op == "custom-call":

@@ -2,21 +2,23 @@
 
     verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
     draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
-    observe = W_o + S_d B T                       W_o: what makes the drafter's keys and values
-            = F B                                 if a later program does, F: features of a row
+    observe = W_o + S_d B T                       W_o: weights of the drafter's keys and values
+            = F B                                 if a later program observes, F: features of a row
     step   = verify + draft + observe
 
-for B requests of c tokens, T = K + 1 rows each; L attention layers whose keys and values take S
-bytes per token and layer, R bytes of recurrent states per request, S_d bytes per token in the
-drafter's cache, which makes P passes over its weights: K, or one for all drafts. Weights are read
-once, states read and written once, keys and values read once per pass over them and written once; a
-layer with a window reads only the last of the c tokens. Of a mixture of experts, at most B T k
-experts are read, k per row; B k in a pass that drafts one token. Each of the P draft passes reads
-the context; all but the first write a new row to the cache. W_o are the weights that keys and
-values come from; of a head whose observed rows give the first draft, all weights and the context. A
-draft model counts as the target does, once per pass, and observes nothing. Activations are not
-counted; `with_activations` adds the two that our design's figures counted as ideal: the embedded
-rows, and reading new keys and values back.
+for B requests of c tokens, with T = K + 1 rows each. L attention layers have keys and values of S
+bytes per token and layer; recurrent states take R bytes per request. The drafter's cache takes S_d
+bytes per token, and drafting makes P passes over the drafter's weights: K, or one for all drafts.
+
+Weights are read once. States are read and written once. Keys and values are read once per pass over
+them and written once; a layer with a window reads only the last of the c tokens. Of a mixture of
+experts, at most B T k experts are read, k per row; B k in a pass that drafts one token. Each draft
+pass reads the context; all but the first write a new row to the cache.
+
+W_o are the weights of keys and values only. If a head's observed rows give the first draft, W_o are
+all its weights, and it also reads the context. A draft model counts like the target, once per pass,
+and observes nothing. Activations are not counted, except that `with_activations` adds two: the
+embedded rows, and reading new keys and values back.
 """
 
 import math
@@ -31,14 +33,14 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.serving.memory import drafter_cache_bytes
 
-# Parts of a drafter's parameters that are not read to compute keys and values.
+# Parts of a drafter's parameters that computing keys and values does not read.
 _AFTER_KEYS = (
     *("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids"),
     *("mask", "refinement", "attention_conv", "mlp_conv", "q_norm"),
 )
-# Parts that only keys and values of the context are computed from.
+# Parts that are read only for the context's keys and values.
 _OF_CONTEXT = ("context_fc", "context_norm")
-# Parts of which drafting reads a row per token, or nothing.
+# Parts from which drafting reads at most a row per token.
 _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 
 
@@ -46,12 +48,12 @@ _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 class Minimum:
     """Minimum bytes of a step, by part."""
 
-    weights: int  # of the target, read once
-    keys_and_values: int  # of the target, read once and new rows written
-    states: int  # recurrent, read and written once
+    weights: int  # the target's, read once
+    keys_and_values: int  # the target's, read once, and new rows written
+    states: int  # recurrent states, read and written once
     draft: int
     observe: int
-    activations: int  # of the target, not included in `verify`
+    activations: int  # the target's, not included in `verify`
 
     @property
     def verify(self) -> int:
@@ -78,7 +80,7 @@ def minimum_bytes(
 ) -> Minimum:
     """Compute the formulas of this module's docstring; parameters are arrays or their shapes.
 
-    `is_deferred`: whether the drafter observes the step's rows later, with those of others.
+    `is_deferred`: whether a later program observes the step's rows.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
@@ -95,7 +97,7 @@ def minimum_bytes(
             draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
             draft += own_token * batch * (passes * context + max(passes - 1, 0))
             observe = _observed_bytes(drafter_params, own_token) + own_token * num_rows
-            if hasattr(drafter_params, "mask_states"):  # the observed rows attend, too
+            if hasattr(drafter_params, "mask_states"):  # the observed rows attend as well
                 observe += own_token * batch * context
         if is_deferred:
             observe = embedded * (1 + len(drafter.aux_layers))
@@ -110,26 +112,28 @@ def minimum_bytes(
 
 
 def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
-    """Return the bytes that a model moves which drafts k tokens, one per pass: its states are read
-    in each and written once, as they take in only what was accepted."""
+    """Return the bytes that a draft model moves for k tokens, one per pass.
+
+    Its states are read in each pass and written once, as they include only accepted tokens.
+    """
     new, read, state = _cache_bytes(model, dtype, context)
     per_request = k * (read + new) + (k + 1) * state
     return k * _read_bytes(model, params, batch) + batch * per_request
 
 
 def _drafted_bytes(own: Any, target: Model, params: Any, passes: int, batch: int, k: int) -> int:
-    """Return the bytes of weights, a head's and the output head's, that drafting k tokens reads."""
+    """Return the bytes of the weights, including the output head, that drafting k tokens reads."""
     size = passes * _head_bytes(params) if _uses_head_of_target(own) else 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(own):
         names = _names(path)
-        if names[0] in ("blocks", "lm_heads"):  # of Medusa, by draft
+        if names[0] in ("blocks", "lm_heads"):  # Medusa's, one per draft
             times = int(int(names[1]) < k)
-        elif names[0] == "refinement" and names[-1] == "bias":  # of DSpark, after each draft
+        elif names[0] == "refinement" and names[-1] == "bias":  # DSpark's, after each draft
             times = k
         else:
             times = 0 if {*names} & {*_UNREAD, *_OF_CONTEXT} else passes
         size += times * _used_size(names, leaf, target, batch)
-    # Heads that read several of the target's states combine them when they observe.
+    # Heads that read several of the target's states combine them in `observe`.
     return size - (_size(own.fc) if hasattr(own, "aux_norms") else 0) * passes
 
 
@@ -138,8 +142,8 @@ def _uses_head_of_target(own: Any) -> bool:
 
 
 def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int]:
-    """Return bytes of keys and values per new token, of those that a request of `context` tokens
-    reads, and of recurrent states (no rings) per request."""
+    """Return the bytes of keys and values written per new token, of keys and values that a request
+    of `context` tokens reads, and of recurrent states (without rings) per request."""
     new = read = state = 0
     for kind in target.cache_kinds:
         token = kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
@@ -162,7 +166,7 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 
 
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
-    """Return the bytes of a weight, of a matrix per expert those that rows can go to."""
+    """Return the bytes read of a weight: of experts' matrices, only experts that rows can use."""
     experts = getattr(target, "experts", None)
     if experts is None or names[-1] not in ("gate_up", "down") or len(leaf.shape) != 3:
         return _size(leaf)
@@ -171,17 +175,17 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any, token: int) -> int:
-    """Return the bytes of weights that observing reads; `token` bytes are one in the cache."""
-    if hasattr(params, "lm_heads"):  # they keep one of the target's states
+    """Return the bytes of weights that observing reads; a token has `token` bytes in the cache."""
+    if hasattr(params, "lm_heads"):  # Medusa only keeps a state of the target
         return 0
     leaves = [(_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
-    if hasattr(params, "mask_states"):  # the last row's output is the first draft's
+    if hasattr(params, "mask_states"):  # the last row gives the first draft
         after = {"lm_head", "embedding", "target_ids", "mask_states"}
         return sum(_size(leaf) for names, leaf in leaves if not after & {*names})
     used = [(names[-1], leaf) for names, leaf in leaves if not {*names} & {*_AFTER_KEYS}]
     merged = [leaf for name, leaf in used if name == "qkv"]
     size = sum(_size(leaf) for name, leaf in used if name != "qkv")
-    # Of these [D, F] the columns of keys and values, as many as a layer's entry in the cache has.
+    # Of [D, F] only the columns of keys and values, as wide as a layer's entry in the cache.
     return size + sum(leaf.shape[0] * token // len(merged) for leaf in merged)
 
 

@@ -1,10 +1,10 @@
 """Bytes that our Pallas kernels read and write; operands are whole pools, so sizes do not tell.
 
-Kernels are listed by name; one that is not listed reads all operands and writes all outputs.
-Operands are recognized by shape, so that the kernels are free to order them:
+Kernels are listed by name; an unlisted kernel reads all operands and writes all outputs. Operands
+are recognized by shape, so that kernels may order them freely:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
-- one of latents has four, [L, pages, page_size, E];
+- a pool of latents has four, [L, pages, page_size, E];
 - one kernel updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
   [L, S, M, H_v, D_v] in place; another the rings of raw inputs [L, S, columns, C], of keys
   [L, S, 2 M, H_k, D_k] and of decays [L, S, 2 M, H_v];
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """How much context the requests of a step have in the caches."""
+    """The amount of cached context in a step."""
 
     batch: int
-    context: int  # keys that each request attends over
-    rows: int | None = None  # maximum rows per request that are not padding; None: all
-    num_chosen: int | None = None  # experts that a row goes to; None: each product has its own
+    context: int  # keys that each request attends to
+    rows: int | None = None  # maximum real rows per request; None: all rows
+    num_chosen: int | None = None  # experts per row; None: each product has a different expert
 
 
 class Array(NamedTuple):
@@ -72,7 +72,7 @@ class Call(NamedTuple):
 def touched(name: str, call: Call, load: CachedContext) -> tuple[int, int]:
     """Return the bytes that a kernel reads and writes.
 
-    If the operands are not as expected, they count whole.
+    If the operands are not as expected, they count as a whole.
     """
     count = TOUCHED.get(name)
     if name.startswith("grouped_matmul"):
@@ -113,8 +113,8 @@ def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _of_real_rows(one: Array, load: CachedContext) -> int:
-    """Return the bytes written: padding rows have no partial results [B, T, H, splits, ...], but
-    outputs [B, T, H, D] count whole."""
+    """Return the bytes of an output: partial results [B, T, H, splits, ...] are not written for
+    padding rows, but outputs [B, T, H, D] count as a whole."""
     if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size
     _, num_rows, *_ = one.shape
@@ -122,14 +122,14 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read q | k | v [B, T, F]; write q [B, T, H, D] unless H is 0, and keys and values per row."""
+    """Read q | k | v [B, T, F]; write q [B, T, H, D] unless H is 0, and each row's keys, values."""
     num_rows = math.prod(next(one for one in call.others if len(one.shape) == 3).shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
 
 
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the projections, and of each request the raw inputs that the convolution reaches back
-    to; write what the rule needs of the new tokens, and their columns of the rings."""
+    """Read the projections, and each request's raw inputs in reach of the convolution; write the
+    new tokens' inputs of the rule, and their columns of the rings."""
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
     conv = next(one for one in call.others if one.is_float and len(one.shape) == 2)
@@ -140,8 +140,8 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 
 
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read and write each request's state once; read the rings of M pending tokens, the most there
-    may be, and of the new ones; write the corrections of these."""
+    """Read and write each request's state once; read the rings of M pending tokens, the maximum,
+    and of the new tokens; write the corrections of the new ones."""
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]
     rings = [one for one in call.others if one.shape[:3] == places]
@@ -157,17 +157,17 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the outputs, as many gates (from x) and the norm's weights; write the outputs."""
+    """Read the outputs, as many gates (from x), and the norm's weights; write the outputs."""
     out = _total(call.in_place)
     norm = min(one.size for one in call.others)
     return 2 * out + norm, out
 
 
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the weights of as many experts as there are, or as real rows can go to; padding rows go
-    to the experts of a real one, see `layers.moe.moe`."""
+    """Read the weights of all experts, or of the experts that real rows can go to; padding rows use
+    the experts of a real row, see `layers.moe.moe`."""
     weights = max((one for one in call.others if len(one.shape) == 3), key=lambda one: one.size)
-    # Not the input's rows, each of which goes to several experts.
+    # Not the number of input rows: each row goes to several experts.
     products = max(one.shape[0] for one in (*call.outputs, *call.in_place) if len(one.shape) == 2)
     num_used = min(weights.shape[0], _of_real_products(products, load))
     others = _total(call.others) - weights.size

@@ -1,8 +1,8 @@
-"""Report on a decode step compiled for a named GPU: CUDA graph, kernels, bytes, memory.
+"""A report on a decode step compiled for a named GPU: CUDA graph, kernels, bytes, memory.
 
     compile_step("benchmarks/configs/Llama-3.1-8B", batch=64, k=0).bytes.verify.ratio
 
-Counted in the optimized program, as hlo.py says, for a batch that decodes greedily (branch 0 of
+Counts are of the optimized program, see hlo.py, for a batch that decodes greedily (branch 0 of
 every conditional). Kernels in a loop of unknown length count once, and such loops are listed.
 """
 
@@ -37,12 +37,12 @@ class StepRequest:
         model: a checkpoint or a config, as for `specjax info`; weights are not read.
         batch: number of requests.
         k: number of drafts; 0 for a step without drafting.
-        context: tokens of each request; its pages have room for little more.
+        context: tokens per request; its pages have room for little more.
         gemm: "triton", XLA's choice without autotuning, or "cublas".
-        method: of drafting; None for plain decoding, which needs k = 0.
-        drafter: its checkpoint; if None, "mtp" uses the model's own module and "eagle" a head of
-            the model's own shape.
-        num_layers: compile only this many of the target's layers, the first ones; None for all.
+        method: drafting method; None for plain decoding, which needs k = 0.
+        drafter: the drafter's checkpoint; if None, "mtp" uses the model's own module and "eagle" a
+            head of the model's own shape.
+        num_layers: compile only this number of the target's first layers; None for all.
         page_size: tokens per page.
     """
 
@@ -72,12 +72,12 @@ class StepRequest:
             check_positive(layers=self.num_layers)
         if self.method is None and self.k > 0:
             raise ValueError(
-                f"k={self.k} drafts need a drafter; give a method (eagle or mtp), or k=0"
+                f"k={self.k} drafts need a drafter; set a method (eagle or mtp), or k=0"
             )
 
     @cached_property
     def speculation(self) -> dict[str, Any] | None:
-        """Fields of the SpeculativeConfig."""
+        """Fields of the `SpeculativeConfig`."""
         if self.method is None:
             return None
         drafter = self.drafter
@@ -105,17 +105,17 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class Layers:
-    """The kernels that the layers of one kind launch."""
+    """The kernels launched by the layers of one kind."""
 
     num_layers: int
     minimum: int  # kernels per layer
     maximum: int
-    kernels: tuple[Launch, ...]  # of a layer with the most common number of kernels
+    kernels: tuple[Launch, ...]  # kernels of a layer with the most common number
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that kernels read and write, and the minimum that they have to."""
+    """Bytes that kernels read and write, and the minimum."""
 
     moved: int
     minimum: int  # without activations, see `minimum`
@@ -123,27 +123,27 @@ class Moved:
 
     @property
     def ratio(self) -> float:
-        """Ratio to weights, keys and values, and states alone."""
+        """Ratio to weights, keys and values, and states."""
         return self.moved / self.minimum
 
     @property
     def ratio_with_activations(self) -> float:
-        """Ratio to these plus embedded rows, and new keys and values read back."""
+        """Ratio to the same plus embedded rows, and new keys and values read back."""
         return self.moved / self.with_activations
 
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program in which the drafter observes steps without drafts, several at once."""
+    """The program in which the drafter observes several steps without drafts."""
 
-    num_steps: int  # at most
+    num_steps: int  # maximum
     num_launches: int
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on a compiled step. Bytes and kernels are those of one step."""
+    """The report on a compiled step. Bytes and kernels are per step."""
 
     request: StepRequest
     num_layers: int  # of the whole model, even if fewer are compiled
@@ -159,7 +159,7 @@ class StepReport:
     layers: Mapping[str, Layers]
     minimum: Minimum
     resources: tuple[Resources, ...] | None  # of Pallas kernels, and of others that spill registers
-    observed_later: ObservedLater | None  # None if the step itself does that
+    observed_later: ObservedLater | None  # None if the step itself observes
 
     @property
     def is_state_in_place(self) -> bool:
@@ -168,7 +168,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """Kernels of the step, and of its parts; "settle" does not include "observe"."""
+        """Number of kernels of the step and of its parts; "settle" excludes "observe"."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -176,13 +176,13 @@ class StepReport:
 
     @cached_property
     def taken(self) -> list[Launch]:
-        """The kernels that a greedy batch runs."""
+        """The kernels of a greedy batch."""
         return [one for one in self.launches if one.is_taken]
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels of a batch that asks for all that a step has behind conditions: temperature,
-        penalties, truncation, bias, bad words and log-probabilities."""
+        """The kernels of a batch that uses every optional part of a step: temperature, penalties,
+        truncation, bias, bad words and log-probabilities."""
         return [one for one in self.launches if one.is_taken_by(1)]
 
     @cached_property
@@ -215,7 +215,7 @@ def compile_step(
     timeout: float = 1800,
     **settings: Any,
 ) -> StepReport:
-    """Compile one step and report on it; `settings` are further fields of StepRequest."""
+    """Compile one step and report on it; `settings` are other fields of `StepRequest`."""
     request = StepRequest(model=model, batch=batch, k=k, **settings)
     return compile_steps([request], resources=resources, timeout=timeout)[0]
 
@@ -256,7 +256,7 @@ def compile_steps(
 
 
 def part_of(launch: Launch) -> str:
-    """Return the part of a step that a kernel belongs to, by the named scopes of its trace."""
+    """Return the part of a step that a kernel belongs to, from its named scopes."""
     scopes = launch.scope.split("/")
     found = next((scope for scope in scopes if scope in PARTS), None)
     if found == "settle" and "observe" in scopes:
@@ -286,7 +286,7 @@ def _observed_later(num_steps: int, made: Mapping[str, Any]) -> ObservedLater:
 
 
 def _traffic(request: StepRequest, parts: step.Parts) -> dict[str, Any]:
-    """Return the argument of this name of `compile.report`."""
+    """Return the argument `traffic` of `compile.report`."""
     experts, rows = getattr(parts.target, "experts", None), request.k + 1
     is_chain = parts.drafter.num_passes(request.k) > 1 and not parts.drafter.is_recurrent
     return {
@@ -367,7 +367,7 @@ def _launch(fields: Mapping[str, Any]) -> Launch:
 
 
 def describe(launch: Launch) -> str:
-    """Describe a kernel in a line: its kind and name, JAX operation, and weights it reads."""
+    """Return a line about a kernel: kind and name, JAX operation, and the weights it reads."""
     source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(decode)/"))
     weights = [name.partition(".")[2] for name in launch.parameters if name.startswith("params.")]
     names = f"{launch.pallas or launch.kind:16} {launch.name:32} {source or '-'}"

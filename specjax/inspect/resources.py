@@ -1,4 +1,4 @@
-"""What ptxas reports for the kernels of a module: registers, spills, shared memory."""
+"""Resources of a module's kernels, reported by ptxas: registers, spills, shared memory."""
 
 import os
 import re
@@ -30,32 +30,32 @@ LAUNCH = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that one kernel uses, and its launch dimensions."""
+    """Resources of one kernel, and its launch dimensions."""
 
-    name: str  # for Pallas, the name given to the kernel; XLA numbers kernels of the same name
+    name: str  # for Pallas, the kernel's name; XLA numbers kernels of the same name
     registers: int  # per thread
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
     static_shared_bytes: int
-    # None for Mosaic kernels, whose launch XLA does not know.
+    # None for Mosaic kernels, whose launches XLA does not know.
     dynamic_shared_bytes: int | None = None
     grid: tuple[int, ...] | None = None
     threads: tuple[int, ...] | None = None
     is_mosaic: bool = False
-    products: tuple[str, ...] = ()  # matrix products, as PTX names them: "mma.sync bf16"
-    multiply_adds: int = 0  # `triton_call.multiply_add` of one element, in the kernel's text
-    barriers: tuple[int, ...] = ()  # of all threads: the number of multiply_adds before each
+    products: tuple[str, ...] = ()  # matrix products by PTX name: "mma.sync bf16"
+    multiply_adds: int = 0  # number of `triton_call.multiply_add` in the text, per element
+    barriers: tuple[int, ...] = ()  # number of multiply_adds before each barrier of all threads
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Resources":
-        """Return what was written as JSON."""
+        """Build the value from fields parsed from JSON."""
         shape = {name: fields[name] and tuple(fields[name]) for name in ("grid", "threads")}
         return cls(**{**fields, **shape})
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program, static and dynamic."""
+        """Static and dynamic shared memory of a program."""
         return self.static_shared_bytes + (self.dynamic_shared_bytes or 0)
 
     @property
@@ -88,7 +88,7 @@ def find_ptxas() -> str:
         if place.exists() and os.access(place, os.X_OK):
             return str(place)
     raise ValueError(
-        "ptxas was not found, which compiling for a GPU takes; pip install nvidia-cuda-nvcc "
+        "ptxas was not found, which is needed to compile for a GPU; pip install nvidia-cuda-nvcc "
         "nvidia-nvvm, or install a CUDA toolkit in /usr/local/cuda"
     )
 
@@ -99,10 +99,10 @@ def read_resources(
     """Yield the resources of the kernels of a module.
 
     Args:
-        ptx: its dumped PTX.
-        thunks: its dumped thunk sequence.
+        ptx: the module's dumped PTX.
+        thunks: the module's dumped thunk sequence.
         mosaic: the output printed during compilation with MOSAIC_GPU_DUMP_PTXAS.
-        architecture: of the GPU, like "sm_90a".
+        architecture: the GPU's, like "sm_90a".
     """
     launched = dict(_launches(thunks))
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""The decode step of an engine, for compiling without one: jitted function and its arguments."""
+"""An engine's decode step, to compile without an engine: jitted function and arguments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -51,8 +51,8 @@ def decode_step(
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round with K = k for `batch` requests of `context` tokens, in an engine that fits.
 
-    For `compile_functions`; other arguments are as in `open_parts` and `fit_engine`.
-    `make_program(batch, k)` is the program, whose one argument is the packed round.
+    For `compile_functions`; the other arguments are as in `open_parts` and `fit_engine`.
+    `make_program(batch, k)` returns the program, whose only argument is the packed round.
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
@@ -63,15 +63,15 @@ def decode_step(
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return the program in which the drafter observes what such rounds, with k = 0, leave to it.
+    """Return the program in which the drafter later observes such rounds with k = 0.
 
-    Arguments are those of `decode_step`.
+    It takes the same arguments as `decode_step`.
     """
     return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
-    """Return how many such rounds the drafter observes together; 0 if it observes each at once."""
+    """Return the number of rounds that the drafter observes together; 0 if it observes each."""
     return 0 if k else _static(parts, config).model.max_deferred(batch)
 
 
@@ -87,7 +87,7 @@ def open_parts(
 
     Args:
         speculation: fields of a SpeculativeConfig; None for plain decoding.
-        num_layers: compile only this many of the target's layers, the first ones; None for all.
+        num_layers: use only this number of the target's first layers; None for all.
 
     Raises:
         ValueError: the files do not describe a model, or the model has fewer layers.
@@ -118,8 +118,8 @@ def with_layers(target: Model, num_layers: int) -> Model:
 
 
 def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
-    """Return the drafter for a target of `num_layers` layers: it reads the input of layers that are
-    left out after the last one instead."""
+    """Return the drafter for a target of `num_layers` layers: instead of the input of layers that
+    are left out, it reads the output of the last one."""
     layers = tuple(min(i, num_layers) for i in drafter.aux_layers)
     if layers == drafter.aux_layers:
         return drafter
@@ -132,13 +132,13 @@ def fit_engine(
     """Return an engine config that just fits `batch` requests of `context` tokens plus a round.
 
     Raises:
-        ValueError: sizes that are not positive, or a context beyond the model's maximum.
+        ValueError: sizes are not positive, or the context is above the model's maximum.
     """
     max_model_len = context + 2 * (k + 1)
     if max_model_len > target.max_position:
         raise ValueError(
-            f"context={context}: with a round more it is {max_model_len} tokens, and the model was "
-            f"made for {target.max_position}; lower it"
+            f"context={context}: with one more round it is {max_model_len} tokens, but the model "
+            f"was made for {target.max_position}; lower it"
         )
     return EngineConfig(
         max_model_len=max_model_len,
@@ -151,6 +151,6 @@ def fit_engine(
 
 
 def state_bytes(parts: Parts, config: EngineConfig, k: int) -> int:
-    """Return the bytes of the state that a step takes."""
+    """Return the size in bytes of a step's state."""
     state = jax.eval_shape(lambda: empty_state(config, _static(parts, config).model, k))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

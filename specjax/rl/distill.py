@@ -1,8 +1,8 @@
 """Keeps a drafter accurate while its target is trained: refits between rollouts.
 
-A drafter imitates one target. With every update of the target's weights fewer of its drafts are
-accepted. It is refitted on the rollouts and the current target's features of them. The drafter
-never changes the outputs.
+A drafter imitates one target. With every update of the target's weights, fewer of its drafts are
+accepted. A refit trains it on the rollouts and on the current target's features of them. The
+drafter never changes the outputs.
 """
 
 import time
@@ -26,38 +26,38 @@ from specjax.train.losses import drafter_loss, split_frozen
 from specjax.train.optimizer import steady_adamw
 from specjax.train.teacher import Frozen
 
-KEPT_CHECKPOINTS = 2  # the newest, and the one before in case that is damaged
+KEPT_CHECKPOINTS = 2  # the newest, and the previous one in case that is damaged
 
 
 class RefitReport(NamedTuple):
-    """Result of a refit; `first` and `last` are loss and accuracies of the first and last step."""
+    """The result of a refit, with loss and accuracies of the first and last step."""
 
     first: dict[str, float]
     last: dict[str, float]
-    num_rollouts: int  # that were trained on, including those of earlier refits
-    num_tokens: int  # of their answers
+    num_rollouts: int  # used for training, including rollouts of earlier refits
+    num_tokens: int  # number of their output tokens
     seconds: float
 
 
 class OnlineDistiller:
-    """Owns a trainable copy of an engine's drafter, in float32, and its optimiser's state.
+    """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
-    If the engine got another drafter in the meantime, `refit` and `save` continue from that one:
-    with its weights, a new optimiser state, and the same count of steps.
+    If the engine's drafter was replaced by other means, `refit` and `save` continue from the
+    engine's drafter: with its weights, a new optimiser state, and the same step count.
 
     Args:
-        engine: its drafter is EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or of the DFlash family.
-        learning_rate: reached after ten steps, then constant, as there is always another refit.
-        batch_size: rollouts in a step.
+        engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
+        learning_rate: reached after ten steps, then constant, as another refit may always follow.
+        batch_size: rollouts per step.
         length: maximum tokens of a rollout to train on. Longer ones lose the beginning of the
             prompt first, then the end of the answer, after the target ran on all of it.
         num_unrolled: consecutive drafts that are trained together; always one for EAGLE-1, and
-            those of all heads for Medusa.
-        memory: number of recent rollouts that are kept, against forgetting of earlier ones.
-        seed: of the order of rollouts.
+            one per head for Medusa.
+        memory: number of recent rollouts that are kept, so that earlier ones are not forgotten.
+        seed: seed of the order of rollouts.
 
     Raises:
-        ValueError: a drafter without weights, or a number out of range.
+        ValueError: the drafter has no weights, or a number is out of range.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class OnlineDistiller:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of all refits."""
+        """Total number of steps of all refits."""
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
@@ -102,8 +102,8 @@ class OnlineDistiller:
         The rollouts join those in memory, whose features are recomputed with the current target.
 
         Raises:
-            ValueError: there is nothing to train on, or `steps` is not positive.
-            RuntimeError: the engine got another drafter during the refit, and keeps it.
+            ValueError: there are no rollouts with tokens, or `steps` is not positive.
+            RuntimeError: the engine's drafter was replaced during the refit; it stays replaced.
         """
         check_positive(steps=steps)
         start = time.perf_counter()
@@ -131,7 +131,7 @@ class OnlineDistiller:
         if self._engine.drafter_version != self._version:
             raise RuntimeError(
                 "the engine got another drafter while this one was trained, and keeps it; refit "
-                "again, which goes on from the engine's"
+                "again, which continues from the engine's"
             )
         self._publish(self._frozen)
         num_tokens = int(features.rows.is_answer.sum())
@@ -140,7 +140,7 @@ class OnlineDistiller:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint: drafter, optimiser, rollouts in memory, and the target's weights.
 
-        It is written atomically, and the one before is kept.
+        Writing is atomic, and the previous checkpoint is kept.
         """
         self._take_over()
         arrays = self._arrays()
@@ -155,13 +155,13 @@ class OnlineDistiller:
         _write(_absolute(directory), arrays, facts)
 
     def restore(self, directory: str | Path) -> None:
-        """Resume from the newest checkpoint; sets the engine's target and drafter.
+        """Resume from the newest checkpoint; replace the engine's target and drafter weights.
 
-        Later refits are bitwise those of an uninterrupted run with the same settings.
+        Later refits are bitwise equal to an uninterrupted run with the same settings.
 
         Raises:
-            ValueError: there is no checkpoint, it is of other models, or the engine's weights are
-                newer.
+            ValueError: there is no checkpoint, it belongs to other models, or the engine's weights
+                are newer.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())
@@ -174,8 +174,8 @@ class OnlineDistiller:
             )
         if version < engine.version:
             raise ValueError(
-                f"{directory} has weights of version {version}, the engine is at {engine.version} "
-                "already; restore into a new engine"
+                f"{directory} has weights of version {version}, but the engine is at "
+                f"{engine.version} already; restore into a new engine"
             )
         if version > engine.version:
             engine.update_weights(arrays["target"], version=version)
@@ -193,7 +193,7 @@ class OnlineDistiller:
 
     @property
     def _frozen(self) -> dict[str, Any]:
-        """The part of the drafter that is not trained: the engine's own."""
+        """The part of the engine's drafter that is not trained."""
         return split_frozen(self._engine.params.drafter)[1]
 
     @property
@@ -205,13 +205,13 @@ class OnlineDistiller:
         trainable, _ = split_frozen(self._engine.params.drafter)
         # Copies, because the engine replaces its arrays.
         trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trainable)
-        # Committed and uncommitted arrays would be two signatures of a compiled function.
+        # Committed and uncommitted arrays would compile the step twice.
         place = jax.tree.leaves(trainable)[0].sharding
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter if it is not the one that was published last."""
-        version = self._engine.drafter_version  # read before the weights, which may be newer then
+        """Continue from the engine's drafter if it is not the one published last."""
+        version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
             # The optimiser's state belongs to other weights.
             self._state = self._begin()._replace(step=self._state.step)
@@ -220,8 +220,8 @@ class OnlineDistiller:
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
         """Yield the documents' features, computed by the current target.
 
-        Computed in batches: documents may be much longer than `length`, and all at once would take
-        many times the memory of the training data.
+        They are computed in batches: documents may be much longer than `length`, and all at once
+        would take many times the memory of the training data.
         """
         for start in range(0, len(documents), self._batch_size):
             pairs = [
@@ -229,7 +229,7 @@ class OnlineDistiller:
                 for tokens, num_prompt in documents[start : start + self._batch_size]
             ]
             scores = self._engine.score(pairs, features=True)
-            while scores:  # free each before the next batch is scored
+            while scores:  # free each one before the next batch is scored
                 yield _features(scores.pop(0))
 
     def _publish(self, frozen: Mapping[str, Any]) -> None:
@@ -237,7 +237,7 @@ class OnlineDistiller:
         self._version = update.version
 
     def _arrays(self) -> dict[str, Any]:
-        """Return the arrays of a checkpoint, without the rollouts."""
+        """Return the arrays of a checkpoint, without rollouts."""
         target = self._engine.params.target
         return {"state": self._state, "frozen": self._frozen, "target": target}
 
@@ -263,10 +263,10 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the newest checkpoint; returns its arrays, shaped like `own`, and its facts.
+    """Read the newest checkpoint; return its arrays, shaped like `own`, and its facts.
 
     Raises:
-        ValueError: there is none, or its arrays are not like `own`.
+        ValueError: there is no checkpoint, or its arrays do not match `own`.
     """
     none = ValueError(f"{folder} has no checkpoint of a distiller; save() writes one")
     if not folder.is_dir():
@@ -293,7 +293,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 def _check_shapes(
     folder: Path, saved: Mapping[str, str], own: Mapping[str, str], max_shown: int = 4
 ) -> None:
-    """Raise an error that lists the differences if a checkpoint is of other models."""
+    """Raise an error that lists the differences if a checkpoint belongs to other models."""
     names = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
     if names:
         lines = [

@@ -1,4 +1,4 @@
-"""An engine for training loops: generates rollouts and takes weight updates without rebuild."""
+"""An engine for training loops: it generates rollouts and updates weights without a rebuild."""
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -68,8 +68,8 @@ class RolloutEngine:
         options.setdefault("verbose", False)
         if "logprobs_mode" in options:
             raise ValueError(
-                f"logprobs_mode={options['logprobs_mode']!r} is the rollout engine's own choice; "
-                "leave it out (raw_logprobs=True adds the model's own log-probabilities)"
+                f"logprobs_mode={options['logprobs_mode']!r} is set by the rollout engine; leave "
+                "it out (raw_logprobs=True adds the model's own log-probabilities)"
             )
         check_flags(raw_logprobs=raw_logprobs)
         if speculative_config is not None:
@@ -77,7 +77,7 @@ class RolloutEngine:
             if speculative_config.verification == "synthetic":
                 raise ValueError(
                     "verification='synthetic' does not emit the model's own tokens, which rollouts "
-                    "must have; leave it out"
+                    "need; leave it out"
                 )
         self._llm = LLM(
             model,
@@ -107,14 +107,14 @@ class RolloutEngine:
 
     @property
     def params(self) -> Params:
-        """The engine's own weights: read-only; do not donate or keep them (updates free them)."""
+        """The engine's weights: read-only; do not donate or keep them (updates free them)."""
         with self._turns:
             self._loop.check_open()
             return self._engine.params
 
     @property
     def version(self) -> int:
-        """Version of the target's weights; 0 for those that the engine was built with."""
+        """Version of the target's weights; 0 for the weights at construction."""
         return self._loop.version
 
     @property
@@ -136,19 +136,19 @@ class RolloutEngine:
     ) -> RolloutBatch:
         """Generate n samples per prompt; samples of a prompt share its cache pages.
 
-        Aborted rollouts resume where they stopped, with their own parameters and seeds. If the
-        weights are the same, the tokens are those of an uninterrupted run with seed_exact
-        verification, and equally distributed with the others. A prompt's seed depends on the
-        engine's seed and on how many prompts the engine was given before.
+        Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
+        are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
+        verifications give tokens from the same distribution. A prompt's seed depends on the
+        engine's seed and on the number of earlier prompts.
 
         Args:
-            prompts: texts, lists of token ids, {"prompt_token_ids": [...]}; or aborted rollouts.
+            prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
             sampling_params: one for all prompts or one per prompt; None for the defaults. Must be
                 None for rollouts.
             label: names the call for `abort`.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served, before anything is generated.
+            ValueError: a prompt or parameter is not supported; raised before generation.
             RolloutError: the device failed; it holds the rollouts generated so far.
         """
         placed: list[tuple[int, Rollout]] = []
@@ -169,8 +169,8 @@ class RolloutEngine:
     ) -> Iterator[Rollout]:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
-        Generation starts with the first iteration; leaving the iteration aborts the others. Other
-        methods, including `abort` and `update_weights`, may be called during the iteration.
+        Generation starts with the first iteration; leaving the iteration aborts the remaining
+        rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
         """
         starts = self._make(prompts, sampling_params)
         return (rollout for _, rollout in self._loop.run(starts, label))
@@ -183,7 +183,7 @@ class RolloutEngine:
         """Raise the errors that `generate` would raise for its arguments, without generating.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served.
+            ValueError: a prompt or parameter is not supported.
         """
         self._loop.check_ready()
         self._starts.make(prompts, sampling_params, counts=False)
@@ -195,16 +195,16 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> list[Score]:
-        """Score given tokens with the target's current weights, by the forward used to generate.
+        """Score given tokens with the target's current weights, by the forward pass of generation.
 
         Args:
             samples: rollouts, or pairs of token ids (prompt, completion).
-            sampling_params: shapes the distribution; None for each rollout's own parameters and,
-                for pairs, the model's own distribution.
+            sampling_params: determines the distribution; None for each rollout's own parameters
+                and, for pairs, the model's own distribution.
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
-            ValueError: tokens outside the vocabulary, or too many; raised before scoring.
+            ValueError: tokens are outside the vocabulary, or too many; raised before scoring.
             RuntimeError: the device failed.
         """
         requests = self._make_scored(samples, sampling_params, features)
@@ -225,7 +225,7 @@ class RolloutEngine:
         """Raise the errors that `score` would raise for its arguments, without scoring.
 
         Raises:
-            ValueError: tokens that cannot be scored.
+            ValueError: some tokens cannot be scored.
         """
         self._make_scored(samples, sampling_params, features)
 
@@ -243,21 +243,21 @@ class RolloutEngine:
         are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`, nested mappings or an nnx.State with the same
-                paths, or pairs (or a mapping) of Hugging Face name and array, for which the layout
-                conversion is compiled at the first update. Or a folder that has them, see
-                `read_weights`, which is read before anything is changed. Floats are cast. Buffers,
-                such as `e_score_correction_bias`, may be absent and keep their values. With an MTP
-                drafter, tensors named mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State with the same
+                paths; pairs (or a mapping) of Hugging Face name and array, whose layout conversion
+                is compiled at the first update; or a folder with such weights, see `read_weights`,
+                which is read before anything is changed. Floats are cast. Buffers such as
+                `e_score_correction_bias` may be absent and keep their values. With an MTP drafter,
+                tensors named mtp.* update the drafter as well.
             version: higher than the current one; None for the next integer.
-            pause: what to do with rollouts in flight: "abort" ends them with their tokens so far,
+            pause: handling of rollouts in flight: "abort" ends them with their tokens so far,
                 "wait" finishes them first, "keep" continues them: their cache is recomputed, and
                 their next tokens come from the new weights.
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: weights that do not fit (the error lists the differences), cannot be read
-                or are not finite, or a version that is not higher; nothing has changed.
+            ValueError: weights do not fit (the error lists the differences), cannot be read or are
+                not finite, or the version is not higher; nothing has changed.
             CheckpointError: the folder has no weights, or they are damaged; nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
@@ -276,12 +276,13 @@ class RolloutEngine:
         """Replace the drafter's weights from the next step on; outputs do not depend on them.
 
         Args:
-            weights: a tree like `params.drafter`, or the other forms of `update_weights`, with
+            weights: a tree like `params.drafter`, or another form as for `update_weights`, with
                 the names of the drafter's published checkpoint.
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or the given do not fit; nothing has changed.
+            ValueError: the drafter has no weights, or the given ones do not fit; nothing has
+            changed.
         """
         check_choice("pause", pause, PAUSES)
         own = read_finite(weights, self.params.drafter, "drafter's weights")
@@ -334,7 +335,7 @@ class RolloutEngine:
     def wake_up(self) -> None:
         """Undo `sleep`: restore the device memory, with any weights updated in the meantime.
 
-        An engine that was paused by `pause` stays paused.
+        An engine paused by `pause` stays paused.
         """
         with self._turns:
             self._loop.check_open()
@@ -343,11 +344,11 @@ class RolloutEngine:
                 self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
-        """Return draft acceptance by pair of weights versions, the current pair last."""
+        """Return draft acceptance per pair of weights versions, the current pair last."""
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target; a trainer's in the same dtype is equal."""
+        """Return `weights.checksum` of the target, equal to a trainer's in the same dtype."""
         with self._turns:
             return checksum(self._engine.params.target)
 
@@ -356,7 +357,7 @@ class RolloutEngine:
         return self._llm.metrics()
 
     def close(self) -> None:
-        """Free the device's memory and drop rollouts in flight; closing twice is harmless."""
+        """Free device memory and drop rollouts in flight; closing twice is harmless."""
         with self._turns:
             if not self._loop.is_closed:
                 self._loop.close()
@@ -376,7 +377,7 @@ class RolloutEngine:
     def _make_scored(
         self, samples: Sequence[Any], params: SamplingParams | None, features: bool
     ) -> list[Request | None]:
-        """Return a request for each sample, None for those without tokens to score."""
+        """Return a request per sample, None for samples without tokens to score."""
         self._loop.check_ready()
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams")
@@ -391,9 +392,7 @@ class RolloutEngine:
         if not isinstance(version, int | np.integer) or isinstance(version, bool):
             raise ValueError(f"version={version!r} must be an integer, or None for the next")
         if version <= self.version:
-            raise ValueError(
-                f"version={version} is not above {self.version}, the one in use; versions rise"
-            )
+            raise ValueError(f"version={version} must be above the current one, {self.version}")
         return int(version)
 
     def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
@@ -410,7 +409,7 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace weights between two steps, one array at a time.
 
-        `version` is given if `target` is, and None otherwise.
+        `version` is None if `target` is.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)

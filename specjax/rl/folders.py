@@ -1,4 +1,4 @@
-"""Weights that another process saved in a folder: Hugging Face files, or an orbax checkpoint."""
+"""Weights saved in a folder by another process: Hugging Face files, or an orbax checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
     """Read the weights in a folder into host memory, by name.
 
     Args:
-        folder: with the weights of a Hugging Face checkpoint, or a checkpoint of orbax: of
-            `StandardCheckpointer` or `PyTreeCheckpointer`, or a step of a `CheckpointManager`.
-        under: for orbax, the path of the part that has the weights, like "params": other parts,
-            such as an optimiser's state, are not read, and names begin below it.
+        folder: a folder with the weights of a Hugging Face checkpoint, or a checkpoint of orbax:
+            from `StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a `CheckpointManager`.
+        under: for orbax, the path of the part with the weights, like "params". Other parts, such
+            as an optimiser's state, are not read, and names begin below this path.
 
     Raises:
         CheckpointError: the folder has no weights, or they are damaged.
-        ImportError: it is of orbax, which is not installed.
+        ImportError: the folder is an orbax checkpoint, and orbax is not installed.
     """
     path = resolve(Path(folder))
     item = _orbax_item(path)
@@ -38,7 +38,7 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
 
 
 def _orbax_item(folder: Path) -> Path | None:
-    """Return the folder of the arrays of an orbax checkpoint; None if it is none."""
+    """Return the folder with the arrays of an orbax checkpoint; None for other folders."""
     if (folder / _ORBAX).exists():
         return folder
     items = sorted(path.parent for path in folder.glob(f"*/{_ORBAX}"))

@@ -1,4 +1,4 @@
-"""Draft acceptance by pair of target and drafter versions: shows when a drafter is outdated."""
+"""Draft acceptance per pair of target and drafter versions, to show outdated drafters."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from specjax.engine.metrics import Metrics
 
 
 class Mark(NamedTuple):
-    """Snapshot of an engine's counters, and the versions of the weights that it ran with."""
+    """A snapshot of an engine's counters, and of the versions of its weights."""
 
     version: int
     drafter_version: int
@@ -21,13 +21,13 @@ class VersionAcceptance:
     """Draft acceptance during the use of one pair of weights versions.
 
     Attributes:
-        version: of the target's weights.
-        drafter_version: of the drafter's weights; 0 for those that the engine was built with.
-        num_tokens: generated tokens.
-        num_drafts: rounds with drafts, counted once per request.
+        version: version of the target's weights.
+        drafter_version: version of the drafter's weights; 0 for the weights at construction.
+        num_tokens: number of generated tokens.
+        num_drafts: number of rounds with drafts, counted once per request.
         mean_acceptance_length: tokens per such round.
-        acceptance_rate_per_pos: accepted drafts at a position, as a fraction of those that could
-            have been accepted; not conditional on earlier positions.
+        acceptance_rate_per_pos: accepted drafts at a position, as a fraction of the drafts that
+            could have been accepted; not conditional on earlier positions.
         k_histogram: number of rounds by K.
     """
 
@@ -40,7 +40,7 @@ class VersionAcceptance:
     k_histogram: dict[int, int]
 
     def acceptance_length(self, k: int) -> float:
-        """Return the expected acceptance length of `k` drafts, comparable between different Ks."""
+        """Return the expected acceptance length of `k` drafts, to compare rounds of different K."""
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 
     @property
@@ -51,7 +51,7 @@ class VersionAcceptance:
 
 
 class Freshness:
-    """Splits an engine's counters by weights version."""
+    """An engine's counters, split by weights version."""
 
     def __init__(self, start: Metrics):
         self._start = start

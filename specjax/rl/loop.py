@@ -1,4 +1,4 @@
-"""The loop around an engine. It locks the engine per step, so that calls can run between steps.
+"""The loop around an engine. It locks the engine per step, so that calls run between steps.
 
 There is no background thread: a thread that waits for rollouts runs the engine's steps itself. If
 several threads wait, each step advances the rollouts of all of them.
@@ -20,19 +20,19 @@ from specjax.rl.turns import Turns
 from specjax.text.completions import Completion
 from specjax.text.tokenizer import ChatTokenizer
 
-PAUSES = ("abort", "wait", "keep")  # what `Loop.hold` does with rollouts in flight
-PAUSED, ASLEEP = "paused", "asleep"  # reasons why a loop is stopped
+PAUSES = ("abort", "wait", "keep")  # choices of `Loop.hold` for rollouts in flight
+PAUSED, ASLEEP = "paused", "asleep"  # reasons to stop a loop
 
 T = TypeVar("T")
 
 
 class Loop:
-    """Runs the rollouts and scores of an engine, and can be stopped.
+    """The loop that runs an engine's rollouts and scores; it can be stopped.
 
     Attributes:
-        turns: lock of the engine. Callers of methods marked "within a turn" must hold it; the
-            others acquire it themselves.
-        version: of the engine's weights.
+        turns: the engine's lock. Callers of methods marked "within a turn" must hold it; the other
+            methods acquire it themselves.
+        version: version of the engine's weights.
         is_torn: whether the weights mix two versions, because an update failed half-way.
         is_closed: whether `close` was called.
     """
@@ -54,7 +54,7 @@ class Loop:
         """Yield rollouts as they finish.
 
         Raises:
-            RolloutError: after all rollouts, if the device failed or nothing can run any more.
+            RolloutError: after all rollouts, if the device failed or no step can run any more.
         """
         failure: Exception | None = None
         requests = [start.request for start in starts]
@@ -80,7 +80,7 @@ class Loop:
         """Run requests to completion and return their samples.
 
         Raises:
-            RuntimeError: the device failed, or nothing can run any more.
+            RuntimeError: the device failed, or no step can run any more.
         """
         with self._queued(requests, list) as samples:
             while not all(sample.is_finished for sample in samples):
@@ -101,11 +101,11 @@ class Loop:
         self._stops.pop(why, None)
 
     def is_stopped(self, why: str) -> bool:
-        """Whether the loop is stopped for this reason."""
+        """Return whether the loop is stopped for this reason."""
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Within a turn: treat rollouts as `pause` says, and read all steps in flight.
+        """Within a turn: handle rollouts as `pause` says, and read all steps in flight.
 
         Raises:
             ValueError: `pause` is "wait", and no steps can run.
@@ -125,7 +125,7 @@ class Loop:
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Within a turn: note that all tokens so far come from the current weights version."""
+        """Within a turn: record that all tokens so far come from the current weights version."""
         for running in self._running:
             running.close_span(self.version)
 
@@ -144,7 +144,7 @@ class Loop:
         self.check_open()
         if self.is_torn:
             raise RuntimeError(
-                "an update of the weights failed half-way, so that they are of two versions; "
+                "an update of the weights failed half-way, so that they mix two versions; "
                 "call update_weights again"
             )
 
@@ -152,7 +152,7 @@ class Loop:
     def _queued(
         self, requests: list[Request], track: Callable[[list[Sample]], list[T]]
     ) -> Iterator[list[T]]:
-        """Queue requests; abort the unfinished ones when the block is left.
+        """Queue requests; abort the unfinished ones when the block ends.
 
         `track` is called with their samples before any step can run them.
         """
@@ -209,7 +209,7 @@ class Loop:
             return running.rollout(self.version, has_raw=self._has_raw)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Run one step once the lock is free and the loop not stopped; none if `is_done`.
+        """Run one step as soon as the lock is free and the loop not stopped, unless `is_done`.
 
         A failure is recorded for every call with unfinished requests, including this one.
         """
@@ -233,7 +233,7 @@ class Loop:
                 self._advance(self.engine.step)
 
     def _advance(self, move: Callable[[], Any]) -> None:
-        """Call `move`; if it fails, record the error for all unfinished requests and drop them."""
+        """Call `move`; on failure, record the error for all unfinished requests and drop them."""
         before = list(self.engine.unfinished_ids)
         try:
             move()
@@ -258,7 +258,7 @@ class Loop:
     def _check_may_wait(self) -> None:
         if self._stops:
             raise ValueError(
-                "pause='wait': the engine is paused already, so that nothing would finish; use "
+                "pause='wait': the engine is paused already, so that no rollout would finish; use "
                 "'keep' or 'abort', or resume before"
             )
         if self.is_torn:

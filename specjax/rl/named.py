@@ -1,4 +1,4 @@
-"""Weights in any of the forms that trainers have them in, as arrays by name."""
+"""Weights in any form that trainers have, converted to arrays by name."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,18 +11,18 @@ from specjax.checkpoint.finite import all_finite
 from specjax.checkpoint.given import as_array, dotted
 from specjax.rl.folders import read_weights
 
-# A folder; a tree like the engine's, nested mappings or an nnx.State with the same paths; or
+# A folder; a tree like the engine's; nested mappings or an nnx.State with the same paths; or
 # pairs, or a mapping, of Hugging Face name and array.
 Weights: TypeAlias = Any
-VALUE = ".value"  # end of the paths of an nnx.State that was saved
+VALUE = ".value"  # end of paths in a saved nnx.State
 VALUES = ".values"
 
 
 def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Return weights given in any form as arrays by dotted name; iterables are exhausted.
+    """Convert weights in any form to arrays by dotted name; iterables are exhausted.
 
     Raises:
-        ValueError: not one of these forms, a duplicate name, or an array that cannot be read.
+        ValueError: another form, a duplicate name, or an array that cannot be read.
         CheckpointError: the folder has no weights.
     """
     if isinstance(weights, str | Path):
@@ -57,14 +57,14 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
     """Run `read_named` and check for NaN and infinity; the engine may generate meanwhile.
 
-    On an accelerator the check is a program for each shape and dtype. Those of the engine's own
-    arrays are compiled when `LLM` reads a checkpoint, others at the first update.
+    On an accelerator, the check is one program per shape and dtype. The programs for the engine's
+    own arrays are compiled when `LLM` reads a checkpoint, others at the first update.
 
     Raises:
         ValueError: as `read_named`, or an array is not finite.
     """
     named = read_named(weights, current, name)
-    # `stage` reports deleted arrays.
+    # Skip deleted arrays: `stage` reports them.
     checks = {tensor: all_finite(array) for tensor, array in named.items() if not is_deleted(array)}
     are_finite = jax.device_get(checks)
     if bad := [tensor for tensor in checks if not are_finite[tensor]]:
@@ -77,10 +77,10 @@ def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def variable_paths(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path, those of flax nnx variables included.
+    """Return the leaves of a tree by path, including flax nnx variables.
 
-    If all paths end in ".value", as in an nnx.State that was saved and restored as mappings, it is
-    removed; and ".values" of each weight of an engine's tree that was.
+    The suffix ".value" is removed if all paths have it, as in an nnx.State that was saved and
+    restored as mappings. The suffix ".values" of an engine's weights is always removed.
     """
 
     def is_variable(node: Any) -> bool:
@@ -96,5 +96,5 @@ def variable_paths(tree: Any) -> dict[str, Any]:
 
 
 def is_deleted(array: Any) -> bool:
-    """Whether it is a JAX array without memory."""
+    """Return whether it is a deleted JAX array."""
     return isinstance(array, jax.Array) and array.is_deleted()

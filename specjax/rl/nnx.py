@@ -2,8 +2,8 @@
 
 `PolicyModule` wraps an engine's model as an nnx module, to train with nnx and optax; its state can
 be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other model, by
-rules, to the names and layouts of Hugging Face checkpoints, which `update_weights` takes as well.
-No second model is built to transfer weights.
+rules, to the names and layouts of Hugging Face checkpoints, which `update_weights` accepts as well.
+Transferring weights builds no second model.
 """
 
 import re
@@ -36,7 +36,7 @@ class PolicyModule(nnx.Module):
     Args:
         target: the model, as `RolloutEngine.target`.
         params: its parameters, as `RolloutEngine.params.target`.
-        dtype: of floating-point parameters; None for their present one.
+        dtype: dtype of floating-point parameters; None keeps theirs.
     """
 
     def __init__(self, target: Model, params: Any, dtype: Any = None):
@@ -95,13 +95,13 @@ def _at(node: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """How one kind of array of another model is converted to tensors of a checkpoint.
+    """A rule that converts one kind of array of another model to tensors of a checkpoint.
 
     Attributes:
-        name: the tensor's name; each "*" is replaced by the match of the same "*" of the path's
+        name: the tensor's name; each "*" is replaced by the match of the same "*" in the path's
             pattern, each "#" by the index along an axis of `stacked`.
         layout: converts an array to the checkpoint's layout, where projections are [out, in].
-        stacked: axes along which tensors are stacked, as scanned layers or experts are.
+        stacked: axes along which tensors are stacked, as for scanned layers or experts.
         is_optional: whether a state may lack the array, such as a tied head.
     """
 
@@ -118,7 +118,7 @@ class ArrayRule:
             )
 
     def tensors(self, matched: tuple[str, ...], array: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of an array as (name, tensor)."""
+        """Yield (name, tensor) for each tensor of an array."""
         name = _filled(self.name, "*", matched)
         num_stacked = len(self.stacked)
         rows = jnp.moveaxis(array, self.stacked, range(num_stacked)) if num_stacked else array
@@ -146,20 +146,20 @@ def to_heads(array: Any) -> Any:
 def hf_named(
     state: Any, names: Names, *, lora_scale: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of an nnx model as (name, tensor) of a Hugging Face checkpoint.
+    """Yield the parameters of an nnx model as (name, tensor), as in a Hugging Face checkpoint.
 
     Args:
         state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays, such as a restored
             checkpoint: if all paths end in ".value", rules are matched without it.
-        names: rule by path pattern ("layers.*.attn.q_proj.w"; "*" matches one part of the path).
-            A plain name stands for a rule that keeps the layout.
-        lora_scale: alpha / rank of LoRA adapters in the state (`x_lora_a` and `x_lora_b` beside
+        names: rules by path pattern ("layers.*.attn.q_proj.w"; "*" matches one part of the path).
+            A plain name means a rule that keeps the layout.
+        lora_scale: alpha / rank of LoRA adapters in the state (`x_lora_a` and `x_lora_b` next to
             `x`), which are merged into the weights.
 
     Raises:
-        ValueError: paths without a rule or with several, rules without a path, duplicate names,
-            or adapters without `lora_scale`; lists all such errors, before the first tensor. Or an
-            array that cannot be read.
+        ValueError: paths without a rule or with several, rules without a path, duplicate names, or
+            adapters without `lora_scale` (all are listed, before the first tensor); or an array
+            that cannot be read.
     """
     given = variable_paths(state)
     arrays = _merged({path: as_array(x, path, "state") for path, x in given.items()}, lora_scale)
@@ -187,7 +187,7 @@ def _tensors(
 
 
 def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:
-    """Merge LoRA adapters into the weights that they adapt: w + scale A B."""
+    """Merge LoRA adapters into their weights: w + scale A B."""
     firsts = [path for path in arrays if path.endswith("_lora_a")]
     if firsts and lora_scale is None:
         raise ValueError(
@@ -210,7 +210,7 @@ def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:
 
 
 def _matched(pattern: str, path: str) -> tuple[str, ...] | None:
-    """Return what the pattern's "*" match in a path; None if the path does not match."""
+    """Return the matches of the pattern's "*" in a path; None if the path does not match."""
     found = re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]+)"), path)
     return found.groups() if found else None
 
@@ -222,7 +222,7 @@ def _filled(name: str, mark: str, parts: Iterable[object]) -> str:
 
 
 def _check(chosen: Mapping[str, list[str]], rules: Mapping[str, ArrayRule]) -> None:
-    """Raise an error unless the rules match every array exactly once, and nothing else."""
+    """Raise an error unless the rules match every array exactly once."""
     used = {pattern for found in chosen.values() for pattern in found}
     named = {
         path: (rules[pattern].name, _matched(pattern, path))

@@ -17,16 +17,16 @@ from specjax.rl.rollouts import RolloutBatch, RolloutError
 from specjax.rl.weights import WeightUpdate
 from specjax.rl.work import Group, WorkQueue, num_fitting
 
-MAX_DEATHS = 3  # of workers at the same work item, before it fails
-MAX_CALLS = 16  # concurrent generate or score calls in a worker; more wait
+MAX_DEATHS = 3  # deaths of workers at the same work item, until it fails
+MAX_CALLS = 16  # concurrent generate or score calls per worker; others wait
 
 
 class WorkersDied(RolloutError):
-    """Workers died and their work could not be done. `rollouts` holds all finished rollouts."""
+    """Raised if workers died and their work could not be done. `rollouts` has all finished ones."""
 
 
 class _Busy(NamedTuple):
-    """A worker and the group of work it is doing."""
+    """A worker and its current group of work."""
 
     number: int
     worker: Any
@@ -38,7 +38,7 @@ class WorkerPool:
 
     Args:
         ray: the ray module, initialized.
-        model, options: of every worker's engine.
+        model, options: the arguments of every worker's engine.
         num_workers: number of workers.
         ray_options: Ray options of each worker's actor.
 
@@ -56,7 +56,7 @@ class WorkerPool:
         ray_options: Mapping[str, Any],
     ):
         self._ray = ray
-        self.state = WorkerState()  # given to new workers
+        self.state = WorkerState()  # for new workers
         self._ray_options = ray_options
         actor = ray.remote(concurrency_groups={"work": MAX_CALLS})(Worker)
         self._actor = actor.options(**ray_options)
@@ -81,21 +81,21 @@ class WorkerPool:
             raise RuntimeError("the workers are asleep; call wake_up")
 
     def put(self, value: Any) -> Any:
-        """Put a value in the object store; returns its reference."""
+        """Put a value in the object store; return its reference."""
         return self._ray.put(value)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of the engine on every worker; returns the results."""
+        """Call a method of the engine on every worker; return the results."""
         numbers = range(len(self.workers))
         return _values(self._outcomes(numbers, "call", method, *args, **kwargs))
 
     def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the engine on the first worker; returns the result."""
+        """Call a method of the engine on the first worker; return the result."""
         (value,) = _values(self._outcomes([0], "call", method, *args, **kwargs))
         return value
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """Update all workers or none; returns the slowest update, and the drafter's version."""
+        """Update all workers or none; return the slowest update, and the drafter's version."""
         outcomes: list[Any] = [None] * len(self.workers)
         try:
             outcomes = self._outcomes(range(len(self.workers)), "update", method, *args, **kwargs)
@@ -115,13 +115,13 @@ class WorkerPool:
         send: Callable[[Any, int, Sequence[int]], Any],
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Run work items on the workers, each once, in groups; yields (place, value) pairs.
+        """Run each work item once on some worker, in groups; yield (place, value) pairs.
 
         Args:
-            name: name of a work item in error messages.
-            groups: places (indices) of the items that a worker is given together.
+            name: what to call a work item in error messages.
+            groups: places (indices) of the items that one worker gets together.
             send: (worker, label of this call, places) -> reference of the worker's answer.
-            read: (places, answer) -> one value for each place.
+            read: (places, answer) -> one value per place.
 
         Raises:
             WorkersDied: workers died repeatedly at the same item, or cannot be replaced.
@@ -148,13 +148,13 @@ class WorkerPool:
             place, error = work.deadly
             raise WorkersDied(
                 f"{MAX_DEATHS} workers died one after the other at {name} {place} (the last: "
-                f"{error}); leave it out, or see what it does to them",
+                f"{error}); leave it out, or find out why it ends them",
                 RolloutBatch(()),
             ) from error
 
     def _start(self) -> Any:
         state = self.state
-        bare = replace(state, weights=None, drafter=None)  # Ray fetches them as arguments only
+        bare = replace(state, weights=None, drafter=None)  # Ray fetches only arguments
         return self._actor.remote(self._model, self._options, bare, state.weights, state.drafter)
 
     def _replace(self, number: int, dead: Any) -> None:
@@ -184,19 +184,19 @@ class WorkerPool:
         total = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
         return (
             f"num_workers={self._num_workers} of {wanted} each do not fit in the cluster, which "
-            f"has {total} on {len(nodes)} node(s), enough for {room}; lower num_workers or what "
-            "ray_options ask for, or add nodes"
+            f"has {total} on {len(nodes)} node(s), enough for {room}; lower num_workers or "
+            "ray_options, or add nodes"
         )
 
     def _outcomes(
         self, numbers: Sequence[int], method: str, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a method on some workers; returns the results, or the exceptions it raised.
+        """Call a method on some workers; return the results, or the exceptions it raised.
 
         Workers that die are replaced and called again.
 
         Raises:
-            WorkersDied: one of them died repeatedly, or cannot be replaced.
+            WorkersDied: a worker died repeatedly, or cannot be replaced.
         """
         self._check_open()
         work = WorkQueue([(number,) for number in numbers], MAX_DEATHS)
@@ -234,7 +234,7 @@ class WorkerPool:
         reference: Any,
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Yield a group's values by place; if the worker died, queue the group again instead."""
+        """Yield a group's values by place, or queue the group again if the worker died."""
         places = done.group.places
         try:
             answer = self._get(reference)
@@ -281,12 +281,12 @@ class WorkerPool:
 
 
 def send_work(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a long-running method on threads of its own, so that pause and abort can still run."""
+    """Call a long-running method on separate threads, so that pause and abort can still run."""
     return method.options(concurrency_group="work").remote(*args, **kwargs)
 
 
 def _values(outcomes: list[Any]) -> list[Any]:
-    """Return the outcomes; raises the first exception among them."""
+    """Return the outcomes; raise the first exception among them."""
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome

@@ -1,4 +1,4 @@
-"""A rollout engine inside a Ray actor, as run by each worker process."""
+"""A rollout engine in a Ray actor, run by each worker process."""
 
 import threading
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ RETRY_S = 0.05  # seconds between attempts to abort a call
 
 
 class NotBuilt(RuntimeError):
-    """A worker has no engine, because building it failed with `error`."""
+    """Raised if a worker has no engine, because building it failed with `error`."""
 
     def __init__(self, error: Exception):
         super().__init__(error)
@@ -22,12 +22,12 @@ class NotBuilt(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerState:
-    """State that a new worker needs to match the others; arrays are in the object store."""
+    """The state that makes a new worker match the others; arrays are in the object store."""
 
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # of the last update; may be the target's, with tensors mtp.*
+    drafter: Any = None  # from the last update; may be the target's weights, with tensors mtp.*
     sleep_level: int = 0
 
 
@@ -65,11 +65,11 @@ class Worker:
         return getattr(self.engine, method)(*args, **kwargs)
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """Run an update; returns its result and the drafter's version after it."""
+        """Run an update; return its result and the drafter's version after it."""
         return self.call(method, *args, **kwargs), self.engine.drafter_version
 
     def generate(self, label: int, *args: Any) -> RolloutBatch | None:
-        """Generate rollouts; returns None if the call was aborted before it began."""
+        """Generate rollouts; return None if the call was aborted before it began."""
         with self._ended:
             if label in self._aborted:
                 return None
@@ -82,7 +82,7 @@ class Worker:
                 self._ended.notify_all()
 
     def abort(self, label: int) -> None:
-        """Abort the rollouts of a call, and return when they have ended."""
+        """Abort the rollouts of a call, and wait until they have ended."""
         with self._ended:
             self._aborted.add(label)
             while label in self._running:

@@ -1,7 +1,7 @@
 """Rollouts on many engines at once: one per Ray actor, all with the same weights.
 
-The driver splits prompts into small groups, which `ray_pool` distributes. Seeds are assigned by
-the driver, so that outputs do not depend on which worker runs a prompt.
+The driver splits prompts into small groups, which `ray_pool` distributes. The driver also assigns
+seeds, so that outputs do not depend on which worker runs a prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,20 +30,20 @@ _USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see t
 class RayRollouts:
     """One `RolloutEngine` per worker, used like a single engine. Not thread-safe.
 
-    Outputs are those of a single engine with the same options: they depend neither on the number
-    of workers, nor on which worker runs a prompt, nor on workers that die.
+    Outputs equal a single engine's with the same options: they depend neither on the number of
+    workers, nor on which worker runs a prompt, nor on workers that die.
 
     Args:
         model: a folder or hub id that every worker can load.
         num_workers: number of workers, each with one engine.
         ray_options: Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
-        group_size: maximum number of prompts given to a worker at once; None for half of an even
+        group_size: maximum number of prompts that a worker gets at once; None for half of an even
             share, at most `max_num_seqs`.
         speculative_config, options: as for `RolloutEngine`.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError, CheckpointError: as `RolloutEngine`; or the cluster is too small.
+        ValueError, CheckpointError: as for `RolloutEngine`, or the cluster is too small.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RayRollouts:
             check_positive(group_size=group_size)
         if not isinstance(model, str | Path):
             raise ValueError(
-                f"model={type(model).__name__} must be a folder or hub id, which workers load"
+                f"model={type(model).__name__} must be a folder or hub id, which workers can load"
             )
         ray = _import_ray()
         if not ray.is_initialized():
@@ -96,10 +96,10 @@ class RayRollouts:
         """Continue prompts or aborted rollouts; see `RolloutEngine.generate`.
 
         Raises:
-            ValueError: a prompt or parameters that cannot be served.
-            WorkersDied: workers died repeatedly at the same prompt, or cannot be replaced; it
-                holds all finished rollouts.
-            RolloutError: a device failed; it holds that worker's rollouts and all finished ones.
+            ValueError: a prompt or parameter is not supported.
+            WorkersDied: workers died repeatedly at the same prompt, or cannot be replaced; it has
+                all finished rollouts.
+            RolloutError: a device failed; it has that worker's rollouts and all finished ones.
         """
         answers: dict[int, list[Rollout]] = {}
         try:
@@ -117,9 +117,9 @@ class RayRollouts:
     ) -> Iterator[Rollout]:
         """Like `generate`, but yield the rollouts of a group of prompts once all are complete.
 
-        Leaving the iteration aborts the others. Other methods may be called during the iteration:
-        updated weights apply to all tokens not generated yet. After `sleep`, call `wake_up` before
-        the next iteration, which otherwise raises a RuntimeError.
+        Leaving the iteration aborts the remaining rollouts. Other methods may be called during the
+        iteration: updated weights apply to all tokens not generated yet. After `sleep`, call
+        `wake_up` before the next iteration, or it raises a RuntimeError.
         """
         groups = self._continue(prompts, sampling_params)
         return (rollout for _, rollouts in groups for rollout in rollouts)
@@ -134,7 +134,7 @@ class RayRollouts:
         """Score given tokens with the target; see `RolloutEngine.score`.
 
         Raises:
-            ValueError: as `RolloutEngine.score`, before anything is scored.
+            ValueError: as for `RolloutEngine.score`, before scoring.
             WorkersDied: workers died repeatedly at the same sample, or cannot be replaced.
         """
         self._pool.check_awake()
@@ -158,8 +158,8 @@ class RayRollouts:
     ) -> WeightUpdate:
         """Replace the target's weights; see `RolloutEngine.update_weights`.
 
-        They are put in the object store once for all workers. The update is all or nothing: if a
-        worker fails, the updated workers are rebuilt with the previous weights.
+        The weights are put in the object store once for all workers. The update is all or nothing:
+        if a worker fails, the updated workers are rebuilt with the previous weights.
         """
         placed = self._place(weights)
         own = None if drafter is None else self._place(drafter)
@@ -179,7 +179,7 @@ class RayRollouts:
         return update
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Replace the drafter's weights, on all workers or none. See `RolloutEngine`."""
+        """Replace the drafter's weights on all workers or none; see `RolloutEngine`."""
         placed = self._place(weights)
         update, version = self._pool.update("update_drafter", placed, pause=pause)
         self._pool.state = replace(self._pool.state, drafter_version=version, drafter=placed)
@@ -233,7 +233,7 @@ class RayRollouts:
         """Yield (index of the prompt, its samples) as they finish.
 
         Raises:
-            ValueError: as `RolloutEngine.check`, before anything is generated.
+            ValueError: as for `RolloutEngine.check`, before generation.
         """
         self._pool.check_awake()
         self._pool.call_first("check", prompts, sampling_params)
@@ -270,7 +270,7 @@ class RayRollouts:
         return self._pool.run("rollout", self._groups(len(rollouts)), send, read)
 
     def _seed(self, index: int, params: SamplingParams) -> int:
-        """Return the seed that a single engine would give the prompt."""
+        """Return the seed that the prompt would get from a single engine."""
         if params.seed is not None:
             return params.seed
         return derived_seed(self._options.get("seed", 0), self._num_prompts + index)

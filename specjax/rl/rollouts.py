@@ -1,4 +1,4 @@
-"""Rollouts and scores as a trainer receives them, and batches of them as padded arrays."""
+"""Rollouts and scores for a trainer, and batches of rollouts as padded arrays."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Rollout:
         prompt_token_ids: i32[P].
         token_ids: i32[T], including an end-of-sequence token.
         logprobs: f32[T], log-probability of each token in the distribution it was sampled from:
-            after penalties, temperature, top-k and so on. Independent of whether the token was
-            drafted.
+            after penalties, temperature, top-k and so on. It does not depend on whether the token
+            was drafted.
         raw_logprobs: f32[T], in the model's own distribution; None unless requested.
         versions: the weights versions of the tokens, in order.
         finish_reason: "stop", "length", "abort" (can be resumed) or "error".
@@ -34,7 +34,7 @@ class Rollout:
         seed: seed of this sample.
         prompt_index: index of the prompt in the call.
         sample_index: index among the samples of the prompt.
-        error: the error of a rollout that failed by itself.
+        error: the error, if only this rollout failed.
     """
 
     prompt_token_ids: np.ndarray
@@ -52,7 +52,7 @@ class Rollout:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it was aborted and can be resumed."""
+        """Whether the rollout was aborted and can be resumed."""
         return self.finish_reason == "abort"
 
 
@@ -73,7 +73,7 @@ class PaddedRollouts(NamedTuple):
     def joined(self) -> "JoinedRollouts":
         """Return each prompt and its output as one row, with all padding on the right.
 
-        It is what a causal model needs that counts positions from the left.
+        Causal models that count positions from the left need this form.
         """
         padding = self.prompt_tokens.shape[1] - self.prompt_lengths
         columns = np.arange(self.prompt_tokens.shape[1] + self.tokens.shape[1])
@@ -99,7 +99,7 @@ class PaddedRollouts(NamedTuple):
 class JoinedRollouts(NamedTuple):
     """N rows of L = P + T tokens, each a prompt and its output.
 
-    Column t of all but `tokens` is of token t + 1, as logits [N, L - 1, V] of `tokens[:, :-1]` are.
+    Column t of all fields but `tokens` belongs to token t + 1, like logits of `tokens[:, :-1]`.
     """
 
     tokens: np.ndarray  # i32[N, L], padded on the right
@@ -128,7 +128,7 @@ class RolloutBatch(Sequence[Rollout]):
 
     @property
     def num_tokens(self) -> int:
-        """Number of output tokens of all rollouts."""
+        """Total number of output tokens."""
         return sum(len(rollout.token_ids) for rollout in self)
 
     def padded(
@@ -160,13 +160,13 @@ class RolloutBatch(Sequence[Rollout]):
 
 
 class RolloutError(RuntimeError):
-    """Generation ended early. `rollouts` holds those so far; partial ones can be resumed."""
+    """Raised if generation ended early; partial ones of `rollouts` can be resumed."""
 
     def __init__(self, message: str, rollouts: RolloutBatch):
         super().__init__(message)
         self.rollouts = rollouts
 
-    def __reduce__(self) -> Any:  # keeps `rollouts` when pickled between processes
+    def __reduce__(self) -> Any:  # keeps `rollouts` when pickled
         return type(self), (str(self), self.rollouts)
 
 
@@ -174,13 +174,13 @@ class Score(NamedTuple):
     """The target's scores of a prompt of P and a completion of T tokens; L = P + T - 1 positions.
 
     If top-k, top-p or min-p truncates the distribution, a token sampled at the threshold may fall
-    below it here because of different rounding; its log-probability is -inf then.
+    below it here because of different rounding; its log-probability is then -inf.
     """
 
     logprobs: np.ndarray  # f32[T], of the completion; see `Rollout.logprobs`
     raw_logprobs: np.ndarray | None  # f32[T]
     hidden: np.ndarray | None = None  # [L, D], after the final norm, if requested
-    auxiliary: np.ndarray | None = None  # [L, A D], of the drafter's A auxiliary layers, if any
+    auxiliary: np.ndarray | None = None  # [L, A D], of the drafter's A auxiliary layers
 
 
 def _width(name: str, rows: list[np.ndarray], given: int | None) -> int:

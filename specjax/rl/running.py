@@ -1,4 +1,4 @@
-"""Unfinished rollouts, and how finished ones and scores are read from the engine."""
+"""Unfinished rollouts, and reading finished ones and scores from the engine."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from specjax.text.completions import Completion
 
 @dataclass(eq=False)
 class Running:
-    """A rollout that has not been returned to its caller."""
+    """A rollout that has not been returned to its caller yet."""
 
     sequence: Sample
     completion: Completion
-    params: SamplingParams  # as given by the user
+    params: SamplingParams  # the user's
     place: int  # index among the rollouts of the call
     prompt_index: int
     sample_index: int
-    label: Hashable = None  # of the call
+    label: Hashable = None  # label of the call
     before: Rollout | None = None  # the aborted rollout that this one resumes
-    spans: list[Span] = field(default_factory=list)  # of earlier weights versions
+    spans: list[Span] = field(default_factory=list)  # tokens of earlier weights versions
 
     @property
     def request_id(self) -> Hashable:
-        """Id of the request that this is a sample of."""
+        """The id of this sample's request."""
         return self.sequence.request.request_id
 
     def close_span(self, version: int) -> None:
-        """Note that the tokens since the last span come from `version`."""
+        """Record that the tokens since the last span come from `version`."""
         num_new = self.sequence.num_output - sum(span.num_tokens for span in self.spans)
         if num_new and self.spans and self.spans[-1].version == version:
             num_new += self.spans.pop().num_tokens
@@ -69,7 +69,7 @@ class Running:
 def read_logprobs(
     entries: Sequence[TokenLogprobs], *, has_raw: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return f32[n] log-probabilities of n tokens, and the raw ones if `has_raw`."""
+    """Return the log-probabilities f32[n] of n tokens, and the raw ones if `has_raw`."""
     found = [next(iter(entry.values())) for entry in entries]  # the token itself is first
     logprobs = np.array([one.logprob for one in found], np.float32)
     if not has_raw:

@@ -1,4 +1,4 @@
-"""Validates the arguments of a rollout engine's calls and makes requests, not yet queued."""
+"""Validation of the arguments of a rollout engine's calls, and requests for them, not queued."""
 
 import itertools
 import threading
@@ -16,13 +16,13 @@ class Start(NamedTuple):
     """A request for the samples of a prompt, or for a rollout to resume."""
 
     request: Request
-    params: SamplingParams  # as given by the user
+    params: SamplingParams  # the user's
     prompt_index: int
     before: Rollout | None = None
 
 
 class StartMaker:
-    """Makes requests. Prompts are numbered across calls, and the number determines the seed."""
+    """A maker of requests: it numbers prompts across calls, and the number determines the seed."""
 
     def __init__(self, request_maker: RequestMaker):
         self._request_maker = request_maker
@@ -34,10 +34,10 @@ class StartMaker:
         """Return requests for prompts, or for rollouts to resume.
 
         Args:
-            counts: whether the prompts use up their numbers; False to check them only.
+            counts: whether the prompts use up their numbers; False only checks them.
 
         Raises:
-            ValueError: one of them cannot be served.
+            ValueError: a prompt or rollout is not supported.
         """
         listed: list[Any] = [prompts] if isinstance(prompts, Rollout) else as_prompt_list(prompts)
         are_rollouts = [isinstance(one, Rollout) for one in listed]
@@ -47,9 +47,9 @@ class StartMaker:
                 self.num_prompts += len(starts) if counts else 0
                 return starts
             if not all(are_rollouts):
-                raise ValueError("prompts and rollouts do not go together; make two calls")
+                raise ValueError("prompts and rollouts cannot be mixed; make two calls")
             if sampling_params is not None:
-                raise ValueError("sampling_params: rollouts go on under their own; leave it out")
+                raise ValueError("sampling_params: rollouts continue with their own; leave it out")
             return [self._make_resumed(one, f"rollout {i}") for i, one in enumerate(listed)]
 
     def make_scored(
@@ -57,10 +57,10 @@ class StartMaker:
     ) -> Request | None:
         """Return a request that scores a rollout, or a pair of prompt and completion.
 
-        Returns None if there is nothing to score.
+        None if there are no tokens to score.
 
         Raises:
-            ValueError: `sample` is neither, or has tokens that cannot be scored.
+            ValueError: `sample` is something else, or has tokens that cannot be scored.
         """
         if isinstance(sample, Rollout):
             params = sample.params if params is None else params
@@ -101,8 +101,8 @@ class StartMaker:
     def _make_resumed(self, rollout: Rollout, where: str) -> Start:
         if not rollout.is_partial:
             raise ValueError(
-                f"{where} has ended (finish_reason={rollout.finish_reason!r}); only those that "
-                "were aborted go on"
+                f"{where} has ended (finish_reason={rollout.finish_reason!r}); only aborted "
+                "rollouts can be continued"
             )
         params = replace(rollout.params, n=1, seed=rollout.seed)
         request = self._request_maker.make(
@@ -123,7 +123,7 @@ def _reporting(params: Any, where: str) -> SamplingParams:
     for name in "logprobs", "prompt_logprobs":
         if getattr(params, name) is not None:
             raise ValueError(
-                f"{where}: {name}={getattr(params, name)} is not for rollouts, which always bring "
-                "the log-probability of every token; leave it out (score has those of given tokens)"
+                f"{where}: {name}={getattr(params, name)} is not for rollouts, which always have "
+                "the log-probability of every token; leave it out (for given tokens, call score)"
             )
     return replace(params, logprobs=0)

@@ -8,7 +8,7 @@ from specjax.engine.process import refuse_fork
 
 
 class Turns:
-    """A lock whose waiters are not starved by a loop that releases and reacquires it at once.
+    """A lock that is fair to waiters even if a loop releases it and reacquires it at once.
 
     A waiting thread holds the gate, a second lock that the loop must pass to reacquire the lock.
     """
@@ -34,13 +34,13 @@ class Turns:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread holds the lock, which is not reentrant."""
+        """Whether this thread holds the lock. The lock is not reentrant."""
         return self._owner == threading.get_ident()
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Holding the lock, release it to other threads until `is_so` returns true."""
+        """Release the held lock to other threads until `is_so` returns true; then hold it again."""
         while not is_so():
-            num_ended = self._num_ended  # a turn may end now: `is_so` is then checked once more
+            num_ended = self._num_ended  # if a turn ends now, `is_so` is checked again
             self._release()
             try:
                 with self._ended:

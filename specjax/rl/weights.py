@@ -1,7 +1,7 @@
 """Weight updates of an engine: all arrays are validated before the first one is copied.
 
-A trainer's arrays are read and never kept, so that it may donate them afterwards. `named` lists the
-forms in which it may pass them.
+A trainer's arrays are read and never kept, so that the trainer may donate them afterwards. `named`
+lists the forms of weights.
 """
 
 import re
@@ -28,23 +28,23 @@ from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_
 from specjax.engine.log import get_log
 from specjax.rl.named import Weights, is_deleted, read_named
 
-# Names of a draft vocabulary in checkpoints, and whether its ids count from their places.
+# Names of a draft vocabulary in checkpoints, and whether its ids are offsets from their index.
 VOCABULARIES = {"d2t": True, "token_map": False}
 MAX_LISTED = 20  # names of one kind in an error
-# In names of torch and flax.
+# Marks of adapters and wrappers in names of torch and flax.
 _ADAPTER = re.compile(r"lora_[abAB]|base_layer|^base_model\.")
 _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The given arrays that make up one of the engine's arrays."""
+    """The given arrays that form one of the engine's arrays."""
 
     parts: tuple[Any, ...]
-    spec: TensorSpec | None  # how to combine them; None if the only part is the array
+    spec: TensorSpec | None  # combines the parts; None for a single part that is the array
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """Return the array as a copy with this dtype and sharding."""
+        """Return a copy of the array with this dtype and sharding."""
         if self.spec is not None:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
@@ -52,12 +52,12 @@ class ArraySource:
 
 
 class WeightUpdate(NamedTuple):
-    """Result of an update."""
+    """The result of a weight update."""
 
     version: int
     num_arrays: int
     num_bytes: int
-    seconds: float  # during which nothing was generated, including the pause
+    seconds: float  # without generation, including the pause
 
     @classmethod
     def of(cls, version: int, sources: Sequence[ArraySource], seconds: float) -> "WeightUpdate":
@@ -71,7 +71,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
     """Run `stage` for the parameters `current` of a target.
 
     Raises:
-        ValueError: they do not fit, or have two values for a tied embedding.
+        ValueError: the weights do not fit, or have two values for a tied embedding.
     """
     sources = stage(
         given, current, partial(named_specs, target), "weights", partial(is_unused, target)
@@ -82,7 +82,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Run `stage` for the parameters `current` of a drafter, with its published names.
+    """Run `stage` for the parameters `current` of a drafter, under its published names.
 
     Raises:
         ValueError: the drafter has no weights, or the given ones do not fit.
@@ -106,20 +106,20 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Whether a target's weights include the MTP module, and the drafter is that module."""
+    """Return whether the drafter is an MTP module, and a target's weights include it."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
     return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 
 
 class _Needed(NamedTuple):
-    """What a given array must be."""
+    """The required shape and dtype of a given array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    is_packed: bool = False  # numbers of 4 bits, as bytes
+    is_packed: bool = False  # 4-bit numbers, as bytes
 
     def takes(self, dtype: Any) -> bool:
-        """Whether arrays of another dtype can be converted."""
+        """Return whether arrays of this dtype can be converted."""
         return dtype == np.uint8 if self.is_packed else _is_float(dtype)
 
 
@@ -132,16 +132,16 @@ def stage(
 ) -> list[ArraySource]:
     """Return the source of each array of the tree `current`, in the order of its leaves.
 
-    Buffers that are not given keep their values; the log has a line about the first time.
+    Buffers that are not given keep their values; the log says so once.
 
     Args:
-        given: arrays by path in the tree or by Hugging Face name, see `read_named`.
+        given: arrays by path in the tree or by Hugging Face name; see `read_named`.
         specs_of: returns the tree of `TensorSpec` of `current` for the given names and shapes.
-        name: name of the weights in error messages.
+        name: what to call the weights in error messages.
         is_unused: whether an array of this name is allowed although it is not used.
 
     Raises:
-        ValueError: they do not fit; the error lists all that is missing, wrong or unexpected.
+        ValueError: the arrays do not fit; the error lists all missing, wrong or unexpected ones.
     """
     places = paths(current)
     has_paths = any(tensor in places for tensor in given)
@@ -157,7 +157,7 @@ def stage(
         for path in places
         if path in specs and specs[path].is_buffer and given.keys().isdisjoint(tensors(path))
     ]
-    # Only floats are updated; integers, such as a draft vocabulary, are not.
+    # Only floats are updated, not integers such as a draft vocabulary.
     floats = {
         path: leaf for path, leaf in places.items() if _is_float(leaf.dtype) and path not in kept
     }
@@ -241,13 +241,13 @@ def _check(
 
 
 def _hints(faults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return remedies for what names and dtypes tell of their origin."""
+    """Return remedies for common mistakes, recognised by names and dtypes."""
     found = {
         "these are LoRA adapters; merge them into the weights first (peft: merge_and_unload() of a "
         "copy of the model; flax: hf_named with lora_scale)": any(
             _ADAPTER.search(tensor) for tensor in faults["unexpected"]
         ),
-        "these are names of a wrapped model; pass those of the model inside": any(
+        "these are names of a wrapped model; pass the names of the model inside": any(
             _WRAPPER.search(tensor) for tensor in faults["unexpected"]
         ),
         f"the engine's {HEAD} is not tied; if the trainer's is, send the embedding under both "
@@ -272,7 +272,7 @@ def _check_tied(given: Mapping[str, Any]) -> None:
     one, other = given[embedding], given[head]
     if not _have_same_bits(one, other):
         raise ValueError(
-            f"the weights have {head} that differs from {embedding}, and the engine has one array "
+            f"the weights have {head} that differs from {embedding}, but the engine has one array "
             "for both, since its checkpoint ties them; train them tied, or build the engine from "
             "a checkpoint with tie_word_embeddings=false"
         )
@@ -283,7 +283,7 @@ def _have_same_bits(one: Any, other: Any) -> bool:
         return True
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # As bytes, because NumPy compares bfloat16 slowly.
+    # Compare bytes, because NumPy compares bfloat16 slowly.
     first, second = (np.ascontiguousarray(x).view(np.uint8) for x in jax.device_get((one, other)))
     return np.array_equal(first, second)
 
@@ -292,7 +292,7 @@ def copies(params: Any) -> Any:
     """Return a copy of the tree in new memory.
 
     Raises:
-        ValueError: a leaf is no array, or cannot be read.
+        ValueError: a leaf is not an array, or cannot be read.
     """
 
     def copy(leaf: Any) -> jax.Array:
@@ -317,8 +317,8 @@ def _digest(x: jax.Array) -> jax.Array:
 def checksum(params: Any) -> str:
     """Return a digest of bits, shapes and paths of a tree's arrays (16 or 32 bits per element).
 
-    It is the same on any device, and each array is summed on its own device, so that no weights
-    are transferred. Not cryptographic: it detects mistakes, not forgeries.
+    It is equal on all devices. Each array is summed on its own device, so that no weights are
+    transferred. It is not cryptographic: it detects mistakes, not forgeries.
     """
     leaves = paths(params)
     digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
@@ -329,12 +329,12 @@ def checksum(params: Any) -> str:
 
 
 def _is_float(dtype: Any) -> bool:
-    """Whether weights may have this type. 8-bit floats are excluded: they would need scales."""
+    """Return whether weights may have this dtype; not 8-bit floats, which would need scales."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:
-    """Raise an error if the draft vocabulary differs from the compiled one."""
+    """Raise an error if the given draft vocabulary differs from the compiled one."""
     for name, are_offsets in VOCABULARIES.items():
         if name not in given:
             continue

@@ -1,4 +1,4 @@
-"""A queue of work for workers that may die, and how many workers fit in a cluster.
+"""A queue of work for workers that may die, and the number of workers that fit in a cluster.
 
 Plain bookkeeping on indices and resource amounts, independent of Ray.
 """
@@ -13,23 +13,23 @@ SLACK = 1e-6  # rounding tolerance for fractional resources, as 0.1 of a GPU
 
 @dataclass(frozen=True)
 class Group:
-    """Work items given to one worker together, as their indices (places) in a call."""
+    """Work items that one worker gets together, as their indices (places) in a call."""
 
     places: tuple[int, ...]
-    num_deaths: int = 0  # of workers that were given it
+    num_deaths: int = 0  # number of workers that died with it
 
 
 class Deadly(NamedTuple):
-    """A work item at which `max_deaths` workers died."""
+    """A work item during which `max_deaths` workers died."""
 
     place: int
-    error: Exception  # of the last death
+    error: Exception  # from the last death
 
 
 class WorkQueue:
     """A queue of groups of work items, each to be done once even if workers die.
 
-    The items of a dead worker are retried next, one at a time, to find the one that is deadly. Once
+    The items of a dead worker are retried next, one at a time, to find the deadly one. Once
     `max_deaths` workers have died at the same item, no more work is handed out.
     """
 
@@ -41,11 +41,11 @@ class WorkQueue:
 
     @property
     def is_left(self) -> bool:
-        """Whether any group is waiting to be taken or has not been answered."""
+        """Whether any group is waiting to be taken, or is not answered."""
         return bool(self._taken or (self._waiting and self.deadly is None))
 
     def take(self) -> Group | None:
-        """Take the next group; returns None if there is none now."""
+        """Take the next group; return None if no group is waiting."""
         if not self._waiting or self.deadly is not None:
             return None
         group = self._waiting.popleft()
@@ -66,7 +66,7 @@ class WorkQueue:
 
 
 def num_fitting(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> float:
-    """Return how many workers fit on the nodes; each needs `needs` on a single node."""
+    """Return the number of workers that fit on the nodes; each takes `needs` on one node."""
     needed = {name: amount for name, amount in needs.items() if amount}
     if not needed:
         return float("inf")

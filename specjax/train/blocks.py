@@ -1,8 +1,8 @@
-"""The loss of heads that draft all tokens of a round in one pass, over rows of masks.
+"""The loss of heads that draft all tokens of a round in one pass, over mask rows.
 
-A block is such a round: it begins at a token of an answer, the last one that is known, and its
-drafts are the tokens after it. A head is trained on blocks at random tokens of each document, which
-share the rows of what the target has run.
+A block is such a round: it starts at the last known token of an answer, and its drafts are the
+tokens after it. A head is trained on blocks at random tokens of each document; they share the rows
+that the target has run.
 """
 
 import math
@@ -20,8 +20,8 @@ from specjax.train.context import BlockRows, ContextRows
 from specjax.train.features import Batch
 from specjax.train.teacher import Frozen, Teacher, at, cross_entropy, shift
 
-# (target, params, head, batch, starts i32[B, N], K) -> what is trained of the drafts' logits, each
-# f32[B, N, K, V_d]; the last are those that drafts are drawn from.
+# (target, params, head, batch, starts i32[B, N], K) -> the drafts' logits to train, each
+# f32[B, N, K, V_d]; the last ones are those that drafts are drawn from.
 BlockLogits = Callable[[Model, Params, Any, Batch, jax.Array, int], Sequence[jax.Array]]
 
 
@@ -38,15 +38,15 @@ def block_loss(
     num_blocks: int = 32,
     gamma: float = 4.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy to the target's distribution of blocks at random tokens of answers.
+    """Return the cross-entropy to the target's distribution, for blocks at random answer tokens.
 
-    Every document has `num_blocks` blocks, that begin at different tokens. Draft k is weighted
-    exp(-(k - 1) / gamma): one after a wrong draft is worth nothing (Chen et al. 2026).
+    Every document has `num_blocks` blocks at different tokens. Draft k is weighted
+    exp(-(k - 1) / gamma), because a draft after a wrong one is useless (Chen et al. 2026).
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)
     length = batch.tokens.shape[1]
-    # A block comes after at least one token that the target has run.
+    # A block starts after at least one token that the target has run.
     is_start = batch.is_answer.at[:, 0].set(False)
     noise = jax.random.uniform(key, batch.tokens.shape)
     starts = jax.lax.top_k(jnp.where(is_start, noise, -1), min(num_blocks, length))[1]
@@ -74,7 +74,7 @@ def dflash_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a DFlash, DSpark or DFlash2 head; see `BlockLogits`.
 
-    Where a draft's logits depend on the token before, that is the document's.
+    If a draft's logits depend on the previous token, the document's token is used.
     """
     drafter, own, (size, count) = DFlashDrafter(head), params.drafter, starts.shape
     context = ContextRows.of(*batch.tokens.shape)
@@ -108,7 +108,7 @@ def p_eagle_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a P-EAGLE head; see `BlockLogits`.
 
-    The first draft is that of the row before `starts`, the others are of masks.
+    The row before `starts` gives the first draft, mask rows give the others.
     """
     own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
     context = ContextRows.of(size, length)

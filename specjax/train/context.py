@@ -12,7 +12,7 @@ from specjax.device.drafters.dflash import AttentionMask
 
 
 class _Attending:
-    """Base of all of them: gradients pass through what rows attend to."""
+    """Base of rows for training: all rows attend, as gradients pass through attention."""
 
     @property
     def attends(self) -> bool:
@@ -46,8 +46,8 @@ class CausalRows(_Attending):
 class UnrolledRows(_Attending):
     """Causal rows at the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
 
-    As at inference, a row attends to the verified rows up to its own (step 0, causal) and, in each
-    later step, only to its own drafts. The cache collects the steps so far and starts as ().
+    As at inference, a row attends to the verified rows up to its own (step 0, causal) and, in later
+    steps, only to its own drafts. The cache collects the steps so far and starts as ().
     """
 
     positions: jax.Array  # i32[B T], shifted by `step`
@@ -69,13 +69,13 @@ class UnrolledRows(_Attending):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ContextRows(CausalRows):
-    """Causal rows that leave their keys and values for `BlockRows`.
+    """Causal rows that store their keys and values for `BlockRows`.
 
     The cache is a pair (keys, values), each [L, B T, H_kv, D_h].
     """
 
     def init(self, kind: PagedAttention) -> tuple[jax.Array, jax.Array]:
-        """Return a cache to fill, in float32."""
+        """Return an empty cache in float32."""
         shape = kind.num_layers, len(self.positions), kind.num_kv_heads, kind.head_dim
         return jnp.zeros(shape), jnp.zeros(shape)
 
@@ -91,8 +91,8 @@ class ContextRows(CausalRows):
 class BlockRows(_Attending):
     """N blocks of W rows in each of B sequences, at positions from `starts` on.
 
-    A row attends to what `mask` says of the context before its block, in the cache that
-    `ContextRows` left, and of its own block.
+    `mask` determines which rows of the context before a block (from the cache of `ContextRows`) and
+    of the block itself a row attends to.
     """
 
     starts: jax.Array  # i32[B, N]
@@ -107,7 +107,7 @@ class BlockRows(_Attending):
         return (self.starts[..., None] + offsets).reshape(-1)
 
     def by_request(self, x: jax.Array) -> jax.Array:
-        """Return x [B N W, ...] by block: [B N, W, ...]."""
+        """Reshape x [B N W, ...] to blocks [B N, W, ...]."""
         return x.reshape(-1, self.width, *x.shape[1:])
 
     def mix(self, kind: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:

@@ -1,4 +1,4 @@
-"""Text to token rows: reads documents, trains the tokenizer, splits epochs into batches."""
+"""From text to token rows: reading documents, training the tokenizer, batching epochs."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ def read_documents(
     """Return the documents of files or folders, tokenized as <s> prompt answer </s>.
 
     Raises:
-        ValueError: as `read_rows`, or the tokenizer does not have the end of sequence.
+        ValueError: as for `read_rows`, or the tokenizer has no end-of-sequence token.
     """
     eos = tokenizer.token_to_id(eos_token)
     documents = []
@@ -59,12 +59,12 @@ def read_documents(
 def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Yield rows with "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
 
-    A .jsonl row holds "question" and "answer", or "text" (a document without a prompt), or the
-    token ids of a regenerated answer. Any other file is one document; a folder stands for all
-    .jsonl, .txt and .py files below it.
+    A .jsonl row has "question" and "answer", or "text" (a document without a prompt), or the token
+    ids of a regenerated answer. Any other file is one document; a folder means all .jsonl, .txt and
+    .py files below it.
 
     Raises:
-        ValueError: a path that does not exist, a row in another format, or no rows at all.
+        ValueError: a path does not exist, a row has another format, or there are no rows.
     """
     count = 0
     for path in _files(paths):
@@ -133,7 +133,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def packed_rows(
     documents: Sequence[Document], step: int, batch: int, length: int, seed: int
 ) -> np.ndarray:
-    """Return rows i32[batch, length + 1] of step `step`, a pure function of the arguments.
+    """Return the rows i32[batch, length + 1] of a step, a pure function of the arguments.
 
     Each epoch concatenates the documents in a new order and splits the stream into rows that
     overlap by one token. Resuming at a step needs no other state.
@@ -149,7 +149,7 @@ def packed_rows(
 
 
 def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return documents truncated or padded: tokens i32[N, length], and a mask of answer tokens."""
+    """Truncate or pad documents; return tokens i32[N, length], and a mask of answer tokens."""
     tokens = np.zeros((len(documents), length), np.int32)
     is_answer = np.zeros((len(documents), length), bool)
     for row, document in enumerate(documents):
@@ -160,7 +160,7 @@ def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray,
 
 
 def window(document: Document, length: int) -> slice:
-    """Return the slice of a document that is kept in a row of `length` tokens.
+    """Return the slice of a document that is kept for a row of `length` tokens.
 
     The beginning of the prompt is dropped first (never its last token), then the answer's end.
     """
@@ -170,7 +170,7 @@ def window(document: Document, length: int) -> slice:
 
 
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
-    """Return the indices of step `step` among `count` rows, in a new order every epoch."""
+    """Return the row indices of a step among `count` rows, in a new order every epoch."""
     steps_per_epoch = max(1, count // batch)
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)

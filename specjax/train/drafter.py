@@ -1,4 +1,4 @@
-"""Trains drafters for a frozen target, with the engine's forward: a table of kinds, and the run."""
+"""Training of drafters for a frozen target, by the engine's forward pass; a table of kinds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,17 +36,17 @@ from specjax.train.teacher import Frozen
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """Sizes of a new head; None for a kind's default. A kind ignores those that it does not have.
+    """Sizes of a new head; None for a kind's default. A kind ignores sizes that it does not have.
 
     Attributes:
         aux_layers: layers of the target whose input the head reads.
-        draft_vocab_size: tokens that can be drafted, the most frequent of the answers.
+        draft_vocab_size: size of the draft vocabulary: the most frequent tokens of the answers.
         num_layers: layers of a DFlash, DSpark or P-EAGLE head.
-        block_size: of a DFlash head, one more than the tokens that it drafts; of a DSpark head, the
-            tokens that it drafts.
-        mask_token_id: which these heads read where they draft, a token that texts do not have.
-        markov_rank: of a DSpark head's correction by the token before.
-        num_heads: of Medusa, the tokens that it drafts.
+        block_size: for a DFlash head, one more than its number of drafts; for a DSpark head, its
+            number of drafts.
+        mask_token_id: token that these heads read in mask rows; texts should not contain it.
+        markov_rank: rank of a DSpark head's correction by the previous token.
+        num_heads: for Medusa, its number of drafts.
     """
 
     aux_layers: Sequence[int] | None = None
@@ -59,25 +59,25 @@ class HeadSizes:
 
 
 class InitialHead(NamedTuple):
-    """What training begins with."""
+    """The head at the start of training."""
 
     head: Any  # `DrafterWeights`
     frozen: dict[str, Any]  # parameters that are not trained, by field
     trainable: Any | None  # None for random weights
     config: Mapping[str, Any]  # its `config.json`
-    names: Sequence[str] = ()  # of the tensors that it was read from: their layout is kept
-    file: str = FILE  # where the weights are written
+    names: Sequence[str] = ()  # tensors of the checkpoint it was read from: their layout is kept
+    file: str = FILE  # name of the file for the weights
 
 
 class Kind(NamedTuple):
-    """How drafters of a kind are made and stored."""
+    """A kind of drafter: how it is made and stored."""
 
     method: str  # in a `SpeculativeConfig`
     make: Callable[[Model, HeadSizes, Sequence[Document]], InitialHead]
-    num_drafts: Callable[[InitialHead], int | None] = lambda start: None  # None: any number
-    # Tensors that are not weights, from the head and its parameters.
+    num_drafts: Callable[[InitialHead], int | None] = lambda start: None  # None: any
+    # Returns tensors that are not weights, for the head and its parameters.
     vocabulary: Callable[[Any, Any], Mapping[str, np.ndarray]] = lambda head, params: {}
-    # The file of a folder's weights; None if it has the usual name.
+    # Returns the file of a folder's weights; None if it has the usual name.
     find_file: Callable[[Path], Path | None] = lambda folder: None
 
 
@@ -150,7 +150,7 @@ def _num_drafted_by_block(start: InitialHead) -> int:
 
 
 BLOCK_SIZE = 8
-# By the word after `specjax train`.
+# By the first argument of `specjax train`.
 KINDS = {
     "eagle1": Kind("eagle", _eagle1),
     "eagle3": Kind("eagle3", _eagle3, vocabulary=eagle3.vocabulary_tensors),
@@ -172,7 +172,7 @@ def warm_start(kind: Kind, folder: Path, target: Model) -> InitialHead:
     """Return a head from `folder` to train further, in float32.
 
     Raises:
-        CheckpointError: the files are damaged, or were made for another target.
+        CheckpointError: the files are damaged or were made for another target.
     """
     speculation = SpeculativeConfig(method=kind.method, model=str(folder), num_speculative_tokens=1)
     drafter, params = load_drafter(folder, speculation, target, np.dtype("float32"))
@@ -218,18 +218,18 @@ def train_drafter(
     *,
     num_unrolled: int = 4,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Train a head for `target`; checkpoints go to `directory`, from which it resumes.
+    """Train a head for `target`; checkpoints go to `directory`, from which a run resumes.
 
     Args:
-        num_unrolled: consecutive drafts that are trained together, see `drafter_loss`. The one
-            layer of an MTP module is applied recursively in drafting, so it is unrolled too
+        num_unrolled: consecutive drafts that are trained together, see `drafter_loss`. Drafting
+            applies the single layer of an MTP module recursively, so training also unrolls it
             (FastMTP, Cai et al. 2025).
 
     Returns:
         The head's parameters in float32, and the log of metrics.
 
     Raises:
-        ValueError: `target_params` have a leaf that is no array, or cannot be read.
+        ValueError: a leaf of `target_params` is not an array, or cannot be read.
     """
     target_params = as_arrays(target_params, "target's params")
     head, frozen = start.head, Frozen(target_params, start.frozen)
@@ -260,7 +260,7 @@ def _say_memory(
     num_documents: int,
     schedule: Schedule,
 ) -> None:
-    """Print the memory that training holds from its first step to its last."""
+    """Print the memory that training needs from its first step to its last."""
     optimizer = muon_and_adamw(labels, schedule.learning_rate, schedule.steps)
     parts = {
         "features in host memory": feature_bytes(

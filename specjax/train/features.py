@@ -1,4 +1,4 @@
-"""The target's features of documents, which drafters are trained on."""
+"""The target's features of documents: the training data of drafters."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
 
 
 class Batch(NamedTuple):
-    """Documents and the target's features of them, B rows of T tokens."""
+    """Documents and the target's features of them, as B rows of T tokens."""
 
     tokens: Any  # i32[B, T]
     is_answer: Any  # bool[B, T]
@@ -42,7 +42,7 @@ class FeatureSet:
         aux_layers: tuple[int, ...],
         batch: int = 16,
     ) -> "FeatureSet":
-        """Run the target on the documents, truncated or padded to `length`; stored as float16.
+        """Run the target on documents, truncated or padded to `length`; keep features in float16.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -84,9 +84,9 @@ class FeatureSet:
         features: Iterable[Exported],
         length: int,
     ) -> "FeatureSet":
-        """Return features computed elsewhere, of all but each document's last token.
+        """Return features that were computed elsewhere, for all but each document's last token.
 
-        `features` are of whole documents; longer ones than `length` are cut by `window`. If
+        `features` are of whole documents; documents longer than `length` are cut by `window`. If
         `features` is lazy, each document's features are freed before the next are computed.
 
         Raises:
@@ -101,7 +101,7 @@ class FeatureSet:
             length,
         )
         _check_answers(is_answer, length)
-        # Not a loop, whose variables would keep features alive.
+        # Use map: the variables of a loop would keep features alive.
         rows = list(map(partial(_window_row, length=length), features, windows))
         hidden, auxiliary = (np.stack(part) for part in zip(*rows, strict=True))
         return cls(Batch(tokens, is_answer, hidden, auxiliary))
@@ -116,13 +116,13 @@ class FeatureSet:
 def feature_bytes(
     target: Model, num_documents: int, length: int, aux_layers: tuple[int, ...]
 ) -> int:
-    """Return the bytes of a `FeatureSet.of` so many documents."""
+    """Return the size in bytes of a `FeatureSet.of` this number of documents."""
     per_token = 2 * target.hidden_size * (1 + len(aux_layers)) + 4 + 1  # i32 and bool
     return num_documents * length * per_token
 
 
 def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kept rows of a document's features, copied into arrays [length, ...]."""
+    """Return the kept rows of a document's features, padded to [length, ...]."""
     hidden, auxiliary = one
     if auxiliary is None:
         auxiliary = np.zeros((len(hidden), 0), np.float32)
@@ -137,6 +137,6 @@ def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray,
 def _check_answers(is_answer: np.ndarray, length: int) -> None:
     if not is_answer.any():
         raise ValueError(
-            f"length={length} cuts every document before its answer, so there is nothing to "
-            "learn; raise it"
+            f"length={length} cuts every document before its answer, so there are no tokens to "
+            "learn from; raise it"
         )

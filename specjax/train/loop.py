@@ -1,4 +1,4 @@
-"""The training loop: steps, progress, and checkpoints from which a killed run resumes."""
+"""The training loop: steps, progress, and checkpoints to resume a killed run."""
 
 import time
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from specjax.checkpoint.writing import naming
 from specjax.engine.log import Pace
 from specjax.train.optimizer import muon_and_adamw
 
-TIMED_STEPS = 5  # from which the time of all is told
+TIMED_STEPS = 5  # steps from which the total time is estimated
 
-# One batch of arrays for a step number; the same number always gives the same batch.
+# Returns the batch of a step; the same step always has the same batch.
 Batches = Callable[[int], Any]
 # (trainable, frozen, batch, key) -> (loss, metrics)
 Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -25,17 +25,17 @@ Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Length, batch shape, learning rate and seed of a training run."""
+    """Number of steps, batch shape, learning rate and seed of a training run."""
 
     steps: int
     batch_size: int  # rows per step
     length: int  # tokens per row
-    learning_rate: float  # peak
+    learning_rate: float  # its maximum
     seed: int
 
 
 class TrainState(NamedTuple):
-    """State that is passed from one training step to the next."""
+    """The state that is passed from one training step to the next."""
 
     trainable: Any
     opt_state: Any
@@ -50,8 +50,8 @@ def begin(trainable: Any, optimizer: optax.GradientTransformation) -> TrainState
 def make_train_step(
     loss: Loss, optimizer: optax.GradientTransformation, seed: int
 ) -> jax.stages.Wrapped:
-    """Return a jitted function (state, frozen, batch) -> (state, metrics): a step that minimises
-    `loss`, whose random key depends on the step's number only."""
+    """Return a jitted function (state, frozen, batch) -> (state, metrics), one step of minimising
+    `loss`. Its random key depends only on the step's number."""
 
     @jax.jit
     def train_step(state: TrainState, frozen: Any, batch: Any):
@@ -82,11 +82,11 @@ def fit(
 ) -> tuple[Any, list[dict[str, float]]]:
     """Minimise `loss` over `trainable` and return the trained tree with the log of metrics.
 
-    `frozen` holds the arrays that the loss reads but does not train; `labels` names the optimiser
-    of each trained array, see `muon_and_adamw`.
+    `frozen` has the arrays that the loss reads but does not train; `labels` names the optimiser of
+    each trained array, see `muon_and_adamw`.
 
     The state is saved under `directory` every `save_every` steps, atomically. A run that finds a
-    checkpoint there resumes from it: batches and randomness depend on the step number alone.
+    checkpoint there resumes from it: batches and randomness depend only on the step number.
     """
     console, pace = Console(stderr=True), Pace()
     steps = schedule.steps

@@ -1,4 +1,4 @@
-"""What drafters are trained to minimise, by the kind of their weights."""
+"""The training losses of drafters, by the class of their weights."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ from specjax.train.loop import Loss
 from specjax.train.target import matrix_labels
 from specjax.train.teacher import Frozen, Teacher, cross_entropy, shift
 
-# Fields of drafters' parameters: those that are frozen, and output heads.
+# Fields of drafters' parameters: frozen ones, and output heads.
 UNTRAINED = ("embedding", "target_ids")
 LM_HEADS = ("lm_head", "lm_heads")
 
@@ -33,20 +33,20 @@ LM_HEADS = ("lm_head", "lm_heads")
 def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
     """Split a drafter's parameters into the trained ones, and the frozen ones by field.
 
-    A draft vocabulary is not a weight. An embedding of the drafter is a copy and stays frozen:
-    training would change only the rows of tokens that occur in the data.
+    A draft vocabulary is not a weight. A drafter's embedding is a copy and stays frozen: training
+    would change only the rows of tokens that occur in the data.
     """
     frozen = {name: getattr(params, name) for name in UNTRAINED if hasattr(params, name)}
     return replace(params, **dict.fromkeys(frozen)), frozen
 
 
 def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -> Loss:
-    """Return the training loss of a kind of head, over `num_unrolled` consecutive drafts.
+    """Return the training loss for a kind of head, over `num_unrolled` consecutive drafts.
 
-    For EAGLE-1 it is always one draft, for Medusa that of every head.
+    EAGLE-1 always trains one draft, Medusa one per head.
 
     Raises:
-        ValueError: a kind that has none.
+        ValueError: this kind of head cannot be trained.
     """
     unrolled = partial(unrolled_loss, num_unrolled=num_unrolled)
     losses = {
@@ -54,7 +54,7 @@ def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -
         Eagle3Head: unrolled,
         MTPHead: unrolled,
         DFlashHead: partial(block_loss, dflash_logits, num_drafts=num_unrolled),
-        # All depths count the same, as in the published recipe.
+        # All depths have the same weight, as in the published recipe.
         PEagleHead: partial(block_loss, p_eagle_logits, num_drafts=num_unrolled, gamma=math.inf),
         MedusaHeads: medusa_loss,
     }
@@ -67,7 +67,7 @@ def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -
 
 
 def drafter_labels(params: Any) -> Any:
-    """Return each array's optimiser for `muon_and_adamw`; AdamW for LM heads."""
+    """Return each array's optimiser for `muon_and_adamw`: AdamW for output heads."""
     labels = matrix_labels(params)
     heads = {name: getattr(labels, name) for name in LM_HEADS if hasattr(labels, name)}
     return replace(labels, **jax.tree.map(lambda _: "adamw", heads))
@@ -84,11 +84,11 @@ def unrolled_loss(
     num_unrolled: int,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy to the target's distribution over the draft vocabulary, over an unrolled chain.
+    """Return the cross-entropy to the target's distribution over an unrolled chain of drafts.
 
-    Step j runs the head on its own previous output, as drafting does, and is weighted decay^j
-    (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token is not in
-    the draft vocabulary are ignored.
+    Step j runs the head on its own previous output, like drafting, and is weighted decay^j (Li et
+    al. 2025, section 3.2, training-time test). Positions whose most likely token is not in the
+    draft vocabulary are ignored.
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)
@@ -118,8 +118,8 @@ def medusa_loss(
     *,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy to the target's distribution of every head, that of head i weighted decay^i
-    (Cai et al. 2024, section 2.2)."""
+    """Return the cross-entropy of every head to the target's distribution; head i is weighted
+    decay^i (Cai et al. 2024, section 2.2)."""
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, heads, batch)
     size, length = batch.tokens.shape
@@ -137,7 +137,7 @@ def medusa_loss(
 def _ahead(
     logits: jax.Array, teacher: Teacher, is_answer: jax.Array, step: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return mean loss and accuracy of logits [B, T, V_d] at rows p for tokens p + 2 + step."""
+    """Return mean loss and accuracy of logits [B, T, V_d]; row p is for token p + 2 + step."""
     counts = shift(is_answer, step + 2) & shift(teacher.is_drafted, step + 1)
     return cross_entropy(logits, shift(teacher.probs, step + 1), counts)
 
@@ -152,10 +152,10 @@ def eagle1_loss(
     *,
     noise: float = 0.1,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Smooth L1 to the target's next feature plus 0.1 cross-entropy (Li et al. 2024, section 3.2).
+    """Return smooth L1 to the target's next feature plus 0.1 cross-entropy (Li et al. 2024, 3.2).
 
-    Uniform noise on the input features simulates the head's own errors, since it drafts from its
-    own outputs.
+    Uniform noise on the input features simulates the head's errors, since drafting runs the head on
+    its own outputs.
     """
     size, length = batch.tokens.shape
     params = frozen.join(trainable)

@@ -8,10 +8,10 @@ import optax.contrib
 
 
 def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) where `labels` says "muon", AdamW where it says "adamw".
+    """Return Muon (Jordan 2024) for arrays labelled "muon", AdamW for arrays labelled "adamw".
 
-    The rate warms up over 1/25 of `steps`, then falls linearly to 2 % of `peak`. Muon's
-    updates are scaled to AdamW's RMS, so that one rate serves both (Liu et al. 2025, eq. 4).
+    The rate warms up over 1/25 of `steps`, then falls linearly to 2 % of `peak`. Muon's updates are
+    scaled to AdamW's RMS, so that both use the same rate (Liu et al. 2025, eq. 4).
     """
     warmup = steps // 25 + 1
     schedule = optax.join_schedules(
@@ -29,7 +29,7 @@ def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransf
 
 
 def steady_adamw(rate: float, warmup: int = 10) -> optax.GradientTransformation:
-    """AdamW with a rate that is constant after `warmup` steps, for weights already trained.
+    """Return AdamW with a rate that is constant after `warmup` steps, for trained weights.
 
     Not Muon, which updates all directions of a matrix equally, including those already right.
     """

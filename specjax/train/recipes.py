@@ -101,7 +101,7 @@ def _target(args: Namespace) -> None:
 def _answers(args: Namespace) -> None:
     texts = [prompt for prompt, _ in read_texts(args.data) if prompt]
     order = np.random.default_rng(args.seed).permutation(len(texts))[: args.num_prompts]
-    # Half greedy, half sampled, so that the drafter is trained on both.
+    # Half greedy, half sampled, to train the drafter on both.
     params = [
         SamplingParams(temperature=float(i % 2), max_tokens=args.max_tokens, detokenize=False)
         for i in range(len(order))
@@ -123,7 +123,7 @@ def _drafter(args: Namespace) -> None:
     kind, folder = KINDS[args.kind], resolve(args.target)
     stored = read_tokenizer(folder)
     if stored is None:
-        raise ValueError(f"{folder} has no tokenizer.json, and the documents are texts; add it")
+        raise ValueError(f"{folder} has no tokenizer.json, but the documents are texts; add it")
     target, target_params = load_model(folder, np.dtype("float32"))
     documents = read_documents(
         args.data, stored.tokenizer, stored.special_tokens.get("eos_token", EOS)
@@ -140,10 +140,10 @@ def _drafter(args: Namespace) -> None:
         num_unrolled=num_drafts or getattr(args, "num_unrolled", 1),
     )
     head, extra = start.head, kind.vocabulary(start.head, params)
-    if "target_ids" in start.frozen:  # no weights, but among the extra tensors
+    if "target_ids" in start.frozen:  # not a weight; saved among the extra tensors
         params = replace(params, target_ids=None)
     specs, weights, config = head.specs(start.names), params, start.config
-    if head.prefix_in_target is not None:  # it is published inside the target's checkpoint
+    if head.prefix_in_target is not None:  # the head is published inside the target's checkpoint
         specs, weights = (target.specs(), specs), (target_params, weights)
         config = plain_config(read_config(folder), is_tied=is_tied(target))
     dtype = jax.numpy.dtype(args.dtype)
@@ -155,13 +155,13 @@ def _drafter(args: Namespace) -> None:
 
 
 def _start(args: Namespace, kind: Kind, target: Model, documents: list[Document]) -> InitialHead:
-    """Return the head that training begins with: of --init, or a new one."""
+    """Return the head at the start of training: the one of --init, or a new one."""
     sizes = {field.name: getattr(args, field.name, None) for field in fields(HeadSizes)}
     if args.init is not None:
         if given := [name for name, value in sizes.items() if value is not None]:
             raise ValueError(
-                f"--{given[0].replace('_', '-')} is a new head's; that of --init {args.init} has "
-                "its own, so leave it out"
+                f"--{given[0].replace('_', '-')} is for new heads; the head of --init {args.init} "
+                "has its own, so leave it out"
             )
         named = parse_drafter(str(args.init), option="--init", method=kind.method)
         return warm_start(kind, resolve(named.model or args.target), target)

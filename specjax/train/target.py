@@ -1,4 +1,4 @@
-"""A small target model trained from scratch: next-token cross-entropy on packed rows."""
+"""Training of a small target model from scratch: next-token cross-entropy on packed rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ from specjax.train.loop import Schedule, fit
 
 
 def demo_llama(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
-    """Return a Llama with 64-wide heads and three query heads per key-value head."""
+    """Return a Llama with heads of width 64 and three query heads per key-value head."""
     heads = hidden_size // 64
     return Llama(
         vocab_size=vocab_size,
@@ -44,7 +44,7 @@ def demo_llama(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
 
 
 def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
-    """Return a hybrid with 64-wide heads and attention in every fourth layer; the other layers
+    """Return a hybrid with heads of width 64 and attention in every fourth layer; the other layers
     have two value heads per key head."""
     heads = hidden_size // 64
     return Qwen35(
@@ -65,7 +65,7 @@ def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
 
 
 def demo_glm4_moe_lite(vocab_size: int, num_layers: int, hidden_size: int) -> DeepSeek:
-    """Return a decoder with latent attention whose layers have experts, the first one not."""
+    """Return a decoder with latent attention, and with experts in all layers but the first."""
     heads, inner = hidden_size // 64, hidden_size // 2
     return DeepSeek(
         vocab_size=vocab_size,
@@ -100,13 +100,13 @@ def demo_glm4_moe_lite(vocab_size: int, num_layers: int, hidden_size: int) -> De
 
 
 class Demo(NamedTuple):
-    """A kind of demo model."""
+    """An architecture of demo models."""
 
-    make: Callable[[int, int, int], Any]  # from the sizes of vocabulary, layers and hidden states
-    to_hf: Callable[[Any], Mapping[str, Any]]  # its Hugging Face `config.json`
+    make: Callable[[int, int, int], Any]  # takes vocabulary size, number of layers and width
+    to_hf: Callable[[Any], Mapping[str, Any]]  # returns its Hugging Face `config.json`
 
 
-# By the value of --architecture.
+# By --architecture.
 DEMOS = {
     "llama": Demo(demo_llama, llama.to_hf),
     "qwen3_5": Demo(demo_qwen3_5, qwen3_5.to_hf),
@@ -116,7 +116,7 @@ DEMOS = {
 
 def init_params(specs: Any, key: jax.Array) -> Any:
     """Return f32 weights for a tree of `TensorSpec`: norms one, biases zero, matrices normal with
-    standard deviation 1 / sqrt(fan in); decay rates of gated delta rule heads as in Mamba-2."""
+    standard deviation 1 / sqrt(fan in), decay rates of gated delta rule heads as in Mamba-2."""
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(tree, [_init(s, k) for s, k in zip(leaves, keys, strict=True)])
@@ -127,7 +127,7 @@ def _init(spec: TensorSpec, key: jax.Array) -> jax.Array:
         return jnp.full(spec.shape, spec.fill, jnp.float32)
     if spec.names[0].endswith("A_log"):
         return jnp.log(jnp.linspace(1.0, 16.0, spec.shape[0]))
-    if spec.names[0].endswith("dt_bias"):  # its softplus is 0.001 to 0.1
+    if spec.names[0].endswith("dt_bias"):  # softplus gives 0.001 to 0.1
         return jnp.log(jnp.expm1(jnp.logspace(-3.0, -1.0, spec.shape[0])))
     if len(spec.shape) == 1:
         return jnp.zeros(spec.shape) if "bias" in spec.names[0] else jnp.ones(spec.shape)
@@ -164,7 +164,7 @@ def train_target(
     directory: Path,
     schedule: Schedule,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Train `model` on `documents`; checkpoints go to `directory`, from which it resumes."""
+    """Train `model` on `documents`; checkpoints go to `directory`, from which a run resumes."""
     params = init_params(model.specs(), jax.random.key(schedule.seed))
     labels = replace(jax.tree.map(lambda _: "adamw", params), layers=matrix_labels(params.layers))
     return fit(

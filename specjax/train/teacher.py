@@ -1,4 +1,4 @@
-"""What every drafter's loss reads: frozen parameters, and the target's distributions."""
+"""The inputs of every drafter's loss: frozen parameters, and the target's distributions."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from specjax.train.features import Batch
 
 
 class Frozen(NamedTuple):
-    """Parameters that a drafter's loss uses and does not train."""
+    """Parameters that a drafter's loss uses but does not train."""
 
     target: Any  # the target's parameters
     drafter: dict[str, Any]  # the drafter's frozen parameters, by field
@@ -23,7 +23,7 @@ class Frozen(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The target's distributions over a draft vocabulary; row p is of the token at p + 1."""
+    """The target's distributions over a draft vocabulary; row p is for the token at p + 1."""
 
     probs: jax.Array  # f32[B, T, V_d]
     is_drafted: jax.Array  # bool[B, T], whether its most likely token is in the draft vocabulary
@@ -44,9 +44,9 @@ class Teacher(NamedTuple):
 def cross_entropy(
     logits: jax.Array, expected: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return cross-entropy and accuracy of logits [..., V_d], means over where `counts` [...].
+    """Return mean cross-entropy and accuracy of logits [..., V_d] where `counts` bool[...] is true.
 
-    A token whose logit is -inf is left out: it is no candidate.
+    Tokens with a logit of -inf are ignored: they are not candidates.
     """
     weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
     log_probs = jnp.where(logits > -jnp.inf, jax.nn.log_softmax(logits), 0)
@@ -61,5 +61,5 @@ def shift(x: jax.Array, count: int) -> jax.Array:
 
 
 def at(x: jax.Array, spots: jax.Array) -> jax.Array:
-    """Return x [B, T, ...] at `spots` i32[B, N]: [B, N, ...]."""
+    """Return x [B, T, ...] at `spots` i32[B, N], as [B, N, ...]."""
     return x[jnp.arange(len(x))[:, None], spots]

@@ -68,7 +68,7 @@ def test_a_config_alone_gives_the_head_that_the_weights_have(target, tmp_path):
         lambda x: (x.shape, x.dtype), shapes
     )
     config = SpeculativeConfig(method="eagle", model="", num_speculative_tokens=3)
-    with pytest.raises(CheckpointError, match="has no weights, which method 'eagle' needs"):
+    with pytest.raises(CheckpointError, match="has no weights, .* method 'eagle'"):
         drafter_from_config(folder, config, model, "float32")
 
 
@@ -88,14 +88,14 @@ def test_names_of_other_exports(target, tmp_path, rewrite_tensors, old, new):
 
 
 REFUSED = {
-    "block": ({"block_size": 3}, "block_size=3 has 2 drafts; lower .*tokens=3"),
+    "block": ({"block_size": 3}, "block_size=3 .* 2 drafts; lower .*tokens=3"),
     "block-of-one": ({"block_size": 1}, "block_size=1 leaves no drafts"),
     "block-of-none": ({"block_size": 0}, "block_size must be a positive integer, got 0"),
     "no-mask": (
         {"dflash_config": {}, "mask_token_id": None},
         "mask_token_id=None must be one of the target's 24",
     ),
-    "own-vocabulary": ({"draft_vocab_size": 15}, "draft_vocab_size=15 needs a lm_head of its own"),
+    "own-vocabulary": ({"draft_vocab_size": 15}, "draft_vocab_size=15 needs a lm_head"),
     "another-width": ({"hidden_size": 30}, "head is 30 wide .* which is 32 wide"),
     "more-layers": ({"num_hidden_layers": 3, "layer_types": None}, "missing: layers.2."),
     "gated": (
@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "candidates": (
         {"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 15},
-        "candidates of a draft vocabulary are not supported",
+        "draft vocabulary is not supported",
     ),
     "domino": (
         {"dflash_config": {**IN_CONFIG, "projector_type": "domino"}},
@@ -121,18 +121,18 @@ REFUSED = {
     "mask": ({"dflash_config": {"mask_token_id": VOCAB}}, "mask_token_id=24 must be one of .* 24"),
     "layers": (
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2]}},
-        r"outputs of layers \[2\]; the target has 0..2",
+        r"outputs of layers \[2\], .* the target has 0..2",
     ),
     "window": (
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
-        "no sliding_window says how long",
+        "sliding_window is not set",
     ),
     "windows": ({"layer_types": ["sliding_attention"]}, "layer_types must name .* each of .*=2"),
     "window-of-none": (
         {"dflash_config": SWA | {"swa_window_size": 0}},
-        "a window of 0 tokens must be at least 1",
+        "window 0 must be at least 1",
     ),
-    "vocabulary": ({"vocab_size": 30}, "vocab_size=30, the target's is 24"),
+    "vocabulary": ({"vocab_size": 30}, "vocab_size=30 .* the target's 24"),
 }
 
 
@@ -151,13 +151,13 @@ def test_heads_that_do_not_fit_are_refused(target, tmp_path, edits, message):
 def test_tensors_that_do_not_fit_are_refused(target, tmp_path, rewrite_tensors):
     folder = write_head(tmp_path / "head", target.hf.config.hidden_size).folder
     torch.save({"mask_token_id": MASK}, folder / "mask_embedding.pt")
-    refused(target, folder, "mask_embedding.pt must hold the tensor 'embedding'; it has .*")
+    refused(target, folder, "mask_embedding.pt must .* 'embedding'; it has .*")
     torch.save({"embedding": torch.ones(5)}, folder / "mask_embedding.pt")
     refused(target, folder, r"mask_embedding \(expected \[32\], found \[5\]\)")
     (folder / "mask_embedding.pt").unlink()
     file, hidden = folder / "model.safetensors", {"mask_hidden": torch.ones(1, 1, 64)}
     rewrite_tensors(file, lambda old: old | hidden)
-    refused(target, folder, "it has a mask_hidden, as P-EAGLE heads do")
+    refused(target, folder, "mask_hidden")
     rewrite_tensors(file, lambda old: {**old, "fc.weight": torch.ones(32, 32)})
     rewrite_tensors(file, lambda old: {n: x for n, x in old.items() if n != "mask_hidden"})
     refused(target, folder, r"fc.weight \(expected \[32, 64\], found \[32, 32\]\)")

@@ -107,10 +107,10 @@ def test_vocabularies_that_cannot_be_matched_are_refused(checkpoints, target):
         )
 
     small = checkpoints.target("llama", seed=3, vocab_size=SIZES[1], num_hidden_layers=1)
-    refused(small.folder, "vocab_size=20, the target's is 24", "no tokenizer.json to match")
+    refused(small.folder, "vocab_size=20", "the target's 24", "no tokenizer.json to match")
     other = with_tokenizer(checkpoints, small, byte_level(SIZES[1], ["xyz", "zyx"])).folder
     for weights in other.glob("*.safetensors"):  # which it does not come to
         weights.write_bytes(b"")
-    refused(other, "no token in common with that of", target.folder)
+    refused(other, "no token in common", target.folder)
     (other / "tokenizer.json").write_text('{"model": {"vocab": [1]}}')
     refused(other, "is not a tokenizer")

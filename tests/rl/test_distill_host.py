@@ -203,7 +203,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(open_engine, prompts, tmp_pat
     with pytest.raises(ValueError, match="different weights of version 0"):
         distiller(open_engine("eagle3", seed=3)).restore(tmp_path)
     engine.update_weights(engine.params.target)
-    with pytest.raises(ValueError, match="version 0, the engine is at 1"):
+    with pytest.raises(ValueError, match="version 0, .* the engine is at 1"):
         refits.restore(tmp_path)
 
 

@@ -28,10 +28,10 @@ def gated_delta_rule_triton(
     config: DeltaRuleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """See `gated_delta_rule`. Outputs of padding rows are zero.
+    """See `gated_delta_rule`. Padding rows give zeros.
 
     Raises:
-        UnsupportedError: sizes or dtypes that the kernels do not support.
+        UnsupportedError: the kernels do not support a size or dtype.
     """
     heads = cache.heads
     for name, dim in ("D_k", heads.key_dim), ("D_v", heads.value_dim):

@@ -7,8 +7,11 @@ from pallas_kernels.triton_call import dot
 
 
 def dot_f32(a, b, **transposed):
-    """Multiply a b in f32 on tf32 tensor cores: each operand is split into two tf32 halves, and
-    the product of the lower halves, 2^-24 of the whole, is dropped."""
+    """Multiply a b in f32 on tf32 tensor cores.
+
+    Each operand is split into two tf32 halves. The product of the lower halves, 2^-24 of the whole,
+    is dropped.
+    """
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     small = dot(a_high, b_low, allow_tf32=True, **transposed)
     small = small + dot(a_low, b_high, allow_tf32=True, **transposed)
@@ -25,14 +28,14 @@ def _halves(a):
 
 
 def _rounded(a):
-    """Round to tf32, which has ten mantissa bits; the product would truncate the others."""
+    """Round to tf32, which has ten mantissa bits; the product would truncate instead."""
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
     return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
 
 
 def invert_unit_lower(lower, i):
-    """Compute `reference.invert_unit_lower`: all pairs of blocks merge in place at once, by
-    products X - X C X of whole matrices, with the corners C of the pairs."""
+    """Compute `reference.invert_unit_lower`: X - X C X merges all pairs of blocks in place, where C
+    contains the corners of the pairs."""
     i, j = i[:, None], i[None]
 
     def merge(level, inverse):

@@ -1,4 +1,4 @@
-"""A request of the batch as seen by a program of a kernel: its slot and its new tokens."""
+"""A kernel program's view of one request in the batch: its slot and its new tokens."""
 
 from typing import Any, NamedTuple
 
@@ -30,18 +30,18 @@ class BatchRow(NamedTuple):
     def is_live(self, num_slots):
         """Return whether this is a request rather than padding.
 
-        Starts and layers are never below 0. They are asked for, too, so that all scalars are loaded
-        before a branch on this, at once: the compiler moves a load that only one side of a branch
-        needs behind it, where it waits for the memory once more.
+        Starts and layers are never below 0. Checking them makes the compiler load all scalars
+        together before a branch on this result: it would move a load that only one side of the
+        branch needs into that side, where it would wait for memory again.
         """
         is_request = (self.count > 0) & (self.start >= 0) & (self.layer >= 0)
         return is_request & (self.slot >= 0) & (self.slot < num_slots)
 
     def num_pending(self, pending_ref, max_pending):
-        """Return the number of tokens before the new ones that the state lacks."""
+        """Return the number of pending tokens, which the state lacks."""
         return jnp.clip(pending_ref[self.index], 0, jnp.minimum(self.start, max_pending))
 
 
 def column_of(place, num_columns):
-    """Return the ring's column of a position, which may be slightly below 0."""
+    """Return the ring's column of a position; positions may be slightly below 0."""
     return jax.lax.rem(place + num_columns, num_columns)

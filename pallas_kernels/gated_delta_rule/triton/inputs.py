@@ -1,9 +1,8 @@
-"""What a step needs of its new tokens, once for all programs that own rows of states.
+"""The state-independent part of a decode step, computed once for all programs that own state rows.
 
-A program takes some tokens of one key head, and of the value heads that read it. All go through
-the same loop body, so that a token runs the same machine code whatever its place in a step.
-Programs run in any order: none reads a ring's column that another writes (see
-`pallas_kernels.gated_delta_rule`).
+A program processes some tokens of one key head and of its value heads. All tokens run in the same
+loop body, so that they run the same machine code at any place in a step. Programs run in any order:
+no program reads a ring's column that another writes (see `pallas_kernels.gated_delta_rule`).
 """
 
 from functools import partial
@@ -20,7 +19,7 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 class Inputs(NamedTuple):
-    """Of the new tokens, what is not kept for later steps; f32, undefined in padding rows."""
+    """Values of the new tokens that later steps do not need; f32, undefined in padding rows."""
 
     q: Any  # [B, T, H_k, D_k]
     v: Any  # [B, T, H_v, D_v]
@@ -28,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 def prepare_inputs(x, weights, cache, where, *, config, interpret):
-    """Return the `Inputs` of the new tokens, and the cache with their raw inputs, k and e^g.
+    """Return the new tokens' `Inputs`, and the cache with their raw inputs, k and e^g.
 
     `where` is (layer, slots, positions).
     """
@@ -73,7 +72,7 @@ def _inputs_kernel(*refs, tokens):
 
         def run(t, history):
             raw = [x_ref[row.index, t, kind].astype(ring_ref.dtype) for kind in kinds]
-            a, b = gates.read_token(x_ref, row, t)  # before the stores, which loads wait behind
+            a, b = gates.read_token(x_ref, row, t)  # before the stores, which delay loads
             windows = [[*past, z.astype(jnp.float32)] for past, z in zip(history, raw, strict=True)]
             q, k, *vs = (
                 silu(sum(z * w for z, w in zip(*pair, strict=True)))
@@ -88,7 +87,7 @@ def _inputs_kernel(*refs, tokens):
             gates.write(a, b, row, t, decay_ref, inputs.beta)
             return [window[1:] for window in windows]
 
-        # All loads before the first use, which waits for the memory.
+        # Issue all loads before the first use, which waits for memory.
         places = [first - back for back in range(num_taps - 1, 0, -1)]
         loaded = [[_load_raw(x_ref, ring_ref, row, t, kind) for t in places] for kind in kinds]
         history = [
@@ -102,7 +101,7 @@ def _column(ring, row, t):
 
 
 def _load_raw(x_ref, ring_ref, row, t, kind):
-    """Load raw inputs in some channels: of the new token t, and if t < 0 of one before them."""
+    """Load some channels of raw inputs: of new token t, or of an earlier token if t < 0."""
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)
     new = load(x_ref.at[row.index, jnp.maximum(t, 0), kind], mask=in_x, other=0.0)
@@ -119,9 +118,9 @@ def _normed(z):
 
 
 class _Gates(NamedTuple):
-    """Weights of the gates of the value heads that share a key head, padded to a power of two."""
+    """Gate weights of the value heads of one key head, padded to a power of two."""
 
-    num_heads: int  # of all key heads
+    num_heads: int  # H_v, over all key heads
     heads: Any
     is_head: Any
     rate: Any
@@ -130,7 +129,7 @@ class _Gates(NamedTuple):
     @classmethod
     def read(cls, log_decay_ref, decay_bias_ref, key_head, count):
         i = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
-        # In interpret mode masked lanes store the old value; they point out of range, to no head.
+        # In interpret mode masked lanes store the old value, so they must point out of range.
         is_head = i < count
         num_heads = log_decay_ref.shape[0]
         heads = jnp.where(is_head, key_head * count + i, num_heads)
@@ -140,14 +139,14 @@ class _Gates(NamedTuple):
         return cls(num_heads, heads, is_head, -jnp.exp(log_decay), bias)
 
     def read_token(self, x_ref, row, t):
-        """Load a and b of a new token."""
+        """Return a and b of a new token."""
         first = x_ref.shape[2] - 2 * self.num_heads
         places = [first + n * self.num_heads + self.heads for n in (1, 0)]
         at = [x_ref.at[row.index, t, place] for place in places]
         return [load(ref, mask=self.is_head, other=0.0).astype(jnp.float32) for ref in at]
 
     def write(self, a, b, row, t, decay_ref, beta_ref):
-        """Compute e^g and beta of a new token."""
+        """Compute and store e^g and beta of a new token."""
         store(beta_ref.at[row.index, t, self.heads], sigmoid(b), mask=self.is_head)
         decay = jnp.exp(self.rate * softplus(a + self.bias))
         store(decay_ref.at[*_column(decay_ref, row, t), self.heads], decay, mask=self.is_head)

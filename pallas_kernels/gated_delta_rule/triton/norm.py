@@ -1,4 +1,4 @@
-"""The output norm; a separate kernel, because several programs compute the rows of a head."""
+"""The output norm: a separate kernel, because several programs compute the rows of a head."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ NUM_WARPS = 4
 
 
 def run_norm(out, x, norm, heads, *, eps, config, interpret):
-    """Normalise outputs [B, T, H_v, D_v] and gate them by the z in x."""
+    """Normalise outputs [B, T, H_v, D_v], and gate them by z from x."""
     assert has_one_owner(config.norm_heads * heads.value_dim, NUM_WARPS), config
     (out,) = triton_call(
         partial(_norm_kernel, channels=heads.channels, tile=config.norm_heads, eps=eps),
@@ -30,13 +30,13 @@ def run_norm(out, x, norm, heads, *, eps, config, interpret):
 
 
 def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
-    """Compute `reference.gated_norm`, with the same roundings, which do not depend on the shape
+    """Compute `reference.gated_norm` with the same roundings. They do not depend on the shape,
     because this is a separate kernel."""
     num_heads, value_dim = out_ref.shape[2:]
     part, row, t = (pl.program_id(i) for i in range(3))
     head = (part * tile + jnp.arange(tile, dtype=jnp.int32))[:, None]
     value = jnp.arange(value_dim, dtype=jnp.int32)[None]
-    # In interpret mode masked lanes store the old value; they point out of range, to no head.
+    # In interpret mode masked lanes store the old value, so they must point out of range.
     at = out_ref.at[row, t, jnp.where(head < num_heads, head, num_heads), value]
     mask = jnp.broadcast_to(head < num_heads, (tile, value_dim))
     o = load(at, mask=mask, other=0.0)
@@ -46,6 +46,6 @@ def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
     y = y * jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) / value_dim + eps)
     y = y.astype(o.dtype).astype(jnp.float32) * norm.astype(jnp.float32)
     y = y.astype(jnp.promote_types(o.dtype, norm.dtype)).astype(jnp.float32)
-    # A padding row stays zero even if its gate is NaN.
+    # Padding rows stay zero even if their gate is NaN.
     y = jnp.where(o == 0, 0.0, y * silu(z.astype(jnp.float32)))
     store(at, y.astype(o.dtype), mask=mask)

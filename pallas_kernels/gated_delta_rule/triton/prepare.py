@@ -21,8 +21,11 @@ from pallas_kernels.triton_call import load, triton_call
 
 
 class Chunks(NamedTuple):
-    """State-independent arrays of a prompt's N chunks of C tokens, f32, in the notation of
-    `reference.recur_chunks`, T = (I + A)^-1: 4 (3 D_k + D_v + C) bytes per token and value head."""
+    """State-independent arrays of a prompt's N chunks of C tokens, f32.
+
+    The notation is as in `reference.recur_chunks`, with T = (I + A)^-1. They take
+    4 (3 D_k + D_v + C) bytes per token and value head.
+    """
 
     u: Any  # [B, H_v, N C, D_v], T beta V
     w: Any  # [B, H_v, N C, D_k], T beta e^G K
@@ -35,8 +38,8 @@ class Chunks(NamedTuple):
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
     """Return the cache's ring, unchanged, and the `Chunks` of `chunk` tokens each.
 
-    `where` is (layer, slots, positions). The ring passes through this kernel so that it is written,
-    by another kernel, only after all programs have read it.
+    `where` is (layer, slots, positions). The ring is an output of this kernel so that the kernel
+    that writes it starts only after all programs here have read it.
     """
     heads, (batch, length, _) = cache.heads, x.shape
     num_chunks = pl.cdiv(length, chunk)
@@ -59,7 +62,7 @@ def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a chunk, which are in x; those before the new ones are in the ring."""
+    """The tokens of a chunk: new ones in x, earlier ones in the ring."""
 
     x: Any
     ring: Any
@@ -68,7 +71,7 @@ class _Tokens(NamedTuple):
     places: Any  # i32[C]
 
     def convolved(self, conv_ref, channel):
-        """Convolve all tokens in these channels."""
+        """Return the convolution of all tokens in these channels."""
         start = self.row.start
         y = jnp.zeros((len(self.places), len(channel)), jnp.float32)
         num_taps = conv_ref.shape[0]
@@ -86,7 +89,7 @@ class _Tokens(NamedTuple):
         return jnp.where(self.places[:, None] < self.end, silu(y), 0.0)
 
     def read_gates(self, head, log_decay_ref, decay_bias_ref):
-        """Return g and beta of all tokens in one head; zeros past the last token."""
+        """Return g and beta of all tokens in one head; zero past the last token."""
         is_real, num_heads = self.places < self.end, log_decay_ref.shape[0]
         t = jnp.clip(self.places - self.row.start, 0, self.x.shape[1] - 1)
         first = self.x.shape[2] - 2 * num_heads + head
@@ -101,7 +104,7 @@ class _Tokens(NamedTuple):
 
 def _prepare_kernel(*refs, chunk, piece):
     """Compute the `Chunks` of one chunk and value head. To save registers, channels are processed
-    in pieces, twice if they are normalised."""
+    in pieces, and twice if they are normalised."""
     _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
     log_decay_ref, decay_bias_ref, ring_ref, *chunks = refs
     chunks = Chunks(*chunks)
@@ -144,7 +147,7 @@ def _prepare_kernel(*refs, chunk, piece):
         g, beta = tokens.read_gates(head, log_decay_ref, decay_bias_ref)
         is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
         total, last = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1), jnp.sum(g, axis=0)
-        # Above the diagonal the difference is positive, and exp might overflow.
+        # Above the diagonal the difference is positive, so exp could overflow.
         difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
         decay = jnp.where(is_before, jnp.exp(difference), 0.0) * k_norm[None]
         write(chunks.inner, i, decay * qk * q_norm[:, None])

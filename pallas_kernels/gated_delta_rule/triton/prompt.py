@@ -1,10 +1,9 @@
 """A prompt of the gated delta rule, in chunks of tokens, by three kernels.
 
-The first prepares, for all chunks at once, what does not depend on the state. In the second, each
-program folds pending tokens and then the chunks one by one into its rows of a state. The third
-updates the rings, only after the others are done: otherwise NaN would fill columns that a program
-still has to read. The first two are separate because a joint kernel would not have enough
-registers.
+The first kernel prepares the state-independent part of all chunks at once. In the second, each
+program folds the pending tokens, then one chunk after the other, into its rows of a state. The
+third updates the rings after the others are done: earlier, NaN would fill columns that a program
+still has to read. The first two are separate because a joint kernel would need too many registers.
 """
 
 import math
@@ -71,7 +70,7 @@ def run_prompt(x, weights, cache, where, config, interpret):
 
 
 def _chunk_kernel(*refs, chunk, tile, piece, interpret):
-    """Compute `reference.recur_chunks`. Rows of the state are independent, so each program owns a
+    """Compute `reference.recur_chunks`. The rows of a state are independent, so each program owns a
     tile of them."""
     _, _, _, _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
     *chunks, state_ref, u_ref, k_ref, decay_ref, out_ref = refs
@@ -89,7 +88,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
     i = jnp.arange(chunk, dtype=jnp.int32)
 
     def write_rows(is_written, t, o):
-        # In interpret mode masked lanes store the old value; they point to no real row.
+        # In interpret mode masked lanes store the old value, so they must point to no real row.
         at = row.index, jnp.where(is_written, t, length)[None], head, values[:, None]
         mask = jnp.broadcast_to(is_written[None], (tile, chunk))
         store(out_ref.at[at], o.astype(out_ref.dtype), mask=mask)
@@ -100,7 +99,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
             def read(ref, columns):
                 return ref[row.index, head, (n * chunk + i)[:, None], columns[None]]
 
-            # Transposed, like the state: both are left operands of products, and stay in registers.
+            # u is transposed like the state: both are left operands, and stay in registers.
             u = chunks.u[row.index, head, (n * chunk + i)[None], values[:, None]]
             o = jnp.zeros((tile, chunk), jnp.float32)
             for s, keys in zip(states, pieces, strict=True):
@@ -136,8 +135,8 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
 
 
 def _keep_kernel(*refs, tile):
-    """Write one column of each ring after a prompt: NaN, unless it has raw inputs of one of the
-    last W - 1 tokens. Tokens from before the call are already there."""
+    """Write one column of each ring after a prompt: NaN, except the raw inputs of the last W - 1
+    tokens. Tokens from before the call are already there."""
     x_ref, layer_ref, slots_ref, positions_ref, ring_ref, *kept = refs[4:]
     num_slots, num_columns, channels = ring_ref.shape[1:]
     num_kept, length = num_columns - kept[0].shape[2], x_ref.shape[1]
@@ -160,7 +159,7 @@ def _keep_kernel(*refs, tile):
         store(ring_ref.at[row.layer, row.slot, column, channel], new, mask=is_written)
 
     for ref in kept:
-        # One that ends in [heads] has one value per head.
+        # A ring without a last axis of channels has one value per head.
         dim = math.prod(ref.shape[4:])
         is_there = jnp.broadcast_to(column < ref.shape[2], (tile,)) & (channel < ref.shape[3] * dim)
 

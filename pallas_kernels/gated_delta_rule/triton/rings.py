@@ -1,6 +1,6 @@
-"""The rings of u, k and e^g, as seen by a program that owns some rows of a state.
+"""The rings of u, k and e^g, for a program that owns some rows of a state.
 
-It holds the rows as arrays [rows, piece], one for each piece of D_k.
+The program holds the rows as arrays [rows, piece], one per piece of D_k.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from pallas_kernels.triton_call import multiply_add
 
 
 class Rings(NamedTuple):
-    """The rings' refs, and what of them belongs to the rows."""
+    """The rings' refs, and the head and indices of the owned rows."""
 
     u: Any
     k: Any
@@ -21,23 +21,23 @@ class Rings(NamedTuple):
     row: BatchRow
     head: Any  # value head
     values: Any  # i32[rows]
-    pieces: list[Any]  # i32[piece] of D_k, each
+    pieces: list[Any]  # each i32[piece], indices in D_k
 
     def u_at(self, place):
-        """Return the ref of the corrections [rows] of the token at a position."""
+        """Return the ref of u [rows] of the token at a position."""
         column = column_of(place, self.u.shape[2])
         return self.u.at[self.row.layer, self.row.slot, column, self.head, self.values]
 
     def read(self, place):
-        """Return e^g, and k in pieces, of the token at a position."""
+        """Return e^g and the pieces of k of the token at a position."""
         at = self.row.layer, self.row.slot, column_of(place, self.k.shape[2])
         num_keys, num_heads = self.k.shape[3], self.decay.shape[3]
         key_head = self.head // (num_heads // num_keys)
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Fold the tokens from position `first` on, up to the first new one, into the states;
-        `tokens` at a time, whose loads wait for the memory together."""
+        """Fold the tokens from position `first` up to the first new one into the states. The loads
+        of `tokens` tokens are in flight together."""
         start = self.row.start
 
         def fold_some(i, states):
@@ -45,7 +45,7 @@ class Rings(NamedTuple):
             read = [self.read(jnp.minimum(place, start - 1)) for place in places]
             us = [self.u_at(jnp.minimum(place, start - 1))[...] for place in places]
             for place, (decay, k), u in zip(places, read, us, strict=True):
-                # Past the last one, with 1 and 0 for e^g and u, the states keep their bits.
+                # Past the last token, e^g = 1 and u = 0 leave the states' bits unchanged.
                 decay, u = (jnp.where(place < start, *z) for z in ((decay, 1.0), (u, 0.0)))
                 states = correct([s * decay for s in states], u, k, interpret=interpret)
             return states
@@ -55,7 +55,7 @@ class Rings(NamedTuple):
 
 
 def correct(states, u, k, *, interpret):
-    """Compute S + u k^T. One function for folding and verifying: they must round alike."""
+    """Compute S + u k^T. Folding and verification share it, because they must round equally."""
     return [
         multiply_add(_wide(u[:, None], s), _wide(piece[None], s), s, interpret=interpret)
         for s, piece in zip(states, k, strict=True)
@@ -63,7 +63,7 @@ def correct(states, u, k, *, interpret):
 
 
 def over_keys(states, k, *, interpret):
-    """Compute S k: [rows]. Pieces are added first, within threads."""
+    """Compute S k [rows]. Pieces are added first, within threads."""
     sums = states[0] * k[0][None]
     for s, piece in zip(states[1:], k[1:], strict=True):
         sums = multiply_add(s, _wide(piece[None], s), sums, interpret=interpret)

@@ -1,10 +1,10 @@
 """A decode step of the gated delta rule: fold pending tokens into the state, then run new ones.
 
-A program owns some rows of the state of one value head of one request, which are independent of
+A program owns some rows of the state of one value head of one request; they are independent of
 other rows. It reads them once, folds the pending tokens in, writes them if there were any, and runs
-the new tokens in registers. What does not depend on the state another kernel has prepared
-(`inputs.py`). So programs are short and need few registers: many share a multiprocessor, and some
-load while others compute.
+the new tokens in registers. Another kernel has prepared the state-independent part (`inputs.py`).
+So programs are short and need few registers: many share a multiprocessor, and some load while
+others compute.
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
     key_head = head // (num_heads // q_ref.shape[2])
 
     def read(t):
-        """What the state needs of a new token, but for q."""
+        """Return e^g, k, v and beta of a new token."""
         decay, k = rings.read(row.start + t)
         return decay, k, v_ref[row.index, t, head, values], beta_ref[row.index, t, head]
 
@@ -74,7 +74,8 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
         states = [s * decay for s in states]
         u = beta * (v - over_keys(states, k, interpret=interpret))
         states = correct(states, u, k, interpret=interpret)
-        # The next token's take the registers of this one's, and do not wait behind its stores.
+        # Load the next token before this one's stores, for which it would wait; it takes its
+        # registers.
         following = read(jnp.minimum(t + 1, row.count - 1))
         rings.u_at(row.start + t)[...] = u
         o = over_keys(states, q, interpret=interpret)
@@ -83,7 +84,7 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
 
     first = row.start - row.num_pending(pending_ref, u_ref.shape[2])
 
-    # It is never below 0; `pending` is loaded before the branch, as in `is_live`.
+    # `first` is never below 0: the check makes `pending` load before the branch, see `is_live`.
     @pl.when(is_live & (first >= 0))
     def _():
         own = [(row.layer, row.slot, head, values[:, None], keys[None]) for keys in pieces]
@@ -92,13 +93,13 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
         states = rings.fold(states, first, tokens=fold_tokens, interpret=interpret)
         token = read(0)
 
-        @pl.when(first < row.start)  # else the state is as it was, or not begun
+        @pl.when(first < row.start)  # otherwise the state is unchanged or empty
         def _():
             for at, s in zip(own, states, strict=True):
                 state_ref[at] = s
 
         if not interpret:
-            # Every thread has read the pending u's, whose columns new ones may take.
+            # Wait until every thread has read the pending u, whose columns new u may overwrite.
             states = barrier(states)
         jax.lax.fori_loop(0, row.count, verify, (states, token))
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeltaRuleTuning:
-    """Tile sizes, and how a state [D_v, D_k] is spread over the threads of a program."""
+    """Tile sizes, and the layout of a state [D_v, D_k] over the threads of a program."""
 
-    # Lanes span the keys of one piece only; sums over keys add the pieces first, within each
+    # Lanes span the keys of one piece only. Sums over keys first add the pieces, within each
     # thread, so that threads exchange less.
     piece: int = 32
-    # Rows of a state per program, 32 registers of state a thread: many programs then share a
-    # multiprocessor, some of which load while others compute.
+    # Rows of a state per program: 32 registers of state per thread. Many programs then share a
+    # multiprocessor, and some load while others compute.
     values: int = 32
     num_warps: int = 4
-    fold_tokens: int = 2  # pending tokens that are loaded at a time
+    fold_tokens: int = 2  # pending tokens loaded at a time
     inputs_tokens: int = 8  # new tokens per program of the inputs kernel, one after the other
     inputs_warps: int = 2
     chunk: int = 32  # tokens per chunk of a prompt
@@ -28,15 +28,17 @@ class DeltaRuleTuning:
 
 
 def choose_tuning(batch: int) -> DeltaRuleTuning:
-    """Return the tiles for so many requests: for few, smaller ones, so that all multiprocessors
-    have some and each thread has less to do. Chosen by counts, not yet measured."""
+    """Return the tiles for `batch` requests. Few requests get smaller tiles, so that all
+    multiprocessors have work and each thread has less. Chosen by counting, not yet measured."""
     if batch < 8:
         return DeltaRuleTuning(values=16, fold_tokens=4, inputs_tokens=1, inputs_warps=4)
     return DeltaRuleTuning()
 
 
 def has_one_owner(num_elements: int, num_warps: int) -> bool:
-    """Return whether each element of a tile is in one thread, so that a kernel may update the tile
-    in place: of fewer elements several threads have copies, and one of them might still read what
-    another has written."""
+    """Return whether each element of a tile is in only one thread.
+
+    Only then may a kernel update the tile in place. With fewer elements, several threads have
+    copies, and one might read an element that another has already written.
+    """
     return num_elements >= 32 * num_warps

@@ -1,7 +1,7 @@
-"""The interface of a kind of cache: arrays shared by layers of a model, and how rows use them.
+"""The interface of a cache kind: arrays shared by layers of a model, and how rows use them.
 
-A model lists its kinds, and has one pytree of arrays for each. The step, the engine and the memory
-planning iterate over that list, and do not depend on specific kinds.
+A model lists its cache kinds, and has one pytree of arrays for each. The step, the engine and the
+memory planning iterate over that list, and do not depend on specific kinds.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -13,107 +13,112 @@ import jax.numpy as jnp
 class CacheSizes(NamedTuple):
     """The capacity of a cache."""
 
-    num_slots: int  # requests that may be resident
-    num_pages: int  # of layers without pages of their own
+    num_slots: int  # maximum number of resident requests
+    num_pages: int  # of layers without separate window pages
     page_size: int  # tokens
-    max_rows: int  # of a request in one step; some may be rejected
-    num_snapshots: int = 0  # of recurrent states
-    window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers that have their own
-    page_dtype: Any = None  # of what pages hold; None for the dtype of the model
+    max_rows: int  # maximum rows per request and step; some may be rejected
+    num_snapshots: int = 0  # number of snapshots of recurrent states
+    window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers with separate pages
+    page_dtype: Any = None  # dtype of pages; None for the model's
 
     def pages(self, window: int | None) -> int:
-        """Return the pages of layers with this window."""
+        """Return the number of pages of layers with this window."""
         return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 
 class CacheKind(Protocol):
-    """One kind of cache. Hashable; its arrays, with layers as first axis, are passed in.
+    """One kind of cache. Hashable; its arrays, with layers as first axis, are arguments.
 
-    Rows use it in one of three forms, see `Rows.mix`: `cached` for serving; `causal` and `unrolled`
-    for training, without a cache and with gradients. `inputs` are the layer's projections.
+    It has one method for each kind of `Rows`, see `Rows.mix`: `cached` for serving; `causal` and
+    `unrolled` for training, without a cache and with gradients. `inputs` are a layer's projections.
     """
 
     @property
     def name(self) -> str:
-        """The name of its layers in Hugging Face configs."""
+        """The name in Hugging Face configs of layers with this kind."""
         ...
 
     @property
     def num_layers(self) -> int: ...
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state besides their pages, so that reusing pages alone does not
-        save running their tokens."""
+        """Whether requests have a state in addition to pages, so that reusing pages is not enough
+        to skip running their tokens."""
         ...
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of a token's entry in the pages of a layer; (0,) if none."""
+        """Shape of one token's entry in the pages of one layer; (0,) if there are no pages."""
         ...
 
     @property
     def window(self) -> int | None:
-        """How many tokens a row reads in the pages, itself included; None for all."""
+        """Number of tokens that a row attends to, including itself; None for all."""
         ...
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of a request's f32 state in a layer; (0,) if none."""
+        """Shape of one request's f32 state in one layer; (0,) if there is no state."""
         ...
 
     @property
     def row_size(self) -> int:
-        """Numbers that a layer makes of a row on the way, beyond a few times the model's width."""
+        """Number of intermediate values per row and layer, beyond a few times the model's width."""
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Create an empty cache of a model of `dtype`."""
+        """Create an empty cache for a model with `dtype`."""
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
-        """Allocate snapshots of what requests keep outside pages; None if that is nothing."""
+        """Allocate snapshots of the state outside pages; None if there is no such state."""
         ...
 
     def take(
         self, snapshots: Any, ids: jax.Array, cache: Any, slots: jax.Array, ends: jax.Array
     ) -> Any:
-        """Copy `slots` i32[B], at `ends` tokens with none pending, to snapshots `ids` i32[B].
+        """Copy the states of `slots` i32[B] to snapshots `ids` i32[B]; return the snapshots.
 
-        Out-of-range ids are dropped. Returns the snapshots.
+        The states are at `ends` i32[B] tokens, with no tokens pending. Out-of-range ids are
+        dropped.
         """
         ...
 
     def restore(
         self, cache: Any, slots: jax.Array, snapshots: Any, ids: jax.Array, ends: jax.Array
     ) -> Any:
-        """Copy snapshots `ids`, taken at `ends` tokens, back to `slots`; return the cache.
+        """Copy snapshots `ids`, taken at `ends` tokens, to `slots`; return the cache.
 
         Out-of-range slots are dropped.
         """
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Return the output [N, ...] of `CachedRows` on the cache, and the cache with the rows."""
+        """Run `CachedRows` on the cache; return the output [N, ...], and the cache with the
+        rows."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
-        """Return the output for whole sequences of `length` rows, each causal in itself."""
+        """Return the output for whole sequences of `length` rows, with a causal mask in each."""
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Return the output for one more draft of every row, and `kept` with it; () at first."""
+        """Run one more draft of every row; return the output, and `kept` with it added.
+
+        `kept` holds the previous drafts' entries; it is () at first.
+        """
         ...
 
 
 class PagesOnly:
-    """Base of kinds that keep nothing of a request but its pages."""
+    """Base of kinds whose only state is the pages."""
 
     num_layers: int
     window: Any
 
     @property
     def is_recurrent(self) -> bool:
-        """False: requests have pages only."""
+        """False: requests have only pages."""
         return False
 
     @property
@@ -138,12 +143,12 @@ class PagesOnly:
         return jnp.zeros((*pages, *self.token_shape), page_dtype)
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
-        """Return None: pages are kept and need no snapshots."""
+        """Return None: pages need no snapshots."""
 
     def take(
         self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
     ) -> None:
-        """Copy nothing: the pages themselves are kept."""
+        """Do nothing: the pages themselves are kept."""
 
     def restore(
         self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array

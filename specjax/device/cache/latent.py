@@ -1,4 +1,4 @@
-"""Attention over pages of latents, from which the keys and values of all heads derive (MLA)."""
+"""Attention over pages of latents, from which all heads' keys and values are computed (MLA)."""
 
 from dataclasses import dataclass
 from math import inf
@@ -14,20 +14,20 @@ from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.latent_prompt import attend_plainly, head_dim
 from specjax.device.cache.rows import CachedRows
 
-NORM_EPS = 1e-6  # of latents, whatever the model's own
-# What a GPU multiplies while it moves a number of 16 bits: 184 was measured on an H100, and about
-# 130 is to be expected of an H200.
+NORM_EPS = 1e-6  # of the latent norm; fixed, independent of the model's rms_norm_eps
+# Number of products that a GPU computes in the time of moving one 16-bit number: 184 measured on an
+# H100, about 130 expected on an H200.
 PRODUCTS_PER_NUMBER = 150
 
 
 class ProjectedLatents(NamedTuple):
-    """Queries and latents of N rows, as projected, and what is applied to them next."""
+    """Projected queries and latents of N rows, and the weights that are applied next."""
 
     q: jax.Array  # [N, H (D_n + D_r)]
-    latent: jax.Array  # [N, R + D_r], the latent, then the part of the key that all heads share
-    norm: jax.Array  # [R], of the latent
-    up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value
-    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, D_r / 2]
+    latent: jax.Array  # [N, R + D_r], the latent, then the key part shared by all heads
+    norm: jax.Array  # [R], norm of the latent
+    up: jax.Array  # [H (D_n + D_v), R], for each head first keys, then values
+    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles, f32[N, D_r / 2]
 
     def of_rows(self, part: slice) -> "ProjectedLatents":
         """See `RowInputs.of_rows`."""
@@ -41,20 +41,20 @@ class ProjectedLatents(NamedTuple):
 class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
-    A head's key is (W_k c, r) and its value W_v c. The latent c and the rotated r are what is kept,
-    in a pool [layers, pages, page_size, R + D_r]. On cached rows W_k is applied to the queries and
-    W_v to the output instead, so that kept latents are read as they are (the absorbed form); for
-    wide chunks of prompts it takes fewer operations to make the keys and values again.
+    A head's key is (W_k c, r) and its value is W_v c. The cache holds the latent c and the rotated
+    r in a pool [layers, pages, page_size, R + D_r]. On cached rows W_k is applied to the queries
+    and W_v to the output, so that latents are used without expanding them (the absorbed form). For
+    wide prefill chunks, recomputing keys and values takes fewer operations (the plain form).
     """
 
     num_layers: int
     num_heads: int
-    rank: int  # R, of the latent
-    nope_dim: int  # D_n, of a query and key, not rotated
-    rope_dim: int  # D_r, of a query and key, rotated
-    value_dim: int  # D_v
-    scale: float  # of the scores
-    is_interleaved: bool  # dimensions 2 i and 2 i + 1 are rotated together, not i and i + D_r / 2
+    rank: int  # R, width of the latent
+    nope_dim: int  # D_n, the part of a query or key that is not rotated
+    rope_dim: int  # D_r, the rotated part of a query or key
+    value_dim: int  # D_v, width of a value
+    scale: float  # multiplies the scores
+    is_interleaved: bool  # rotates pairs (2 i, 2 i + 1) rather than (i, i + D_r / 2)
 
     @property
     def name(self) -> str:
@@ -63,18 +63,20 @@ class LatentAttention(PagesOnly):
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of a latent and the shared part of the key."""
+        """Shape of a token's latent and shared key part."""
         return (self.rank + self.rope_dim,)
 
     @property
     def window(self) -> None:
-        """None: a row reads all latents up to its own."""
+        """None: a row attends to all rows up to itself."""
 
     @property
     def plain_width(self) -> float:
-        """Rows of a chunk from which on the plain form takes less time, however long the context
-        is, as estimated: for a token of it and a head, what every row saves has to outweigh
-        projecting the token up, laying out its key and value, and adding up outputs in f32."""
+        """Estimated rows per chunk above which the plain form is faster, for any context length.
+
+        Per context token and head, the savings of all rows must outweigh projecting the token up,
+        laying out its key and value, and adding outputs in f32.
+        """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim
         saved = 2 * self.rank + self.rope_dim - 2 * self._head_dim
@@ -82,8 +84,8 @@ class LatentAttention(PagesOnly):
 
     @property
     def row_size(self) -> int:
-        """Of the plain form: queries, keys and values, these also as they are projected, and the
-        output in f32 before and after a block is added. The absorbed form makes less."""
+        """Values of the plain form: queries; keys and values, also in their projected layout; and
+        the f32 output before and after adding a block. The absorbed form has fewer."""
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 
     @property
@@ -93,7 +95,7 @@ class LatentAttention(PagesOnly):
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents
     ) -> tuple[jax.Array, jax.Array]:
-        """Write latents to the pages, then attend the queries over them: [N, H, D_v]."""
+        """Write latents to the pages, then attend the queries to them; return [N, H, D_v]."""
         nope, rope = self._queries(inputs)
         if rows.writes:
             cache = _write(cache, layer, rows, jnp.concatenate(self._entries(inputs), axis=-1))
@@ -117,7 +119,7 @@ class LatentAttention(PagesOnly):
         return jnp.einsum("nhr,hdr->nhd", mixed, values_up), cache
 
     def causal(self, length: int, inputs: ProjectedLatents) -> jax.Array:
-        """Attend within each sequence, over keys and values of every head: [N, H, D_v]."""
+        """Attend within each sequence, to every head's keys and values; return [N, H, D_v]."""
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         weights = jax.nn.softmax(self._causal_scores(q, k), axis=-1)
         return _mixed(weights, v).reshape(-1, *v.shape[2:])
@@ -125,8 +127,10 @@ class LatentAttention(PagesOnly):
     def unrolled(
         self, length: int, kept: tuple, inputs: ProjectedLatents
     ) -> tuple[jax.Array, tuple]:
-        """Attend over the rows of step 0 up to the row's own, and over its own later drafts, in
-        one softmax; `kept` is a tuple of (k, v) per step so far."""
+        """Attend in one softmax to the rows of step 0 up to a row, and to that row's later drafts.
+
+        `kept` is a tuple of (k, v) per step so far.
+        """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))
         (k0, v0), drafted = kept[0], kept[1:]
@@ -154,7 +158,7 @@ class LatentAttention(PagesOnly):
 
     def _ups(self, up: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the up-projections of keys [H, D_n, R] and values [H, D_v, R]."""
-        # Slices of this axis are fused into the products, others would be copied first.
+        # XLA fuses slices of this axis into the products; slices of other axes would be copied.
         up = up.reshape(self.num_heads, -1, self.rank)
         return up[:, : self.nope_dim], up[:, self.nope_dim :]
 
@@ -169,7 +173,7 @@ class LatentAttention(PagesOnly):
     def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Rotate x [N, heads, D_r]; the first dimensions of all pairs come first, then the second.
 
-        Scores do not depend on the order of dimensions, which queries and keys share.
+        This order does not affect scores, as queries and keys share it.
         """
         if self.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
@@ -192,7 +196,7 @@ def _mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _write(pool: jax.Array, layer: jax.Array, rows: CachedRows, entries: jax.Array) -> jax.Array:
-    """Write entries [N, R + D_r] to the pages of their rows; rows without one write nothing."""
+    """Write entries [N, R + D_r] to the pages of their rows; skip rows without a page."""
     num_pages, page_size = pool.shape[1:3]
     positions = rows.by_request(rows.positions)
     index = positions // page_size

@@ -1,9 +1,9 @@
-"""Attention over pages of latents in the plain form, for chunks of prompts.
+"""Attention over pages of latents in the plain form, for prefill chunks.
 
-Keys and values of every head are made from the latents, a block of the context at a time, and
-attended to by all rows. A pair of a query and a key then takes D_n + D_r + D_v products (more, as
-far as the kernel pads them), and not the 2 R + D_r of the absorbed form, in which every head's key
-is as wide as a latent; but the latents of the whole context are projected up again for each chunk.
+Every head's keys and values are computed from the latents, one block of the context at a time, and
+all rows attend to them. A pair of a query and a key then takes D_n + D_r + D_v products (more if
+the kernel pads them). The absorbed form takes 2 R + D_r, because each head's key is as wide as a
+latent. In exchange, each chunk recomputes the keys and values of the whole context.
 """
 
 import jax
@@ -22,15 +22,15 @@ def attend_plainly(
     up: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """Return the attention output [N, H, D_v] of queries over all latents up to their own.
+    """Return the attention output [N, H, D_v] of queries over the latents up to their own row.
 
     Args:
-        rows: of chunks; a block of the context has as many tokens as a chunk.
-        pool: [layers, pages, page_size, R + D_r] latents, those of the rows included.
-        layer: i32[] of the pool.
-        nope: [N, H, D_n] plain parts of queries.
+        rows: rows of chunks; a block of the context has the length of a chunk.
+        pool: [layers, pages, page_size, R + D_r] latents, including the latents of `rows`.
+        layer: i32[] index into the pool.
+        nope: [N, H, D_n] parts of queries that are not rotated.
         rope: [N, H, D_r] rotated parts of queries.
-        up: [H (D_n + D_v), R] a head's key, then its value.
+        up: [H (D_n + D_v), R] for each head first keys, then values.
         scale: multiplies the scores.
     """
     page_size, width = pool.shape[2:]
@@ -39,14 +39,14 @@ def attend_plainly(
     dim = head_dim(nope_dim + rope_dim, value_dim)  # by which the kernel scales the scores
     q = rows.by_request(_padded(jnp.concatenate([nope, rope], axis=-1), dim) * (scale * dim**0.5))
 
-    pages = max(1, rows.width // page_size)  # of a block
+    pages = max(1, rows.width // page_size)  # per block
     batch, num_tokens = rows.page_table.shape[0], pages * page_size
     ids = jnp.pad(jnp.maximum(rows.page_table, 0), ((0, 0), (0, -rows.page_table.shape[1] % pages)))
     table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
     positions = rows.by_request(rows.positions)
 
     def part(i: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Attend over block i: the output f32[B, T, H, D_v], and the log-sum-exp of its scores."""
+        """Attend over block i; return f32[B, T, H, D_v] and the log-sum-exp of its scores."""
         entries = pool[layer, jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)]
         entries = entries.reshape(batch, num_tokens, width)
         made = jnp.einsum("bcr,xr->bcx", entries[..., :rank], up)
@@ -72,7 +72,7 @@ def attend_plainly(
 
 
 def head_dim(key_dim: int, value_dim: int) -> int:
-    """Return the width that both have in the kernel, a power of two."""
+    """Return the common width of keys and values in the kernel, a power of two."""
     return 1 << (max(key_dim, value_dim) - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention over pages of keys and values, assigned to requests by a page table."""
+"""Softmax attention over pages of keys and values; a page table assigns pages to requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from specjax.device.cache.rows import CachedRows
 
 
 class ProjectedHeads(NamedTuple):
-    """Queries, gates, keys and values of N rows, as projected."""
+    """Projected queries, gates, keys and values of N rows."""
 
     qkv: jax.Array  # [N, F]
     weights: HeadWeights  # bias and norms, applied next
-    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
+    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles, f32[N, n]
     sinks: jax.Array | None = None  # [H], see `paged_attention`
-    query_scales: jax.Array | None = None  # f32[N, 1, 1], of rotated queries
+    query_scales: jax.Array | None = None  # f32[N, 1, 1], multiply rotated queries
 
     def of_rows(self, part: slice) -> "ProjectedHeads":
         """See `RowInputs.of_rows`."""
@@ -31,10 +31,10 @@ class ProjectedHeads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(PagesOnly):
-    """Grouped-query attention of each row over the rows of its request up to itself: over all of
-    them, or over the last `window`, itself included.
+    """Grouped-query attention of each row over its request's rows up to itself.
 
-    The cache is a pool [layers, pages, page_size, 2, H_kv, D_h]; axis 3 is a token's key and value.
+    With a `window`, only over the last `window` rows, including itself. The cache is a pool
+    [layers, pages, page_size, 2, H_kv, D_h]; axis 3 holds a token's key and value.
     """
 
     num_layers: int
@@ -44,8 +44,8 @@ class PagedAttention(PagesOnly):
     rms_norm_eps: float
     has_centred_norms: bool = False  # weights of q and k norms are stored minus one
     window: int | None = None  # None: no limit
-    query_scale: float = 1.0  # multiplies rotated queries, besides head_dim^-1/2
-    soft_cap: float | None = None  # c of c tanh(score / c), the bound of scores
+    query_scale: float = 1.0  # multiplies rotated queries, in addition to head_dim^-1/2
+    soft_cap: float | None = None  # c in c tanh(score / c), which bounds scores
 
     @property
     def name(self) -> str:
@@ -54,15 +54,15 @@ class PagedAttention(PagesOnly):
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of a key and value."""
+        """Shape of a token's key and value."""
         return 2, self.num_kv_heads, self.head_dim
 
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
     ) -> tuple[jax.Array, jax.Array]:
-        """Write keys and values to the pages, then attend the queries over them: [N, H, D_h].
+        """Write keys and values to the pages, then attend the queries to them; return [N, H, D_h].
 
-        There are no queries, and no heads in the output, if rows do not attend.
+        If rows do not attend, there are no queries, and the output has no heads.
         """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
@@ -101,14 +101,16 @@ class PagedAttention(PagesOnly):
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
-        """Attend within each sequence: [N, H, D_h]."""
+        """Attend within each sequence; return [N, H, D_h]."""
         q, k, v = self.split(inputs)
         weights = _softmax([self._causal_scores(q, k, length)], inputs.sinks)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
-        """Attend over the rows of step 0 up to the row's own, and over its own later drafts, in
-        one softmax; `kept` is a tuple of (k, v) per step so far."""
+        """Attend in one softmax to the rows of step 0 up to a row, and to that row's later drafts.
+
+        `kept` is a tuple of (k, v) per step so far.
+        """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))
         (k0, v0), drafted = kept[0], kept[1:]
@@ -142,16 +144,16 @@ class PagedAttention(PagesOnly):
         return self._scaled(q, inputs.query_scales), k, v
 
     def _scaled(self, q: jax.Array, scales: jax.Array | None) -> jax.Array:
-        """Return queries [..., H, D_h] times their rows' `scales`, if any, and `query_scale`."""
+        """Multiply queries [..., H, D_h] by their rows' `scales`, if any, and by `query_scale`."""
         if scales is not None:
             q = q * scales.astype(q.dtype)
         if self.query_scale == 1:
             return q
-        # The scale itself is not rounded to q's dtype: it would be off alike in all scores.
+        # Rounding the scale to q's dtype would shift all scores in the same direction.
         return (q.astype(jnp.float32) * self.query_scale).astype(q.dtype)
 
     def _capped(self, scores: jax.Array) -> jax.Array:
-        """Return scores, within the soft cap if there is one."""
+        """Apply the soft cap, if there is one, to scores."""
         cap = self.soft_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
@@ -160,7 +162,7 @@ class PagedAttention(PagesOnly):
     ) -> jax.Array:
         """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
 
-        Row t of q sees the keys up to t, of the `window` positions up to its own, t + distance.
+        Row t of q, at position t + distance, sees keys up to t, within `window` positions.
         """
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
         scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
@@ -182,7 +184,7 @@ def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
 
 
 def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:
-    """Return the attention weights of scores f32[B, H_kv, G, T, ...], concatenated."""
+    """Return attention weights for scores f32[B, H_kv, G, T, ...], concatenated."""
     if sinks is None:
         return jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     shape = (*scores[0].shape[:-1], 1)
@@ -192,7 +194,7 @@ def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:
 
 
 def _weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the output of `shape` [N, H, D_h] of attention weights [B, H_kv, G, T, T] and v."""
+    """Return values v weighted by attention weights [B, H_kv, G, T, T], in `shape` [N, H, D_h]."""
     length = weights.shape[-2]
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), _heads_first(v, length))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)

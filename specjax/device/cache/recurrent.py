@@ -1,4 +1,4 @@
-"""Cache of the gated delta rule: one recurrent state per slot, and the rings that update it."""
+"""The cache of the gated delta rule: a recurrent state per slot, and rings of pending updates."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from specjax.device.cache.rows import CachedRows
 
 
 class DeltaInputs(NamedTuple):
-    """The projection of N rows, and the weights of the rule."""
+    """The projections of N rows, and the weights of the rule."""
 
     x: jax.Array  # [N, C + H_v D_v + 2 H_v], q | k | v, output gate, write gate, decay
     weights: DeltaRuleWeights
@@ -36,14 +36,14 @@ class DeltaInputs(NamedTuple):
 
 
 class Snapshots(NamedTuple):
-    """Copies of S states, with the tokens before them that the convolution still reads.
+    """Copies of S states, and the previous tokens that the convolution still reads.
 
-    Together, a snapshot and the pages with the keys and values of its tokens serve requests that
-    begin with these tokens; neither is useful alone.
+    A snapshot and the pages of the same tokens together serve requests that begin with these
+    tokens; neither is useful alone.
     """
 
     state: jax.Array  # f32[layers, S, H_v, D_v, D_k]
-    tail: jax.Array  # [layers, S, W - 1, C], raw inputs
+    tail: jax.Array  # [layers, S, W - 1, C], inputs of the convolution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class DeltaRule:
     num_layers: int
     heads: Heads
     conv_width: int  # W
-    rms_norm_eps: float  # of the output norm
+    rms_norm_eps: float  # eps of the output norm
 
     @property
     def name(self) -> str:
@@ -62,17 +62,17 @@ class DeltaRule:
 
     @property
     def is_recurrent(self) -> bool:
-        """True: requests have a state in their slot."""
+        """True: each slot has a state."""
         return True
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """(0,): pages hold nothing."""
+        """(0,): there are no pages."""
         return (0,)
 
     @property
     def window(self) -> None:
-        """None: pages hold nothing."""
+        """None: there are no pages."""
 
     @property
     def row_size(self) -> int:
@@ -81,11 +81,11 @@ class DeltaRule:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state: a matrix per head."""
+        """Shape of a state: one matrix per head."""
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim
 
     def init(self, sizes: CacheSizes, dtype: Any) -> DeltaRuleCache:
-        """Create empty states, and rings for steps of up to `sizes.max_rows` rows per request."""
+        """Create empty states, and rings for steps with up to `sizes.max_rows` rows per request."""
         places = self.num_layers, sizes.num_slots
         shapes = DeltaRuleCache.shapes(
             *places, self.heads, self.conv_width, sizes.max_rows, np.dtype(dtype)
@@ -124,9 +124,9 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """See `CacheKind.restore`; afterwards no tokens are pending."""
+        """Copy snapshots to slots, with no tokens pending; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
-        # As after a prompt: entries that no step should read are NaN.
+        # As after a prompt, entries that no step may read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])
         restored = DeltaRuleCache(
             cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"), *empty
@@ -139,7 +139,7 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Fold pending tokens into the states, then run the rows from there: [N, H_v, D_v]."""
+        """Fold pending tokens into the states, then run the rows; return [N, H_v, D_v]."""
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
             rows.by_request(inputs.x),
@@ -156,7 +156,7 @@ class DeltaRule:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
-        """Run sequences from an empty state: [N, H_v, D_v]."""
+        """Run sequences from an empty state; return [N, H_v, D_v]."""
         weights = inputs.weights
         x = inputs.x.reshape(-1, length, inputs.x.shape[-1])
         raw, z, gates = split_inputs(x, weights, self.heads)
@@ -170,7 +170,7 @@ class DeltaRule:
 
     def unrolled(self, length: int, kept: Any, inputs: DeltaInputs) -> tuple[jax.Array, Any]:
         """Raise NotImplementedError: drafters have no recurrent layers."""
-        raise NotImplementedError("a chain of drafts runs attention layers only")
+        raise NotImplementedError("chains of drafts run attention layers only")
 
     def _tail_places(self, ends: jax.Array) -> jax.Array:
         length = self.conv_width - 1

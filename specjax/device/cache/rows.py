@@ -1,4 +1,4 @@
-"""Rows that continue the cached sequences: the context of every serving step."""
+"""Rows that continue cached sequences: the context of every serving step."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -18,23 +18,24 @@ class CachedRows:
 
     Rejected tokens need no rollback. Their keys and values are past the request's length, where no
     row reads and the next extension overwrites them. A recurrent state lags behind by the `pending`
-    accepted tokens of the last extension; this one folds them in first. With `folds`, rows cannot
-    be rejected (a prompt), so they leave nothing pending. Rows that are already in the pages run
-    again without `writes`: pages are shared, and another program may round differently. Those that
-    are there for their keys and values alone do not have to attend.
+    accepted tokens of the last extension; this extension first folds them in. Rows with `folds` are
+    a prompt's and cannot be rejected, so they leave no tokens pending.
 
-    Layers with one of the `windows` have pages of their own, in a table that has -1 also for pages
-    that were given back: they are behind the window of every row.
+    Rows that are already in the pages run again without `writes`: pages are shared, and another
+    program may round differently. Rows that only compute keys and values run without `attends`.
+
+    Layers with one of the `windows` have separate pages. Their table has -1 also for pages that
+    were freed because they are behind the window of every row.
     """
 
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row
     page_table: Int32[jax.Array, "B P"]  # -1 where no page is assigned
     slots: Int32[jax.Array, "B"] | None = None  # of recurrent states; out of range for padding
     pending: Int32[jax.Array, "B"] | None = None
-    reach: Int32[jax.Array, "N"] | None = None  # what a row attends up to, if not itself
-    origin: Int32[jax.Array, "N"] | None = None  # what windows count back from, if not that
+    reach: Int32[jax.Array, "N"] | None = None  # last position that a row attends to; None: its own
+    origin: Int32[jax.Array, "N"] | None = None  # last position of its window; None: `reach`
     folds: bool = field(default=False, metadata={"static": True})
-    window_tables: tuple[Int32[jax.Array, "B P"], ...] = ()  # of each of `windows`
+    window_tables: tuple[Int32[jax.Array, "B P"], ...] = ()  # one per window
     windows: tuple[int, ...] = field(default=(), metadata={"static": True})
     writes: bool = field(default=True, metadata={"static": True})
     attends: bool = field(default=True, metadata={"static": True})
@@ -44,7 +45,8 @@ class CachedRows:
     def starting_at(
         cls, starts: jax.Array, counts: jax.Array, num_rows: int, page_table: jax.Array, **others
     ) -> "CachedRows":
-        """Create `num_rows` rows per request from position starts[b], counts[b] of them real."""
+        """Create `num_rows` rows per request: counts[b] from position starts[b] on, then
+        padding."""
         row = jnp.arange(num_rows, dtype=jnp.int32)[None]
         positions = jnp.where(row < counts[:, None], starts[:, None] + row, -1)
         return cls(positions.reshape(-1), page_table, **others)
@@ -65,7 +67,7 @@ class CachedRows:
         return self.page_table
 
     def without_windows(self) -> "CachedRows":
-        """Return the rows for layers that have no pages of their own, whatever their windows."""
+        """Return the rows without separate pages for windows."""
         return replace(self, window_tables=(), windows=())
 
     def mix(
@@ -76,26 +78,26 @@ class CachedRows:
 
 
 class RowInputs(Protocol):
-    """Projections of N rows as a kind of cache expects them, with weights that all rows share."""
+    """Projections of N rows as a cache kind expects them, with weights shared by all rows."""
 
     def of_rows(self, part: slice) -> Any:
-        """Return those of some rows."""
+        """Return the projections of some rows."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of several kinds, one after the other, that are apart only where they use the cache.
+    """Rows of several kinds in one array, separated only where they use the cache.
 
-    No part may read what another writes.
+    No part may read rows that another part writes.
     """
 
     parts: tuple[CachedRows, ...]
 
     @property
     def positions(self) -> jax.Array:
-        """Those of all rows, i32[N]."""
+        """The positions of all rows, i32[N]."""
         return jnp.concatenate([rows.positions for rows in self.parts])
 
     @property
@@ -105,12 +107,12 @@ class JoinedRows:
 
     @property
     def attends(self) -> bool:
-        """Whether any of them does."""
+        """Whether any part attends."""
         return any(rows.attends for rows in self.parts)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where each part's rows are."""
+        """The range of each part's rows."""
         ends = list(accumulate((len(rows.positions) for rows in self.parts), initial=0))
         return tuple(map(slice, ends, ends[1:]))
 
@@ -126,7 +128,7 @@ class JoinedRows:
 
 
 def padded_width(batch: int, width: int, multiple: int) -> int:
-    """Return the smallest T >= width with batch * T a multiple of `multiple`, for matrix units."""
+    """Return the smallest T >= width such that batch * T is a multiple of `multiple`."""
     while batch * width % multiple:
         width += 1
     return width

@@ -1,8 +1,8 @@
-"""Chain drafting: a one-layer head run once per draft, fed with its own output.
+"""Chain drafting: a one-layer head that runs once per draft, on its own previous output.
 
 At position p the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
-For verified rows, whose features are the target's, it computes only keys and values, which depend
-on the row alone. A chain starts at the last verified row and continues with the head's own output.
+For verified rows, whose features come from the target, it computes only keys and values; these
+depend on one row alone. A chain starts at the last verified row and goes on with the head's output.
 Rows written while drafting are overwritten when the same positions are verified, so the head's
 cache never needs a rollback (Li et al. 2024, EAGLE, section 3).
 """
@@ -39,7 +39,7 @@ class Head(DraftHead, Protocol):
     def hidden_size(self) -> int: ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
-        """Map the target's features to the head's input hidden state [N, D]."""
+        """Return the head's input hidden states [N, D] for the target's features."""
         ...
 
     def extend(
@@ -51,7 +51,7 @@ class Head(DraftHead, Protocol):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Return the next hidden state [N, D] for tokens i32[N] and hidden [N, D]; and kv."""
+        """Return the next hidden states [N, D] for tokens i32[N] and hidden [N, D]; and kv."""
         ...
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ class Head(DraftHead, Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChainState:
-    """The head's own cache, and the hidden state that starts each request's next chain."""
+    """The head's KV cache, and the hidden state that starts each request's next chain."""
 
     kv: jax.Array  # [1, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], the head's input at the last verified position
@@ -73,11 +73,11 @@ class ChainDrafter(HeadDrafter[Head]):
     """A drafter that runs `head` once per draft token."""
 
     def num_passes(self, k: int) -> int:
-        """Return k: a pass is for one draft."""
+        """Return k: each draft takes one pass."""
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
-        """Return an empty cache, which is indexed by the target's page table."""
+        """Return an empty cache, indexed by the target's page table."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
         return ChainState(self.head.cache_kind.init(sizes, dtype), hidden)
 
@@ -91,7 +91,7 @@ class ChainDrafter(HeadDrafter[Head]):
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
         for i in range(k):
-            # The first row is the last verified one: its keys and values are in the cache already.
+            # The first row is the last verified one: the cache already holds its keys and values.
             rows = context.rows_at(context.starts - 1 + i, writes=i > 0)
             padded, kv = self._advance(target, params, token, hidden, rows, kv)
             logits = self.head.logits(target, params, padded)[:: rows.width]
@@ -121,8 +121,10 @@ class ChainDrafter(HeadDrafter[Head]):
         state: ChainState,
         seen: Observation,
     ) -> ChainState:
-        """See `Drafter.observe`. The head's output is unused, so only keys and values are computed:
-        JAX or XLA removes the feed-forward layer as dead code.
+        """See `Drafter.observe`.
+
+        Only keys and values are computed: the head's output is unused, so JAX or XLA removes the
+        feed-forward layer as dead code.
         """
         fused, following = self.head.fuse(params.drafter, seen.features), seen.following
         rows = replace(seen.rows, attends=False)
@@ -137,8 +139,10 @@ HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[An
 def chain_loader(
     load_head: HeadLoad, make: Callable[[Any, bool], Drafter] = ChainDrafter
 ) -> Callable[..., tuple[Drafter, Any]]:
-    """Make the `registry.Load` function of a drafter from one that reads its head, and one that
-    makes the drafter of a head, and of whether it is greedy."""
+    """Return the `registry.Load` function of a chain drafter.
+
+    `load_head` reads the head; `make` makes a drafter from the head and from whether it is greedy.
+    """
 
     def load(
         folder: Path | None,

@@ -1,4 +1,4 @@
-"""Reading the files of drafting heads: config, geometry of a layer, name prefixes, token ids."""
+"""Reading the files of draft heads: config, sizes of a layer, name prefixes, token ids."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -18,25 +18,25 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement, default_device
 
-# Names of tensors in early EAGLE-3 exports.
+# Tensor names in early EAGLE-3 exports.
 LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))
 }
 # Tensors in checkpoints of EAGLE heads that are not loaded as weights: the integers of a draft
-# vocabulary, and an embedding that is a copy of the target's.
+# vocabulary, and an embedding equal to the target's.
 PUBLISHED_BESIDE = "d2t", "t2d", "embed_tokens.weight"
-# Tensors that may be in a head's file and cannot change its drafts: what training compared with,
-# buffers that follow from the config, and scales of caches in 8 bits, which are not used.
+# Tensors in a head's file that cannot change its drafts: copies of the target used in training,
+# buffers that follow from the config, and scales of 8-bit KV caches, which are not used.
 _UNREAD = "verifier_norm.weight", "verifier_lm_head.weight"
 _UNREAD_ENDINGS = ".rotary_emb.inv_freq", ".k_scale", ".v_scale"
-# By one of these names, behind `model.`, a re-export is known.
+# A file with one of these names after `model.` is a re-export.
 _MARKS = "fc.weight", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"
 
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """Tensors and config of a drafter; prefixes that re-exports add to names are ignored."""
+    """A drafter's tensors and config; name prefixes added by re-exports are ignored."""
 
     tensors: TensorFiles
     hf: HFConfig
@@ -45,29 +45,29 @@ class DrafterFiles:
 
     @classmethod
     def without_weights(cls, folder: Path) -> "DrafterFiles":
-        """Return the config of a folder that has nothing else."""
+        """Read the config of a folder without weights."""
         nothing = TensorFiles(folder, {})
         return cls(nothing, read_config(folder), Placement.on(default_device()))
 
     @property
     def prefix(self) -> str:
-        """The prefix that a re-export added to names: "model." or nothing."""
+        """The prefix that a re-export added to names: "model." or ""."""
         return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this published name."""
+        """Return whether the files have a tensor of this published name."""
         return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
-        """Return the name in the files of a published name."""
+        """Return the name in the files of a tensor with this published name."""
         prefixed = self.prefix + name
         candidates = prefixed, name, LEGACY_NAMES.get(name, name)
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
 
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
-        """Load the parameters; tensors with published names in `unused` are not read.
+        """Load the parameters, except tensors with published names in `unused`.
 
-        A line in the log names others that are passed over.
+        The log names tensors that are skipped because they cannot matter.
         """
         ignored = {self.stored_name(name) for name in unused}
         passed = sorted(filter(cannot_matter, self.tensors.names()))
@@ -84,8 +84,10 @@ class DrafterFiles:
         return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
-        """Return the geometry of the drafter's layer, or layers if it `is_deep`; optional tensors
-        are found by name in `layer`."""
+        """Return the sizes of the drafter's layer, or of its layers if it `is_deep`.
+
+        Whether `layer` has biases and head norms is read from the names of tensors.
+        """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
         shape = llama.from_hf(config)
@@ -96,7 +98,7 @@ class DrafterFiles:
             )
         if shape.vocab_size != target.vocab_size:
             raise CheckpointError(
-                f"{self.hf.origin}: vocab_size={shape.vocab_size}, the target's is "
+                f"{self.hf.origin}: vocab_size={shape.vocab_size} differs from the target's "
                 f"{target.vocab_size}; use a drafter trained for this target"
             )
         attention = f"{layer}.self_attn"
@@ -109,17 +111,17 @@ class DrafterFiles:
 
 
 def is_prefixed(names: Collection[str]) -> bool:
-    """Return whether a re-export of a head has put `model.` before its names."""
+    """Return whether a re-export of a head has added `model.` to its names."""
     return any(f"model.{mark}" in names for mark in _MARKS)
 
 
 def cannot_matter(name: str) -> bool:
-    """Return whether a tensor in a head's file can be passed over, see `_UNREAD`."""
+    """Return whether a tensor in a head's file can be skipped, see `_UNREAD`."""
     return name.removeprefix("model.") in _UNREAD or name.endswith(_UNREAD_ENDINGS)
 
 
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
-    """Return embeddings [N, D] of tokens i32[N]: the drafter's own, or else the target's."""
+    """Return embeddings [N, D] of tokens i32[N], by the drafter's table or else the target's."""
     own = params.drafter.embedding
     return target.embed(params.target, tokens) if own is None else own.rows(tokens)
 
@@ -133,13 +135,13 @@ def read_target_ids(
     are_offsets: bool = True,
     size: str = "draft_vocab_size",
 ) -> jax.Array | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary; None if the two are the same.
+    """Return the target's ids i32[V_d] of the draft vocabulary; None if the vocabularies are equal.
 
-    The tensor `name` has these ids, or what to add to i for the i-th one if they `are_offsets`;
-    `size` names the draft vocabulary's size in error messages.
+    The tensor `name` holds these ids; if `are_offsets`, the i-th id minus i. `size` is the field of
+    the draft vocabulary's size, for error messages.
 
     Raises:
-        CheckpointError: there is no such tensor where one is needed, or it is not such ids.
+        CheckpointError: the tensor is needed and missing, or does not hold such ids.
     """
     origin, vocab_size = files.hf.origin, target.vocab_size
     if not files.has(name):
@@ -166,7 +168,7 @@ def read_target_ids(
 def without_shared_embedding(
     head: Any, params: Any, target: Model, target_params: Any
 ) -> tuple[Any, Any]:
-    """Return a head and its parameters without an embedding that equals the target's."""
+    """Return a head and its parameters; an embedding equal to the target's is removed."""
     if not head.has_embedding:
         return head, params
     shared = target.embed(target_params, jnp.arange(target.vocab_size))

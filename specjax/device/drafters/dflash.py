@@ -1,14 +1,14 @@
-"""DFlash (Chen et al. 2026): all drafts of a round in one pass over a block of masks.
+"""DFlash (Chen et al. 2026): all drafts of a round in one pass over a block of mask tokens.
 
     context   g_p = norm(fc f_p)            f_p: hidden states of some of the target's layers
               K_l, V_l of every layer l from g_p, in the drafter's cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
               through decoder layers, each with an `AttentionMask` over context and block
-    drafts    row j gives the token at n + j, whose logits a `Refinement` may change
+    drafts    row j gives the logits of the token at n + j; a `Refinement` may change them
 
-x_n is the last token, which the target has not run. The block writes its own keys and values at its
-positions; when the target has run these, `observe` writes the context's over them. K may be less
-than the block that the head was trained with.
+x_n is the last token, which the target has not run yet. The block writes keys and values at its
+positions; when the target has run these positions, `observe` overwrites them with the context's. K
+may be less than the block size of training.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,18 +40,18 @@ from specjax.device.verification import Draft
 from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
-# Tensors that are not loaded as weights.
+# Tensors of a head that are not loaded as weights.
 UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
-# Where a head's own embedding of masks is found, in place of its row of the embedding.
+# Tensor of a separate embedding of the mask token, used instead of its row in the embedding.
 MASK_EMBEDDING = "mask_embedding"
-# transformers' names of two tensors that others call fc and hidden_norm.
+# transformers' names of the tensors that other layouts call fc and hidden_norm.
 ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlashParams:
-    """Weights of a DFlash head; `embedding` and `lm_head` are None where they are the target's."""
+    """Weights of a DFlash head; `embedding` and `lm_head` are None if the target's are used."""
 
     embedding: Table | None  # [V, D]
     context_fc: Matrix  # [A D_target, D]
@@ -59,15 +59,18 @@ class DFlashParams:
     layers: tuple[DecoderLayer, ...]
     norm: jax.Array  # [D]
     lm_head: Matrix | None  # [D, V_d]
-    mask: jax.Array | None = None  # [D], e(MASK), if it is not in the embedding
+    mask: jax.Array | None = None  # [D], e(MASK); None if it is a row of the embedding
     refinement: Any = None
     target_ids: jax.Array | None = None  # i32[V_d]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """What the rows of a block see in a layer: positions from `back` before a row on, or before the
-    block's first row, up to `ahead` after the row, or to the end of the block."""
+    """The positions that a row of a block sees in a layer.
+
+    From `back` positions before the row (or before the block's first row) to `ahead` positions
+    after the row, at most to the end of the block.
+    """
 
     back: int | None = None  # None: everything before
     ahead: int | None = None  # None: all of the block
@@ -75,20 +78,24 @@ class AttentionMask:
 
     @property
     def window(self) -> int | None:
-        """The window of the layer's attention, in tokens; None for no limit."""
+        """The layer's attention window in tokens; None for no window."""
         return None if self.back is None else self.back + 1
 
     def sees(self, row: jax.Array, other: jax.Array) -> jax.Array:
-        """Return whether a row of the block sees another position; both count from the first row,
-        and `other` is at most the last."""
+        """Return whether a row of the block sees another position.
+
+        Both count from the block's first row; `other` is at most the block's last row.
+        """
         is_seen = jnp.array(True) if self.ahead is None else other <= row + self.ahead
         if self.back is None:
             return is_seen
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
     def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
-        """Return rows of blocks from positions starts i32[B] with what they see; `num_rows` of each
-        block are real."""
+        """Return the rows of blocks with their `reach` and `origin` set.
+
+        The blocks start at positions `starts` i32[B] and have `num_rows` real rows each.
+        """
         own = rows.positions
         first = jnp.repeat(starts, rows.width)
         end = first + num_rows - 1
@@ -103,23 +110,23 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """What heads of the family add to DFlash: this one nothing."""
+    """An addition to DFlash by a head of its family. This base class adds nothing."""
 
     embedding_scale: float = 1.0  # of the block's embedded tokens
     is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the draft before
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
-        """Return the weights besides those of the layers as a tree of `TensorSpec`."""
+        """Return the additional weights, without the layers' weights, as a tree of `TensorSpec`."""
 
     def layer_specs(self, shape: Llama, name: str) -> Any:
-        """Return the weights of a layer of this name, a `DecoderLayer`, as `TensorSpec`s."""
+        """Return the weights of the layer with this name, a `DecoderLayer`, as `TensorSpec`s."""
         return shape.layer_specs(name)
 
     def layer(
         self,
         params: Any,
         stream: Residual,
-        rows: Any,  # a block's
+        rows: Any,  # of a block
         angles: Angles,
         kv: Any,
         index: jax.Array,
@@ -130,28 +137,30 @@ class Refinement:
         return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
     def of_block(self, params: Any, hidden: jax.Array, logits: jax.Array) -> Any:
-        """Return what `logits` takes of a block, a tree of arrays [B, K, ...].
+        """Return the input of `logits` for whole blocks, a tree of arrays [B, K, ...].
 
         Args:
             params: the weights of `specs`.
-            hidden: [B, K, D] the block's rows for the drafts, normed.
-            logits: f32[B, K, V_d] what these rows give by themselves.
+            hidden: [B, K, D] normed hidden states of the rows that draft.
+            logits: f32[B, K, V_d] logits of these rows before refinement.
         """
         return logits
 
     def logits(self, params: Any, block: Any, previous: jax.Array) -> jax.Array:
-        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B]; `block` is the
-        draft's part [B, ...] of `of_block`. Called only if drafts are made one by one."""
+        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B].
+
+        `block` [B, ...] is the draft's part of `of_block`. Called only if `is_serial`.
+        """
         return block
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
-        """Return what training fits to the target's distributions: the refined logits."""
+        """Return the logits that training fits to the target's distributions: the refined ones."""
         return (refined,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashHead:
-    """The sizes of a DFlash head. `shape` is a decoder with its layers."""
+    """The sizes of a DFlash head. `shape` is a decoder with the head's layers."""
 
     shape: Llama
     target_hidden_size: int
@@ -163,11 +172,11 @@ class DFlashHead:
     has_lm_head: bool = False
     has_mask: bool = False
     refinement: Refinement = Refinement()
-    first_row: int = 1  # of the block, that gives the first draft
+    first_row: int = 1  # row of the block that gives the first draft
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
-        """Return the float weights as `TensorSpec`s, by the authors' names or transformers'."""
+        """Return the float weights as `TensorSpec`s, with the authors' names or transformers'."""
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
         fc, norm = ENCODER_NAMES.values() if is_encoder else ENCODER_NAMES
@@ -194,11 +203,11 @@ class DFlashHead:
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Return the target's ids of the draft vocabulary."""
+        """Return the target's token id of each draft token, i32[V_d]; None for the identity."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Return draft logits f32[N, V_d] of normed hidden states."""
+        """Return draft logits f32[N, V_d] for normed hidden states [N, D]."""
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
@@ -213,14 +222,14 @@ def first_layer(names: Collection[str]) -> str:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlashState:
-    """The head's own cache, by the target's page table."""
+    """The head's KV cache, indexed by the target's page table."""
 
     kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
 
 
 @dataclass(frozen=True)
 class DFlashDrafter(HeadDrafter[DFlashHead]):
-    """A drafter that runs a head once per round."""
+    """A drafter that runs the head once per round."""
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DFlashState:
         """Return an empty cache."""
@@ -238,7 +247,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         seen = [mask.of(rows, context.starts, first + k) for mask in self.head.attention_masks]
         last = context.history.tokens[jnp.arange(batch), context.starts]
         hidden, kv = self.run(own, self.embed(target, params, last, rows.width), seen, state.kv)
-        hidden = rows.by_request(hidden)[:, first : first + k]  # of the rows that draft
+        hidden = rows.by_request(hidden)[:, first : first + k]  # rows that draft
         logits = on_rows(
             partial(self.head.logits, target, params),
             hidden.reshape(batch * k, -1),
@@ -258,7 +267,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return self.draw_each(target, params, context, k, refined), DFlashState(kv)
 
     def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
-        """Return the real rows of a block, `num_rows` per request from its last token on."""
+        """Return the rows of the blocks: `num_rows` per request, from its last token on, padded."""
         starts, batch = context.starts, context.starts.shape[0]
         counts = jnp.where(context.is_active, num_rows, 0)
         width = padded_width(batch, num_rows, context.row_multiple)
@@ -278,7 +287,10 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def run(
         self, params: DFlashParams, x: jax.Array, rows: Sequence[Rows], kv: Any
     ) -> tuple[jax.Array, Any]:
-        """Run rows x [N, D] through all layers, as `rows` of each; return them normed, and kv."""
+        """Run x [N, D] through all layers; return the normed output and kv.
+
+        `rows[i]` are the rows as layer i sees them.
+        """
         shape = self.head.shape
         stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows[0].positions)
         for i, (layer, mask) in enumerate(
@@ -299,8 +311,10 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return DFlashState(self.read(params.drafter, states, rows, state.kv))
 
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
-        """Return kv with the keys and values of the target's states [N, A D_target] at `rows`. Of
-        each layer only these are used: JAX or XLA removes the rest as dead code."""
+        """Return kv with the keys and values of the target's states [N, A D_target] at `rows`.
+
+        Only keys and values are used: JAX or XLA removes the rest of each layer as dead code.
+        """
         shape = self.head.shape
         fused = params.context_fc.multiply(states)
         fused = rms_norm(fused, params.context_norm, shape.rms_norm_eps)

@@ -1,9 +1,9 @@
-"""DFlash2 (2026): DFlash with convolutions along the block, and drafts chosen from few candidates.
+"""DFlash2 (2026): DFlash with convolutions along the block, and few candidates per draft.
 
-layers    before attention and MLP, and after each, every group of channels is mixed with the
-          rows before it in the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
-drafts    of the likeliest tokens of a row, each scored by its logit and by how it follows the
-          token before:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
+layers    before and after attention, and before and after the MLP, each group of channels is mixed
+          with the previous rows of the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
+drafts    chosen from a row's most likely tokens; each is scored by its logit and by how well it
+          follows the previous token:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from specjax.device.weights.matrix import Matrix, dense
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Convolution:
-    """Weights of the convolutions before and after a part of a layer."""
+    """Weights of the two convolutions before and after attention or MLP."""
 
     base: jax.Array  # [2, taps, D]
     projection: Matrix  # [D, 2 taps groups]
@@ -46,7 +46,7 @@ class ConvolvedLayer(DecoderLayer):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
-    """Weights of the scores of candidates."""
+    """Weights that score candidates."""
 
     previous: jax.Array  # P [V, r]
     candidates: jax.Array  # S [V, r]
@@ -58,19 +58,19 @@ class Candidates(NamedTuple):
 
     logits: jax.Array  # f32[B, K, C]
     ids: jax.Array  # i32[B, K, C]
-    wanted: jax.Array  # [B, K, r], what their codes are compared with
+    wanted: jax.Array  # [B, K, r], H h: compared with the candidates' codes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2(Refinement):
-    """The sizes of what DFlash2 adds; see `Refinement`."""
+    """The convolutions and the candidate selector of DFlash2; see `Refinement`."""
 
     num_taps: int
     group_size: int
     rank: int
     num_candidates: int
-    multiplier: float  # of logits
-    soft_cap: float | None  # of logits
+    multiplier: float  # scales logits
+    soft_cap: float | None  # caps logits
     is_serial: ClassVar[bool] = True
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Selector:
@@ -124,13 +124,13 @@ class DFlash2(Refinement):
         return Residual(x, self._convolved(out, after, rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
-        """Return the weights [2, taps, N, D] of rows x [N, D], before and after what follows."""
+        """Return the taps [2, taps, N, D] of the two convolutions, computed from rows x [N, D]."""
         by_group = params.projection.multiply(x).reshape(len(x), 2, self.num_taps, -1)
         by_row = jnp.repeat(by_group, self.group_size, axis=-1).transpose(1, 2, 0, 3)
         return params.base[:, :, None] + by_row
 
     def _convolved(self, x: jax.Array, taps: jax.Array, rows: CachedRows) -> jax.Array:
-        """Mix rows x [N, D] by taps [taps, N, D] with those before them in their block."""
+        """Mix rows x [N, D] with the rows before them in their block, by taps [taps, N, D]."""
         blocks = rows.by_request(x)
         out = taps[0] * x
         for i in range(1, self.num_taps):
@@ -139,7 +139,7 @@ class DFlash2(Refinement):
         return out
 
     def of_block(self, params: Selector, hidden: jax.Array, logits: jax.Array) -> Candidates:
-        """See `Refinement.of_block`: the likeliest tokens, of all rows at once."""
+        """Return the most likely tokens of all rows at once; see `Refinement.of_block`."""
         best, ids = jax.lax.top_k(logits, self.num_candidates)
         best = best * self.multiplier
         if self.soft_cap is not None:
@@ -147,7 +147,7 @@ class DFlash2(Refinement):
         return Candidates(best, ids, params.hidden.multiply(hidden))
 
     def logits(self, params: Selector, block: Candidates, previous: jax.Array) -> jax.Array:
-        """See `Refinement.logits`: -inf for what is no candidate."""
+        """Return the candidates' scores, and -inf for other tokens; see `Refinement.logits`."""
         follows = jnp.einsum(
             "br,bcr->bc",
             params.previous[previous] * block.wanted,
@@ -159,15 +159,15 @@ class DFlash2(Refinement):
         return none.at[jnp.arange(batch)[:, None], block.ids].set(block.logits + follows)
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
-        """See `Refinement.trained`: also the logits by which candidates are found."""
+        """Return also the logits that select candidates; see `Refinement.trained`."""
         return logits, refined
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return what a config of DFlash2 adds, and 1, the row of a block that drafts first.
+    """Return what a DFlash2 config adds, and 1, the block's row that gives the first draft.
 
     Raises:
-        CheckpointError: sizes are missing, or contradict each other.
+        CheckpointError: sizes are missing or inconsistent.
     """
     fields = HFConfig(own, f"{hf.origin}: dflash_config")
     hidden, group = hf.integer("hidden_size"), fields.integer("conv_group_size", 16)
@@ -178,7 +178,7 @@ def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
     vocab_size = hf.get("vocab_size", None)
     if hf.get("draft_vocab_size", vocab_size) != vocab_size:
         raise CheckpointError(
-            f"{hf.origin}: candidates of a draft vocabulary are not supported; use a head whose "
+            f"{hf.origin}: DFlash2 with a draft vocabulary is not supported; use a head whose "
             f"draft_vocab_size is vocab_size={vocab_size}"
         )
     has_cap = bool(own.get("final_logit_softcapping"))

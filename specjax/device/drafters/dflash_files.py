@@ -1,4 +1,4 @@
-"""Files of DFlash heads: the layouts of the authors, of speculators and of transformers."""
+"""Files of DFlash heads, in the layouts of the authors, speculators and transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,16 +33,16 @@ from specjax.device.models.registry import read_config
 from specjax.device.models.windows import FULL, SLIDING
 from specjax.device.placement import Placement
 
-# What heads of an architecture, or of a kind of speculators, add.
+# Readers of additions to DFlash, by architecture or by speculators' model type.
 READERS: dict[str, Callable[..., tuple[Refinement, int]]] = {
     "DFlash2DraftModel": dflash2.read,
     "DSparkDraftModel": dspark.read,
     "Qwen3DSparkModel": dspark.read,
     "dspark": dspark.read,
 }
-OF_TRANSFORMERS = "muse_glimmer_assistant"  # the model type of its layout
-MASK_FILE = "mask_embedding.pt"  # a tensor "embedding" and, beside it, an id
-# What heads may have that is not supported, and the value that says that they have not.
+OF_TRANSFORMERS = "muse_glimmer_assistant"  # the model type in transformers' layout
+MASK_FILE = "mask_embedding.pt"  # holds a tensor "embedding" and an id
+# Fields of unsupported features, and the value that turns each off.
 _UNSUPPORTED = {
     "attention_sink_bias": False,
     "attention_value_scale": 1.0,
@@ -50,7 +50,7 @@ _UNSUPPORTED = {
     "logit_scale": 1.0,
     "use_aux_hidden_state": True,
 }
-# The mask by the names of its field, in the order in which they count.
+# Names of the field with the mask's token id; the first one that is set counts.
 _MASK_FIELDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
 _WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
 
@@ -63,11 +63,11 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[DFlashDrafter, DFlashParams]:
-    """Load a head in the layout of its authors, of speculators, or of transformers.
+    """Load a head in the layout of its authors, speculators or transformers.
 
     Raises:
-        CheckpointError: it was made for another target, for fewer drafts, or is of a kind that is
-            not supported.
+        CheckpointError: the head was made for another target or for fewer drafts, or is of an
+            unsupported kind.
     """
     assert folder is not None, config.method
     files = DrafterFiles(_open(folder), read_config(folder), placement, log)
@@ -79,8 +79,8 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DFlashDrafter:
-    """Return a drafter of the sizes in a folder's config, which has no weights: with the target's
-    embedding and vocabulary.
+    """Return a drafter with the sizes in the config of a folder without weights. It uses the
+    target's embedding and vocabulary.
 
     Raises:
         CheckpointError: see `load`.
@@ -112,13 +112,13 @@ def _read_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) ->
 
 
 def _open(folder: Path) -> TensorFiles:
-    """Open the weights, among them an embedding of masks that has a file of its own."""
+    """Open the weights, including a mask embedding in a separate file."""
     files, path = open_checkpoint(folder), folder / MASK_FILE
     if not path.exists():
         return files
     own = torch_pickle.locate(path, ignored=("mask_token_id",))
     if "embedding" not in own:
-        raise CheckpointError(f"{path} must hold the tensor 'embedding'; it has {sorted(own)}")
+        raise CheckpointError(f"{path} must contain the tensor 'embedding'; it has {sorted(own)}")
     return replace(files, tensors={**files.tensors, MASK_EMBEDDING: own["embedding"]})
 
 
@@ -136,7 +136,7 @@ def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
 
 
 def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
-    """Return what is added to the block, and its row that gives the first draft."""
+    """Return the addition to DFlash, and the block's row that gives the first draft."""
     names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
     read = next((READERS[name] for name in names if name in READERS), None)
     if read is not None:
@@ -147,8 +147,8 @@ def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
 
 
 def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
-    """Return the authors' `config.json` of a head without windows, for at most
-    block_size - 1 drafts."""
+    """Return the authors' `config.json` of a head without windows, for at most block_size - 1
+    drafts."""
     return {
         **llama.to_hf(head.shape),
         "architectures": ["DFlashDraftModel"],
@@ -172,9 +172,9 @@ def _decoder(hf: HFConfig) -> Mapping[str, Any]:
 
 
 def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
-    """Return the decoder's sizes; a config without a vocabulary's size means the target's."""
+    """Return the decoder's sizes; `vocab_size` is used if the config has none."""
     fields = {"vocab_size": vocab_size, **_decoder(hf)}
-    for name in _WINDOWS:  # in a head they mean something else: see `_read_attention_masks`
+    for name in _WINDOWS:  # these differ in heads: see `_read_attention_masks`
         fields.pop(name, None)
     shape = llama.from_hf(HFConfig({**fields, "model_type": "qwen3"}, hf.origin))
     if not files.tensors.names():
@@ -189,16 +189,16 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
 
 
 def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask, ...]:
-    """Return what the rows of a block see, by layer.
+    """Return the attention mask of a block's rows, by layer.
 
-    A window of W tokens is, as each framework trains heads: W before the anchor, and the block
-    (speculators); W to either side (transformers); W - 1 to either side, or before a row that sees
-    the rows before it only (the authors).
+    The meaning of a window of W tokens depends on the training framework. speculators: W tokens
+    before the anchor, and the block. transformers: W tokens to either side. The authors: W - 1
+    tokens to either side, or only before the row if the mask is causal.
     """
     windowed, window = _windowed_layers(hf, num_layers), _read_window(hf)
     if any(windowed) and window is None:
         raise CheckpointError(
-            f"{hf.origin}: layers with a sliding window, but no sliding_window says how long it is"
+            f"{hf.origin}: some layers have a sliding window, but sliding_window is not set"
         )
     given = hf.get("is_causal", _own(hf).get("causal"))
     is_marked = SLIDING in _layer_types(hf, num_layers)
@@ -236,7 +236,7 @@ def _layer_types(hf: HFConfig, num_layers: int) -> list[str]:
 def _read_window(hf: HFConfig) -> int | None:
     window = _own(hf).get("swa_window_size", _decoder(hf).get("sliding_window"))
     if window is not None and (type(window) is not int or window < 1):
-        raise CheckpointError(f"{hf.origin}: a window of {window!r} tokens must be at least 1")
+        raise CheckpointError(f"{hf.origin}: sliding window {window!r} must be at least 1")
     return window
 
 
@@ -245,8 +245,8 @@ def _is_of_transformers(hf: HFConfig) -> bool:
 
 
 def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, ...]:
-    """Return the layers whose input the head reads: the outputs of the layers before them."""
-    entering = hf.get("aux_hidden_state_layer_ids", None)  # of speculators
+    """Return the layers whose input the head reads, that is, the output of the layer before."""
+    entering = hf.get("aux_hidden_state_layer_ids", None)  # speculators' field
     outputs = _own(hf).get("target_layer_ids", hf.get("target_layer_ids", None))
     if entering is None and outputs is None:
         spread = max(num_own - 1, 1)
@@ -255,9 +255,9 @@ def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, 
     layers = tuple(entering) if entering is not None else tuple(int(i) + 1 for i in outputs or ())
     if not layers or not all(0 <= i < num_layers for i in layers):
         raise CheckpointError(
-            f"{hf.origin}: the head reads the outputs of layers {[i - 1 for i in layers]}; the "
-            f"target has 0..{num_layers - 1}, and that of the last one, which some frameworks take "
-            "before the final norm and some after, is not supported"
+            f"{hf.origin}: the head reads the outputs of layers {[i - 1 for i in layers]}, but the "
+            f"target has 0..{num_layers - 1}, and the last layer's output is not supported (some "
+            "frameworks take it before the final norm, some after); use another head"
         )
     return layers
 
@@ -281,12 +281,12 @@ def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, tar
         raise CheckpointError(f"{hf.origin}: block_size=1 leaves no drafts after the last token")
     if k > most:
         raise CheckpointError(
-            f"{hf.origin}: a block of block_size={block} has {most} drafts; lower "
+            f"{hf.origin}: block_size={block} allows at most {most} drafts; lower "
             f"speculative_config.num_speculative_tokens={k}"
         )
     if files.has("mask_hidden"):
         raise CheckpointError(
-            f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do; use method 'p_eagle'"
+            f"{hf.origin}: mask_hidden belongs to P-EAGLE heads; use method 'p_eagle'"
         )
     is_whole = head.has_embedding and head.has_lm_head
     if not is_whole and head.shape.hidden_size != target.hidden_size:
@@ -297,11 +297,11 @@ def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, tar
         )
     if head.shape.vocab_size != target.vocab_size:
         raise CheckpointError(
-            f"{hf.origin}: vocab_size={head.shape.vocab_size}, the target's is "
+            f"{hf.origin}: vocab_size={head.shape.vocab_size} differs from the target's "
             f"{target.vocab_size}; use a drafter trained for this target"
         )
     if head.draft_vocab_size != head.shape.vocab_size and not head.has_lm_head:
         raise CheckpointError(
-            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head of its own, "
-            "and the weights have none"
+            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head.weight, but "
+            "the weights have none"
         )

@@ -1,12 +1,11 @@
 """A whole model as the drafter (Leviathan et al. 2023): a small decoder.
 
-It keeps caches of its own, by the target's page table and slots. A round of K drafts runs it K
-times: the last token gives the first draft, each draft the next one. So the last draft is not run:
-if all are accepted, its keys and values are missing, and the next round runs it before the last
-token, in one pass of two rows. A round without drafts makes this pass, too, without its logits.
-
-A model with another tokenizer reads the target's tokens as its own of the same text, others as its
-unknown token, and drafts tokens that both have (Timor et al. 2025, token-level intersection).
+It has separate caches, indexed by the target's page table and slots. A round of K drafts runs it K
+times: the last token gives the first draft, each draft the next one. The last draft is not run: if
+all drafts are accepted, its keys and values are missing, and the next round runs it before the last
+token, in one pass of two rows. A round without drafts also makes this pass, without logits.
+A model with another tokenizer maps the target's tokens to its tokens with the same text, or to its
+unknown token, and drafts only tokens that both have (Timor et al. 2025, token-level intersection).
 """
 
 from collections.abc import Collection, Mapping
@@ -48,19 +47,19 @@ from specjax.device.verification import Draft
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelParams:
-    """The weights of a model, and its tokens among the target's."""
+    """The weights of a model, and the map between its tokens and the target's."""
 
     model: Any
-    tokens: TokenMap | None = None  # None if both have the same
+    tokens: TokenMap | None = None  # None if both vocabularies are equal
 
     def as_own(self, tokens: jax.Array) -> jax.Array:
-        """Return the model's tokens for the target's."""
+        """Return the model's tokens for tokens of the target."""
         return tokens if self.tokens is None else self.tokens.from_target[tokens]
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of a `DraftModel`, see `DrafterWeights`."""
+    """The weights of a `DraftModel`; see `DrafterWeights`."""
 
     model: Model
     has_embedding: bool = False
@@ -68,7 +67,7 @@ class ModelWeights:
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the model's parameters, by the names of its checkpoint."""
+        """Return the model's parameters as `TensorSpec`s, for the names in its checkpoint."""
         shapes = names if isinstance(names, Mapping) else dict.fromkeys(names, ())
         return DraftModelParams(named_specs(self.model, shapes))
 
@@ -77,11 +76,11 @@ class ModelWeights:
         return is_unused(self.model, name)
 
     def target_ids(self, params: DraftModelParams) -> jax.Array | None:
-        """Return the target's ids of the tokens that both models have, if they are not the same."""
+        """Return the target's ids i32[V_d] of common tokens; None if the vocabularies are equal."""
         return None if params.tokens is None else params.tokens.target_ids
 
     def logits(self, params: DraftModelParams, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[N, V_d] of these tokens for hidden states [N, D]."""
+        """Return logits f32[N, V_d] of the common tokens for hidden states [N, D]."""
         logits = self.model.logits(params.model, hidden)
         return logits if params.tokens is None else logits[:, params.tokens.draft_ids]
 
@@ -89,12 +88,12 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and how far they lag behind."""
+    """The drafter's caches, and the tokens that they lack."""
 
     caches: tuple[Any, ...]  # one per cache kind of the model
-    snapshots: tuple[Any, ...]  # likewise; None for a kind that has none
+    snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
     num_missing: jax.Array  # i32[S], 1 if the last accepted draft was never run
-    pending: jax.Array  # i32[S], accepted tokens that were run, but recurrent states lack
+    pending: jax.Array  # i32[S], number of accepted tokens that recurrent states lack
 
 
 @dataclass(frozen=True)
@@ -103,24 +102,24 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the model is."""
+        """Whether the model is recurrent."""
         return is_recurrent(self.head.model)
 
     @property
     def may_defer(self) -> bool:
-        """False: `draft` has run a round's rows."""
+        """False: `draft` has already run a round's rows."""
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return 1: the row that a round runs beside its own if the drafter is behind."""
+        """Return 1: the additional row that a round runs if the last draft was not run."""
         return 1
 
     def num_passes(self, k: int) -> int:
-        """Return k: a pass is for one draft."""
+        """Return k: each draft takes one pass."""
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
-        """Return empty caches, which are indexed by the target's page table and slots."""
+        """Return empty caches, indexed by the target's page table and slots."""
         model, count = self.head.model, sizes.num_snapshots
         return DraftModelState(
             init_caches(model, sizes, dtype),
@@ -148,8 +147,8 @@ class DraftModel(HeadDrafter[ModelWeights]):
     ) -> tuple[Draft, DraftModelState]:
         """See `Drafter.draft`.
 
-        A recurrent state takes in what is accepted, and nothing else. So a recurrent model runs the
-        round's rows again with each draft, from the state before them.
+        A recurrent state may include only accepted tokens. So a recurrent model runs the round's
+        rows again with each draft, from the state before them.
         """
         caches, starts = state.caches, context.starts
         missing, pending = (
@@ -201,7 +200,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
     def observe(
         self, target: Model, params: Params, state: DraftModelState, seen: Observation
     ) -> DraftModelState:
-        """See `Drafter.observe`. Of a round `draft` has run all rows but the last draft."""
+        """See `Drafter.observe`. `draft` has run all rows of a round except the last draft's."""
         caches, slots, none = state.caches, seen.slots, jnp.zeros_like(seen.last)
         if seen.k is None:
             rows = replace(seen.rows, pending=none)
@@ -229,17 +228,18 @@ def load(
     log: Log,
     target_folder: Path | None = None,
 ) -> tuple[DraftModel, DraftModelParams]:
-    """Load a checkpoint of any model; tokenizers are compared if `target_folder` is known.
+    """Load a checkpoint of any model; compare tokenizers if `target_folder` is set.
 
     Raises:
-        CheckpointError: it has no token of the target's vocabulary, or this cannot be told.
+        CheckpointError: it has no token of the target's vocabulary, or there is no target tokenizer
+            to tell.
     """
     assert folder is not None, config.method
     sizes = target.vocab_size, describe_model(read_config(folder)).vocab_size
     if target_folder is None and sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"{folder}: vocab_size={sizes[1]}, the target's is {sizes[0]}, and the target is a "
-            "Model value, without a tokenizer to match tokens by; use a draft model with the "
+            f"{folder}: vocab_size={sizes[1]} differs from the target's {sizes[0]}, and the target "
+            "is a Model value, without a tokenizer to match tokens; use a draft model with the "
             "target's vocabulary"
         )
     tokens = None if target_folder is None else match((target_folder, folder), sizes)
@@ -251,16 +251,16 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DraftModel:
-    """Return a drafter of the model in a folder's config, which has no weights.
+    """Return a drafter of the model in the config of a folder without weights.
 
     Raises:
-        CheckpointError: its vocabulary has another size than the target's.
+        CheckpointError: its vocabulary size differs from the target's.
     """
     model = describe_model(read_config(folder))
     if model.vocab_size != target.vocab_size:
         raise CheckpointError(
-            f"{folder}: vocab_size={model.vocab_size}, the target's is {target.vocab_size}, and "
-            "configs have no tokenizers to match tokens by; use a model with the target's "
-            "vocabulary"
+            f"{folder}: vocab_size={model.vocab_size} differs from the target's "
+            f"{target.vocab_size}, and configs have no tokenizers to match tokens; use a model "
+            "with the target's vocabulary"
         )
     return DraftModel(ModelWeights(model))

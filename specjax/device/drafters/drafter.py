@@ -1,4 +1,4 @@
-"""The drafter interface: propose tokens, then observe the target's results for them."""
+"""The drafter interface: propose draft tokens, then observe the target's results."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -28,26 +28,26 @@ class Params(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Options that are compiled into a step. All other request options are in every step."""
+    """Request options compiled into a step only if needed. Every step supports the others."""
 
     processors: Processors = ()
-    masks: bool = False  # made when the drafts are known, so that rounds run in pieces
-    num_logprobs: int = 0  # most likely tokens reported with each token, if asked for
-    num_prompt_logprobs: int | None = None  # None to report nothing
+    masks: bool = False  # token masks depend on the drafts, so a round runs as several programs
+    num_logprobs: int = 0  # number of most likely tokens reported with each token
+    num_prompt_logprobs: int | None = None  # None: report none
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftContext:
-    """Input of a drafter for B requests."""
+    """The input of a drafter for B requests."""
 
     slots: Int32[jax.Array, "B"]
     starts: Int32[jax.Array, "B"]  # the position of the last committed token
     is_active: Bool[jax.Array, "B"]
     page_table: Int32[jax.Array, "B P"]
-    requests: Requests  # [S], by slot, so that only fields that are used are gathered
+    requests: Requests  # [S], by slot: only the fields in use are gathered
     history: History  # [B]
-    has_edits: Bool[jax.Array, ""]  # whether any request has its logits edited
+    has_edits: Bool[jax.Array, ""]  # whether any request edits its logits
     kernels: str = field(metadata={"static": True})
     row_multiple: int = field(metadata={"static": True})
     shares_noise: bool = field(metadata={"static": True})
@@ -63,9 +63,9 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return rows from position starts[b]: counts[b] real ones, at most `most`, then padding.
+        """Return rows from positions starts[b] on: counts[b] real rows, then padding.
 
-        `pending` i32[B] is for recurrent states, see `CachedRows`.
+        `most` is the largest count. `pending` i32[B] is for recurrent states, see `CachedRows`.
         """
         return CachedRows.starting_at(
             starts,
@@ -87,7 +87,7 @@ class DraftContext:
         *,
         is_greedy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the draft i32[B] after the drafts `before`, and the distribution sampled from.
+        """Return the next draft i32[B] after the drafts `before`, and its distribution.
 
         Logits f32[B, V_d] over `token_ids` (None for all) are edited like the target's, so that
         drafts are likely to be accepted. The distribution is f32[B, V], or None for drafts that
@@ -105,8 +105,10 @@ class DraftContext:
     def draw_together(
         self, logits: jax.Array, token_ids: jax.Array | None, vocab_size: int, *, is_greedy: bool
     ) -> Draft:
-        """Return the drafts of logits f32[B, K, V_d] that do not depend on each other, as `draw`
-        would. Only edits, which depend on the drafts before, take them one after the other.
+        """Draw K independent drafts per request from logits f32[B, K, V_d]; see `draw`.
+
+        Drafts are drawn one after the other only if logits are edited, as edits depend on the
+        drafts before.
         """
         batch, k, _ = logits.shape
 
@@ -146,8 +148,10 @@ class DraftContext:
         first: int,
         is_greedy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the drafts i32[B T] of logits f32[B T, V_d]: T of each request from the one with
-        number `first` on; and the distributions f32[B T, V] or None, see `draw`."""
+        """Return T drafts per request, i32[B T], and their distributions f32[B T, V] or None.
+
+        The logits are f32[B T, V_d]; `first` indexes each request's first draft; see `draw`.
+        """
         if is_greedy:
             if token_ids is None:
                 return jnp.maximum(self.vocabulary.argmax(logits), 0), None
@@ -156,7 +160,7 @@ class DraftContext:
         if self.shares_noise:
             stream, counters = Stream.TARGET, (self.starts + 1 + first,)
         else:
-            # Keyed by the round and not by position alone: see `verification._coins`.
+            # The key includes the round's start, not only the position: see `verification._coins`.
             sampling, starts = sampling.repeat(count), jnp.repeat(self.starts, count)
             numbers = jnp.tile(first + jnp.arange(count, dtype=starts.dtype), len(self.starts))
             stream, counters = Stream.DRAFT, (starts, numbers)
@@ -180,7 +184,7 @@ class DraftContext:
         before: list[jax.Array],
         is_greedy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the draft after `before` of logits f32[B, V_d], edited; see `draw`."""
+        """Edit logits f32[B, V_d] and draw from them the draft after `before`; see `draw`."""
         if token_ids is not None:
             logits = self.vocabulary.spread(logits, token_ids, vocab_size)
         history = self.history.extended(before)
@@ -192,12 +196,12 @@ class DraftContext:
 
 
 class Observation(NamedTuple):
-    """Rows that the target ran for B requests: a chunk of a prompt, or last token and drafts."""
+    """Rows that the target ran for B requests: a prefill chunk, or a last token and its drafts."""
 
     slots: Int32[jax.Array, "B"]
-    rows: CachedRows  # [N], their positions, pages and slots
+    rows: CachedRows  # [N], positions, pages and slots
     tokens: Int32[jax.Array, "B T"]  # the rows' tokens
-    following: Int32[jax.Array, "B T"]  # the token after each: known, or sampled by the target
+    following: Int32[jax.Array, "B T"]  # each row's next token: known, or sampled by the target
     features: Features  # [N], of the target
     last: Int32[jax.Array, "B"]  # index of each request's last accepted row
     k: int | None  # draft tokens of the round; None for a chunk
@@ -208,7 +212,7 @@ class DrafterWeights(Protocol):
 
     @property
     def prefix_in_target(self) -> str | None:
-        """Prefix of its tensors in the target's checkpoint; None if they are not in it."""
+        """Prefix of its tensors in the target's checkpoint; None if they are elsewhere."""
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
@@ -216,16 +220,16 @@ class DrafterWeights(Protocol):
         ...
 
     def is_unused(self, name: str) -> bool:
-        """Return whether a tensor is allowed among the weights although it is not used."""
+        """Return whether a checkpoint may contain this tensor although it is not loaded."""
         ...
 
     def target_ids(self, params: Any) -> jax.Array | None:
-        """Return the target's token id of each draft logit, i32[V_d]; None if they are the same."""
+        """Return the target's token id of each draft logit, i32[V_d]; None for the identity."""
         ...
 
 
 class Drafter(Protocol):
-    """A drafting strategy: hashable, with pure methods; its state is a pytree only it reads."""
+    """A drafting strategy: hashable, with pure methods. No other code reads its state, a pytree."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -239,18 +243,18 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a request has a state in it that no later rows give, so that reusing pages alone
-        does not save observing their tokens."""
+        """Whether requests have a state that cannot be computed from later rows, so that reusing
+        pages is not enough to skip observing their tokens."""
         ...
 
     @property
     def may_defer(self) -> bool:
-        """Whether it may observe the rows of rounds without drafts later, several at once, as the
-        rows of a chunk. It is worth the while if observing reads weights."""
+        """Whether it may observe the rows of rounds without drafts later, several rounds at once,
+        like the rows of a chunk. This pays off only if `observe` reads weights."""
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return how many rows drafting k tokens adds per request to the budget of a step."""
+        """Return the number of rows per request that drafting k tokens adds to a step's budget."""
         ...
 
     def num_passes(self, k: int) -> int:
@@ -258,18 +262,18 @@ class Drafter(Protocol):
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Return an empty state for the target's numbers of requests and pages.
+        """Return an empty state for the target's number of requests and pages.
 
-        `dtype` is that of the model; pages have that of `sizes`, if it has one.
+        `dtype` is the model's; pages have `sizes.page_dtype` instead, if set.
         """
         ...
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Return the state with snapshots `ids` of its recurrent states, see `CacheKind.take`."""
+        """Copy recurrent states into snapshots `ids`; return the state. See `CacheKind.take`."""
         ...
 
     def restore(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Return the state with its recurrent states as in these snapshots."""
+        """Copy snapshots `ids` into the recurrent states; return the state."""
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
@@ -291,8 +295,8 @@ class Drafter(Protocol):
     ) -> Any:
         """Return the state for the next drafts, updated with rows that the target ran.
 
-        The beginning of a prompt is never observed if it was found in the prefix cache: what
-        drafting needs of it must be in the pages, follow from the last rows, or be restored.
+        Tokens found in the prefix cache are never observed: what drafting needs from them must be
+        in the pages, follow from the last rows, or be restored from a snapshot.
         """
         ...
 
@@ -303,7 +307,7 @@ class NotRecurrent:
 
     @property
     def is_recurrent(self) -> bool:
-        """False: pages and the last rows are all that drafting needs."""
+        """False: drafting needs only the pages and the last rows."""
         return False
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
@@ -349,7 +353,7 @@ class Stateless(NotRecurrent):
         return self, None
 
     def observe(self, target: Model, params: Params, state: None, seen: Observation) -> None:
-        """Return None: the history has the tokens."""
+        """Return None: drafting reads the history."""
 
 
 @dataclass(frozen=True)
@@ -361,5 +365,5 @@ class NoDrafter(Stateless):
     ) -> tuple[Draft, None]:
         """Return no tokens; k must be 0."""
         if k:
-            raise ValueError(f"k={k} drafts asked of an engine without a drafter")
+            raise ValueError(f"k={k}: an engine without a drafter cannot draft; k must be 0")
         return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None

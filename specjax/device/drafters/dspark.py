@@ -1,9 +1,9 @@
 """DSpark (2026): a DFlash block whose drafts are corrected one after the other.
 
-    rows      as DFlash's, but row j gives the token at n + j + 1: K rows for K drafts
-    drafts    logits_j + W_2 W_1[previous token], a Markov chain of low rank over the block's logits
+    rows      as in DFlash, but row j gives the token at n + j + 1: K rows for K drafts
+    drafts    logits_j + W_2 W_1[previous token]: the block's logits plus a low-rank Markov chain
 
-The confidence head of such checkpoints is not read: K is chosen from measured acceptance.
+The confidence head of such checkpoints is not loaded: K is chosen from measured acceptance.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from specjax.device.weights.table import Table, table
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MarkovParams:
-    """Weights of a correction by the token before."""
+    """Weights of a correction by the previous token."""
 
     previous: Table  # [V, r]
     bias: Matrix  # [r, V_d]
@@ -49,10 +49,10 @@ class Markov(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the correction, if there is one, and the row of a block that drafts first.
+    """Return the correction, if there is one, and the block's row that gives the first draft.
 
     Raises:
-        CheckpointError: the correction is not of the kind "vanilla".
+        CheckpointError: the correction is not of kind "vanilla".
     """
     kind = hf.get("markov_head_type", own.get("markov_head_type", "vanilla"))
     if kind != "vanilla":
@@ -60,13 +60,13 @@ def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
             f"{hf.origin}: markov_head_type={kind!r} is not supported; use a head with 'vanilla'"
         )
     rank = hf.get("markov_rank", own.get("markov_rank", 0))
-    is_exported = "speculators_model_type" in hf.fields  # which may have DFlash's rows
+    is_exported = "speculators_model_type" in hf.fields  # exports may have DFlash's rows
     from_anchor = hf.get("sample_from_anchor", own.get("sample_from_anchor", not is_exported))
     return Markov(rank=rank) if rank else Refinement(), 0 if from_anchor else 1
 
 
 def to_hf(rank: int) -> dict[str, Any]:
-    """Return what the `config.json` of a head has besides DFlash's."""
+    """Return the fields that a DSpark head's `config.json` adds to DFlash's."""
     return {
         "architectures": ["Qwen3DSparkModel"],
         "markov_head_type": "vanilla",

@@ -69,7 +69,7 @@ class EagleHead:
 
     @property
     def cache_kind(self) -> CacheKind:
-        """One layer of attention."""
+        """A single attention layer."""
         return self.shape.attention
 
     def specs(self, names: Collection[str] = ()) -> EagleParams:
@@ -109,7 +109,7 @@ class EagleHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Apply the target's output head to y, without a norm, or one of its own."""
+        """Return logits of y without a norm, by the head's own output head or else the target's."""
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
@@ -142,11 +142,11 @@ def _layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[EagleHead, EagleParams]:
-    """Load a published EAGLE-1 head. It has an fc bias if its files do: configs omit it."""
+    """Load a published EAGLE-1 head. The tensors tell whether fc has a bias: configs do not."""
     shape = files.geometry("layers.0", target)
     if shape.hidden_size != target.hidden_size:
         raise CheckpointError(
-            f"{files.hf.origin}: hidden_size={shape.hidden_size}, the target's is "
+            f"{files.hf.origin}: hidden_size={shape.hidden_size} differs from the target's "
             f"{target.hidden_size}; use a drafter trained for this target"
         )
     head = EagleHead(
@@ -159,5 +159,5 @@ def load(
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:
-    """Return the `config.json` of a head in the published format."""
+    """Return a head's `config.json` in the published format."""
     return {**llama.to_hf(head.shape), "bias": head.has_fc_bias}

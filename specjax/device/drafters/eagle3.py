@@ -1,13 +1,14 @@
 """EAGLE-3 (Li et al. 2025): a decoder layer over three of the target's hidden states.
 
-    g = fc [h_low; h_mid; h_high] (+ bias)        for rows the target has seen; else g = last y
+    g = fc [h_low; h_mid; h_high] (+ bias)        for rows that the target has run; else g = last y
     u = [norm_e(e(x_{p+1})); norm_h(g)]           2 D wide
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         over a reduced vocabulary
 
-The three, or more, are residual streams, un-normed; each may have a norm before fc (EAGLE-3.1). A
-head without auxiliary layers takes the target's normed output as g. y is recycled as it is, or
-normed with `recycle_normed`. A head of the whole vocabulary may use the target's output head.
+The hidden states, three or more, are residual streams without a norm; each may have a norm before
+fc (EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. The next
+draft gets y as it is, or normed with `recycle_normed`. A head with the full vocabulary may use the
+target's output head.
 """
 
 from collections.abc import Collection
@@ -51,8 +52,11 @@ _FUSING = "fc.", "fc_norm.", "input_norm."  # tensors that fuse auxiliary states
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Eagle3Params:
-    """Weights of an EAGLE-3 head; `embedding` and `lm_head` are None where they are the target's,
-    and `fc` without auxiliary layers."""
+    """Weights of an EAGLE-3 head.
+
+    `embedding` and `lm_head` are None if the target's are used; `fc` is None without auxiliary
+    layers.
+    """
 
     embedding: Table | None  # [V, D]
     fc: Matrix | None  # [A D_target, D]
@@ -71,7 +75,7 @@ class Eagle3Params:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Head:
-    """The EAGLE-3 head. `shape` gives the layer's geometry and the target's vocabulary."""
+    """The EAGLE-3 head. `shape` holds the layer's sizes and the target's vocabulary size."""
 
     shape: Llama
     target_hidden_size: int
@@ -93,17 +97,17 @@ class Eagle3Head:
 
     @property
     def cache_kind(self) -> CacheKind:
-        """One layer of attention."""
+        """A single attention layer."""
         return self.shape.attention
 
     @property
     def feature_size(self) -> int:
-        """Width of the target's states at a row."""
+        """Width of all auxiliary states of one row, concatenated."""
         return max(len(self.aux_layers), 1) * self.target_hidden_size
 
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
-        """Return the float weights as `TensorSpec`s; `names` of the files tell the published layout
-        from that of speculators."""
+        """Return the float weights as `TensorSpec`s; `names` in the files determine the layout:
+        published or speculators'."""
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide, all_wide = self.target_hidden_size, self.feature_size
@@ -131,8 +135,8 @@ class Eagle3Head:
         return name in PUBLISHED_BESIDE or cannot_matter(name)
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
-        """Return g = fc of the auxiliary hidden states, after norms if the checkpoint has them; the
-        target's output itself without auxiliary layers."""
+        """Return g [N, D]: fc of the auxiliary hidden states, normed before if the checkpoint has
+        such norms; without auxiliary layers, the target's output."""
         if params.fc is None:
             return features.hidden
         states, eps = features.auxiliary, self.shape.rms_norm_eps
@@ -160,7 +164,7 @@ class Eagle3Head:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Return logits over the draft vocabulary; a recycled state may already be normed."""
+        """Return logits f32[N, V_d] over the draft vocabulary; recycled states have their norm."""
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
@@ -169,7 +173,7 @@ class Eagle3Head:
         return own.lm_head.multiply(hidden, jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Return the target's ids of the draft vocabulary."""
+        """Return the target's token id of each draft token, i32[V_d]; None for the identity."""
         return params.target_ids
 
 
@@ -196,7 +200,7 @@ def first_layer(
     kv: Any,
     head: Eagle3Head,
 ) -> tuple[Residual, Any]:
-    """Run the layer that reads embeddings e [N, D] and hidden states g [N, D]; return y, and kv."""
+    """Run the layer on embeddings e [N, D] and hidden states g [N, D]; return y and kv."""
     shape, eps = head.shape, head.shape.rms_norm_eps
     normed = rms_norm(hidden, params.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
@@ -211,16 +215,16 @@ def first_layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[Eagle3Head, Eagle3Params]:
-    """An EAGLE-3 head in the published layout (`midlayer.*`) or speculators' (`layers.0.*`)."""
+    """Load an EAGLE-3 head: published layout (`midlayer.*`) or speculators' (`layers.0.*`)."""
     head = _read_chain_head(files, config, target)
     return head, load_weights(files, head, target, dtype)
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> ChainDrafter:
-    """Return a drafter of the sizes in a folder's config, which has no weights.
+    """Return a drafter with the sizes in the config of a folder without weights.
 
     Raises:
-        CheckpointError: it was made for another target, or has a vocabulary of its own.
+        CheckpointError: it was made for another target, or has a separate draft vocabulary.
     """
     files = DrafterFiles.without_weights(folder)
     head = _read_chain_head(files, config, target)
@@ -233,7 +237,7 @@ def _read_chain_head(files: DrafterFiles, config: SpeculativeConfig, target: Mod
     head = read_head(files, config, target, shape)
     return replace(
         head,
-        # The default is False in raw checkpoints, True in those of speculators.
+        # The default is False in raw checkpoints, True in speculators' checkpoints.
         norm_before_residual=bool(hf.get("norm_before_residual", is_speculators(hf))),
         recycle_normed=recycles_normed(hf, head.has_aux_norms),
     )
@@ -242,9 +246,9 @@ def _read_chain_head(files: DrafterFiles, config: SpeculativeConfig, target: Mod
 def read_head(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, shape: Llama
 ) -> Eagle3Head:
-    """Return the head that the config and the tensors' names describe, but for what it recycles.
+    """Return the head that the config and the tensors' names describe, except what it recycles.
 
-    A config without weights is of a head with the usual ones.
+    Without weights, the head is assumed to have the usual tensors.
 
     Raises:
         CheckpointError: it was made for another target, or config and tensors disagree.
@@ -279,17 +283,17 @@ def read_head(
 
 
 def _check_tensors(files: DrafterFiles, head: Eagle3Head) -> None:
-    """Refuse a config that disagrees with the tensors, by their names."""
+    """Refuse a config that disagrees with the names or shapes of the tensors."""
     hf, is_whole = files.hf, head.draft_vocab_size == head.shape.vocab_size
     if not head.has_lm_head and not is_whole:
         raise CheckpointError(
-            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head.weight, and "
-            "the weights have none; the target's has all tokens"
+            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head.weight, but "
+            "the weights have none, and the target's output head covers all tokens"
         )
     for field, tensor in ("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight"):
         if hf.get(field, False) and head.aux_layers and not files.has(tensor):
             raise CheckpointError(
-                f"{hf.origin}: {field}=true needs {tensor}, and the weights have none; export the "
+                f"{hf.origin}: {field}=true needs {tensor}, but the weights have none; export the "
                 f"head again, or remove {field} if it was trained without"
             )
     is_third = files.has(f"{layer_name(files.tensors.names())}.hidden_norm.weight")
@@ -297,15 +301,15 @@ def _check_tensors(files: DrafterFiles, head: Eagle3Head) -> None:
         rows, width = files.tensors.shape(files.stored_name("fc.weight"))
         if rows == head.hidden_size and width != head.feature_size:
             raise CheckpointError(
-                f"{hf.origin}: fc.weight reads {width} numbers, and the {len(head.aux_layers)} "
+                f"{hf.origin}: fc.weight reads {width} numbers, but the {len(head.aux_layers)} "
                 f"auxiliary layers {list(head.aux_layers)} of a target {head.target_hidden_size} "
                 f"wide have {head.feature_size}; set eagle_aux_hidden_state_layer_ids to the "
-                "layers of training, or use a drafter trained for this target"
+                "layers used in training, or use a drafter trained for this target"
             )
 
 
 def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np.dtype) -> Any:
-    """Return the parameters of a head, with its draft vocabulary."""
+    """Load the parameters of a head, with its draft vocabulary."""
     unused = ["d2t", "t2d"]
     if not head.aux_layers:
         names = (name.removeprefix(files.prefix) for name in files.tensors.names())
@@ -317,18 +321,18 @@ def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np
             )
     params = files.load(head.specs(files.tensors.names()), dtype, unused=tuple(unused))
     ids = read_target_ids(files, head.draft_vocab_size, target)
-    if ids is not None and files.has("t2d"):  # the mask of the ids that d2t lists
+    if ids is not None and files.has("t2d"):  # t2d is the mask of the ids that d2t lists
         mask = files.tensors.read(files.stored_name("t2d"))
         if not np.array_equal(np.flatnonzero(mask), np.sort(np.asarray(ids))):
             files.log(
-                f"{files.tensors.folder}: t2d has other tokens than d2t, which is used as the "
+                f"{files.tensors.folder}: t2d and d2t list different tokens; d2t is used as the "
                 "draft vocabulary"
             )
     return replace(params, target_ids=ids)
 
 
 def layer_name(names: Collection[str]) -> str:
-    """Return the layer's prefix in a file with tensors of these names."""
+    """Return the layer's prefix among these names of tensors."""
     is_numbered = any(name.endswith("layers.0.hidden_norm.weight") for name in names)
     return "layers.0" if is_numbered else "midlayer"
 
@@ -339,10 +343,10 @@ def is_speculators(hf: HFConfig) -> bool:
 
 
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
-    """Return whether the head recycles norm(y), by `norm_output`.
+    """Return whether the head recycles norm(y), from `norm_output`.
 
-    Heads of this architecture without norms of auxiliary states are an exception: SpecForge long
-    wrote `norm_output=true` for the norm before the output head, which all heads have.
+    The field is ignored for heads of this architecture without norms of auxiliary states: SpecForge
+    used to write `norm_output=true` for the norm before the output head, which all heads have.
     """
     if "LlamaForCausalLMEagle3" in hf.get("architectures", []) and not has_aux_norms:
         return False
@@ -350,11 +354,11 @@ def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
 
 
 def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int, ...]:
-    """Return the layers whose input the head reads; `convention`: how the config numbers them.
+    """Return the layers whose input the head reads; `convention` is how the config numbers them.
 
-    "entering" i is the residual stream entering layer i, which is the output of layer i - 1; a
-    config under "output" numbers that state i - 1. Default: 2, L // 2, L - 3, entering. None if the
-    config says that there are no auxiliary states.
+    "entering": i is the residual stream that enters layer i. "output": i is the output of layer i,
+    which enters layer i + 1. Default: layers 2, L // 2 and L - 3. Empty if the config says that
+    there are no auxiliary states.
     """
     nested = hf.get("eagle_config", {})
     if nested.get("use_aux_hidden_state") is False:
@@ -369,14 +373,14 @@ def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int
         layers = tuple(int(i) + (convention == "output") for i in ids)
     if not layers or not all(0 <= i <= num_layers for i in layers):
         raise CheckpointError(
-            f"{hf.origin}: auxiliary layers {list(layers)} do not lie in 0..{num_layers}, the "
-            "target's; set eagle_aux_hidden_state_layer_ids, or use another drafter"
+            f"{hf.origin}: auxiliary layers {list(layers)} are not all within the target's "
+            f"0..{num_layers}; set eagle_aux_hidden_state_layer_ids, or use another drafter"
         )
     return layers
 
 
 def to_hf(head: Eagle3Head) -> dict[str, Any]:
-    """Return the published `config.json` of a head."""
+    """Return a head's `config.json` in the published format."""
     return {
         **llama.to_hf(head.shape),
         "draft_vocab_size": head.draft_vocab_size,
@@ -394,7 +398,7 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 
 
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
-    """Return d2t (offsets i64[V_d]) and t2d (mask bool[V]) of a head, as published."""
+    """Return a head's d2t (offsets i64[V_d]) and t2d (mask bool[V]) in the published format."""
     if params.target_ids is None:
         return {}
     ids = np.asarray(params.target_ids, np.int64)

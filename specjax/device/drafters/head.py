@@ -1,4 +1,4 @@
-"""What drafters with weights have in common."""
+"""The base of drafters with weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +14,16 @@ from specjax.device.verification import Draft
 
 
 class DraftHead(DrafterWeights, Protocol):
-    """The model of a drafter. Hashable; its weights are passed as arguments."""
+    """The model of a drafter: hashable; its weights are passed as arguments."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input it reads."""
+        """Layers of the target whose input the head reads."""
         ...
 
     @property
     def has_embedding(self) -> bool:
-        """Whether its weights have an `embedding` that the target's may replace."""
+        """Whether the weights include an `embedding`; if equal, the target's is used instead."""
         ...
 
 
@@ -35,7 +35,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
     """Base of drafters that run `head`."""
 
     head: HeadT
-    is_greedy: bool = False  # draft the argmax at any temperature
+    is_greedy: bool = False  # whether to draft the argmax at any temperature
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -49,19 +49,19 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads make keys and values, which depend on each row and those before it."""
+        """True: most heads compute keys and values, which depend only on a row and earlier rows."""
         return True
 
     def draft_slots(self, k: int) -> int:
-        """Return 0: drafting runs no more rows than the target's round has."""
+        """Return 0: drafting runs no more rows than the target's round."""
         return 0
 
     def num_passes(self, k: int) -> int:
-        """Return 1, if there are drafts: most heads make them all in one pass."""
+        """Return 1, or 0 without drafts: most heads make all drafts in one pass."""
         return min(k, 1)
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple[Self, Any]:
-        """See `Drafter.share`: drops an embedding that equals the target's."""
+        """Drop an embedding that equals the target's; see `Drafter.share`."""
         head, params = without_shared_embedding(self.head, params, target, target_params)
         return replace(self, head=head), params
 
@@ -73,8 +73,11 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         k: int,
         logits_of: Callable[[int, Sequence[jax.Array]], jax.Array],
     ) -> Draft:
-        """Return k drafts one after the other: `logits_of` gives the logits f32[B, V_d] of draft i
-        after the drafts i32[B] before it."""
+        """Draw k drafts one after the other.
+
+        `logits_of(i, drafts)` returns the logits f32[B, V_d] of draft i after the i drafts i32[B]
+        before it.
+        """
         ids = self.head.target_ids(params.drafter)
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
@@ -88,11 +91,11 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
     def draw_together(
         self, target: Model, params: Params, context: DraftContext, logits: jax.Array
     ) -> Draft:
-        """Return the drafts of logits f32[B, K, V_d] that do not depend on each other."""
+        """Draw K independent drafts per request from logits f32[B, K, V_d]."""
         ids = self.head.target_ids(params.drafter)
         return context.draw_together(logits, ids, target.vocab_size, is_greedy=self.is_greedy)
 
 
 def on_rows(apply: Callable[[jax.Array], jax.Array], x: jax.Array, multiple: int) -> jax.Array:
-    """Return `apply` of rows x [N, D], which it gets padded to a multiple of rows."""
+    """Return `apply(x)` for rows x [N, D], padded to a multiple of rows for the call."""
     return apply(jnp.pad(x, ((0, -len(x) % multiple), (0, 0))))[: len(x)]

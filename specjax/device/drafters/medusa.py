@@ -1,10 +1,10 @@
-"""Medusa (Cai et al. 2024): a small head for every draft token, all on one state of the target.
+"""Medusa (Cai et al. 2024): one small head per draft token, all on the same hidden state.
 
     x <- x + silu(L_ij x) for the blocks j of head i, from x = f_p      logits_i = W_i x
 
 f_p is the target's hidden state after its final norm at the last accepted row p. Head i predicts
-the token i + 2 places on, as the target itself predicts the next one. So a draft does not know of
-the drafts before it, and nothing is kept but f_p.
+the token at p + i + 2; the target itself predicts the token at p + 1. So a draft does not depend on
+the drafts before it, and the only state is f_p.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 from specjax.device.weights.matrix import Matrix, dense
 
-FIRST_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of the authors' releases
+FIRST_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # in the authors' releases
 TOKEN_MAP = "token_map"  # the target's token id of each draft logit, in vLLM's layout
 
 
@@ -57,7 +57,7 @@ class MedusaParams:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaHeads:
-    """The heads' sizes, and their weights' names in either published layout."""
+    """The heads' sizes, and the names of their weights in both published layouts."""
 
     num_heads: int
     num_blocks: int
@@ -71,7 +71,7 @@ class MedusaHeads:
     def specs(self, names: Collection[str] = ()) -> MedusaParams:
         """Return the weights as `TensorSpec`s: vLLM's names, or the authors' if `names` has them.
 
-        `target_ids` is None: it is no weight.
+        `target_ids` is None: it is not a weight.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 
@@ -97,7 +97,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's ids of the draft vocabulary."""
+        """Return the target's token id of each draft token, i32[V_d]; None for the identity."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
@@ -116,22 +116,22 @@ class MedusaHeads:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MedusaState:
-    """What the next drafts start from."""
+    """The input of the next drafts."""
 
-    hidden: jax.Array  # [S, D], the target's at the last accepted row
+    hidden: jax.Array  # [S, D], the target's hidden state at the last accepted row
 
 
 @dataclass(frozen=True)
 class MedusaDrafter(HeadDrafter[MedusaHeads]):
-    """A drafter by heads that do not know of each other."""
+    """A drafter with independent heads."""
 
     @property
     def may_defer(self) -> bool:
-        """False: observing is a copy."""
+        """False: observing only copies a hidden state."""
         return False
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:
-        """Return hidden states of zeros."""
+        """Return zeros as hidden states."""
         return MedusaState(jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype))
 
     def draft(
@@ -142,7 +142,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             return Draft.stacked([], [], context.slots.shape[0]), state
         hidden = state.hidden.at[context.slots].get(mode="fill", fill_value=0)
 
-        # Each head's logits by themselves: together they would be copied into one array.
+        # One head at a time: stacking the logits of all heads would copy them.
         def logits_of(i: int, drafts: Sequence[jax.Array]) -> jax.Array:
             head = partial(self.head.logits_of, params.drafter, i)
             return on_rows(head, hidden, context.row_multiple)
@@ -152,7 +152,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     def observe(
         self, target: Model, params: Params, state: MedusaState, seen: Observation
     ) -> MedusaState:
-        """See `Drafter.observe`: keep the hidden state of the last accepted row."""
+        """Keep the hidden state of the last accepted row; see `Drafter.observe`."""
         batch = len(seen.following)
         hidden = seen.features.hidden.reshape(batch, -1, self.head.hidden_size)
         last = hidden[jnp.arange(batch), seen.last]
@@ -170,7 +170,7 @@ def load(
     """Load heads in vLLM's layout, or in the authors' (`medusa_lm_head`).
 
     Raises:
-        CheckpointError: they were made for another target, or are fewer than the drafts asked for.
+        CheckpointError: they were made for another target, or are fewer than K.
     """
     assert folder is not None, config.method
     hf = read_config(folder)
@@ -194,10 +194,10 @@ def find_first_file(folder: Path) -> Path | None:
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> MedusaDrafter:
-    """Return heads of the sizes in a folder's config, which has no weights, and without biases.
+    """Return a drafter with the sizes in the config of a folder without weights, and no biases.
 
     Raises:
-        CheckpointError: they are fewer than the drafts asked for.
+        CheckpointError: there are fewer heads than K.
     """
     return MedusaDrafter(_read_heads(DrafterFiles.without_weights(folder), config, target))
 
@@ -207,7 +207,7 @@ def _read_heads(files: DrafterFiles, config: SpeculativeConfig, target: Model) -
     num_heads = hf.integer("num_heads", hf.integer("medusa_num_heads", 5))
     if k > num_heads:
         raise CheckpointError(
-            f"{hf.origin}: {num_heads} heads draft as many tokens; lower "
+            f"{hf.origin}: num_heads={num_heads} is the maximum number of draft tokens; lower "
             f"speculative_config.num_speculative_tokens={k}"
         )
     return MedusaHeads(
@@ -220,7 +220,7 @@ def _read_heads(files: DrafterFiles, config: SpeculativeConfig, target: Model) -
 
 
 def to_hf(heads: MedusaHeads) -> dict[str, Any]:
-    """Return the `config.json` of heads in vLLM's layout."""
+    """Return the heads' `config.json` in vLLM's layout."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -232,6 +232,6 @@ def to_hf(heads: MedusaHeads) -> dict[str, Any]:
 
 
 def vocabulary_tensors(heads: MedusaHeads, params: MedusaParams) -> dict[str, np.ndarray]:
-    """Return the token map i64[V_d] of heads, as vLLM has it; nothing if there is none."""
+    """Return the heads' token map i64[V_d] in vLLM's layout; empty if there is none."""
     ids = params.target_ids
     return {} if ids is None else {TOKEN_MAP: np.asarray(ids, np.int64)}

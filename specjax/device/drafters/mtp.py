@@ -2,10 +2,10 @@
 
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
-h is the target's hidden state after its final norm. Embedding and output head are the target's; the
-layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h',
-unless the target has several modules: see `mtp_modules`.
-Families of targets differ in what the layer is and how the tensors are called, see `NAMES`.
+h is the target's hidden state after its final norm. The head uses the target's embedding and output
+head. The layer has the form of the target's attention layers, and a separate KV cache. Further
+drafts run the layer again on h', unless the target has several modules: see `mtp_modules`. The form
+of the layer and the names of its tensors depend on the target's family, see `NAMES`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -39,22 +39,22 @@ class MTPParams:
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
     fc: Matrix  # [2 D, D]
-    layer: Any  # of the target's family
+    layer: Any  # a layer of the target's family
     norm: jax.Array  # [D]
 
 
 class ModuleNames(NamedTuple):
-    """What the tensors of a family's modules are called; all but `layer` follow the prefix."""
+    """Names of the module tensors in a family of targets; each is appended to the prefix."""
 
-    prefix: Callable[[Any, int], str]  # of a target's module of this number
+    prefix: Callable[[Any, int], str]  # of the target's module with this number
     embedding_norm: str
     hidden_norm: str
     fc: str
     norm: str
-    layer: str  # "" for tensors of the layer that follow the prefix itself
-    num_field: str  # of the config: how many modules there are, or layers of the module
-    has_several: bool = False  # whether it counts modules
-    copies: Mapping[str, str] = {}  # tensors of a module that repeat the target's, with the latter
+    layer: str  # "" if the layer's tensors follow the prefix directly
+    num_field: str  # config field: number of modules, or of layers in the module
+    has_several: bool = False  # whether `num_field` counts modules
+    copies: Mapping[str, str] = {}  # module tensor -> the target's tensor that it copies
 
 
 _AS_LAYERS = ModuleNames(
@@ -68,7 +68,7 @@ _AS_LAYERS = ModuleNames(
     has_several=True,
     copies={"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD},
 )
-# By the class of the target.
+# By class of the target.
 NAMES: dict[type, ModuleNames] = {
     Qwen35: ModuleNames(
         prefix=lambda shape, number: "mtp.",
@@ -86,16 +86,16 @@ NAMES: dict[type, ModuleNames] = {
 
 @dataclass(frozen=True)
 class MTPHead:
-    """An MTP module as a chain drafter's head. `shape` is its target."""
+    """An MTP module as the head of a chain drafter. `shape` is its target model."""
 
     shape: Any
-    number: int = 0  # of the module among the target's
+    number: int = 0  # index of the module in the target
     has_embedding: bool = False
     aux_layers: tuple[int, ...] = ()
 
     @property
     def names(self) -> ModuleNames:
-        """Names in the target's family."""
+        """The names of tensors in the target's family."""
         return NAMES[type(self.shape)]
 
     @property
@@ -105,7 +105,7 @@ class MTPHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Tensors that repeat the target's, with the latter."""
+        """Tensors that copy a tensor of the target, mapped to it."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 
@@ -120,7 +120,7 @@ class MTPHead:
 
     @property
     def cache_kind(self) -> CacheKind:
-        """One attention layer of the target's shape."""
+        """A single attention layer of the target's shape."""
         return replace(self.shape.attention, num_layers=1)
 
     def specs(self, names: Collection[str] = ()) -> MTPParams:
@@ -137,7 +137,7 @@ class MTPHead:
         )
 
     def is_unused(self, name: str) -> bool:
-        """See `DrafterWeights.is_unused`; true for the target's tensors, and copies of them."""
+        """True for the target's tensors and copies of them; see `DrafterWeights.is_unused`."""
         return not name.startswith(self.prefix_in_target) or name in self.copies
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
@@ -158,7 +158,7 @@ class MTPHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Apply the target's output head; the hidden state is already normed."""
+        """Apply the target's output head; hidden states are already normed."""
         return target.logits(params.target, hidden)
 
     def target_ids(self, params: MTPParams) -> None:

@@ -19,7 +19,7 @@ from specjax.device.models.tensor_names import EMBEDDING, TensorNames, is_within
 
 
 def drafter(head: MTPHead | ModulesHead, is_greedy: bool = False) -> Drafter:
-    """Return the drafter of one module, or of several."""
+    """Return the drafter of one or several modules."""
     return head.drafter(is_greedy)
 
 
@@ -37,7 +37,7 @@ def load(
     fc = names.stored(f"{prefix}{NAMES[type(target)].fc}.weight")
     if fc not in tensors.names():
         raise CheckpointError(
-            f"{tensors.folder} has no tensor {fc}, so method 'mtp' has nothing to draft with; add "
+            f"{tensors.folder} has no tensor {fc}, so method 'mtp' has no module to run; add "
             f"the {prefix}* tensors of the original checkpoint, which exports leave out, as "
             "mtp.safetensors, or use another method"
         )
@@ -53,13 +53,13 @@ def load(
 
 
 def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | ModulesHead) -> None:
-    """Log which of the modules' copies differ from the target's tensors."""
+    """Log the modules' copies of target tensors that differ from the originals."""
     names, own = TensorNames.of(tensors.names()), TensorNames.of(files.tensors.names())
     both = replace(files.tensors, tensors={**tensors.tensors, **files.tensors.tensors})
     for copy, original in head.copies.items():
         stored = names.stored(copy)
         theirs = own.stored(original)
-        if theirs not in both.names():  # a tied head
+        if theirs not in both.names():  # tied embeddings
             theirs = own.stored(EMBEDDING)
         if {stored, theirs} <= both.names() and not both.equal(stored, theirs):
             files.log(
@@ -69,14 +69,14 @@ def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | M
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead | ModulesHead:
-    """Return the module for this target's shape, or several, without weights.
+    """Return the target's module, or several, without weights.
 
     Raises:
-        CheckpointError: the target has no such module, or one of several layers.
+        CheckpointError: the target has no module, or a module of several layers.
     """
     if type(target) not in NAMES:
         raise CheckpointError(
-            f"{origin}: method 'mtp' needs a model with a module of its own (qwen3_next, qwen3_5, "
+            f"{origin}: method 'mtp' needs a model with an MTP module (qwen3_next, qwen3_5, "
             "qwen3_5_moe, deepseek_v3, glm4_moe, glm4_moe_lite); name a drafter and its method "
             "instead"
         )
@@ -86,6 +86,6 @@ def of_own_shape(target: Model, origin: str) -> MTPHead | ModulesHead:
         return first
     if not first.names.has_several:
         raise CheckpointError(
-            f"{origin}: {first.names.num_field}={count} is not supported; modules of one layer are"
+            f"{origin}: {first.names.num_field}={count} is not supported; only one layer is"
         )
     return ModulesHead(tuple(MTPHead(target, number) for number in range(count)))

@@ -1,12 +1,12 @@
-"""Several MTP modules in turn (DeepSeek-V3, section 2.2): the i-th makes the i-th draft token.
+"""Several MTP modules (DeepSeek-V3, section 2.2): module i makes draft token i + 1.
 
-At position p, module 0 takes the target's hidden state h_p, and module i > 0 what module i - 1 put
-out at p - 1; all take the token x_{p+1}, so that rows of the same position hold the same tokens in
-all caches. With x_n the last token, draft token i + 1 comes from module i at position n - 1 + i;
-there it attends over its own rows, of which those from n on are of this round's drafts. After the
-last module, the draft tokens come from it again, fed with its own output.
+At position p, module 0 takes the target's hidden state h_p, and module i > 0 takes the output of
+module i - 1 at position p - 1. All take the token x_{p+1}, so that rows at one position hold the
+same token in all caches. With x_n the last token, draft token i + 1 comes from module i at position
+n - 1 + i; it attends to its module's own rows, and rows from n on belong to this round's drafts.
+After the last module, further draft tokens come from the last module, fed with its own output.
 
-What module i takes at the first rows of a request, p < i, does not exist; it is zero here.
+At a request's first rows, p < i, module i has no input from module i - 1: it is zero.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +34,7 @@ class ModulesParams:
 
 @dataclass(frozen=True)
 class ModulesHead:
-    """The modules of a target, see `DrafterWeights`."""
+    """The MTP modules of a target; see `DrafterWeights`."""
 
     modules: tuple[MTPHead, ...]
     has_embedding: bool = False
@@ -42,20 +42,20 @@ class ModulesHead:
 
     @property
     def prefix_in_target(self) -> str:
-        """That of the first module's tensors."""
+        """Prefix of the first module's tensors."""
         return self.modules[0].prefix_in_target
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Tensors that repeat the target's, with the latter."""
+        """Tensors that copy a tensor of the target, mapped to it."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
-        """Return the drafter that runs them."""
+        """Return the drafter that runs the modules."""
         return ModulesDrafter(self, is_greedy)
 
     def specs(self, names: Collection[str] = ()) -> ModulesParams:
-        """Return the weights as `TensorSpec`s, see `MTPHead.specs`."""
+        """Return the weights as `TensorSpec`s; see `MTPHead.specs`."""
         return ModulesParams(tuple(module.specs(names) for module in self.modules))
 
     def is_unused(self, name: str) -> bool:
@@ -69,32 +69,32 @@ class ModulesHead:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModulesState:
-    """The modules' caches, and what they take next.
+    """The modules' caches, and their next inputs.
 
     `hidden` is at the last verified row: the target's hidden state, then the output of every module
-    but the last.
+    except the last.
     """
 
     kv: tuple[Any, ...]
     hidden: jax.Array  # [S, M, D]
-    snapshots: jax.Array  # [snapshots, M, D], of `hidden`
+    snapshots: jax.Array  # [snapshots, M, D], snapshots of `hidden`
 
 
 @dataclass(frozen=True)
 class ModulesDrafter(HeadDrafter[ModulesHead]):
-    """A drafter that runs a module per draft token, then the last one."""
+    """A drafter that runs one module per draft token, then the last one for any further tokens."""
 
     @property
     def is_recurrent(self) -> bool:
-        """True: what modules put out at the row before is in no page."""
+        """True: the modules' previous outputs are not stored in pages."""
         return True
 
     def num_passes(self, k: int) -> int:
-        """Return k: a pass is for one draft."""
+        """Return k: each draft takes one pass."""
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ModulesState:
-        """Return empty caches, which are indexed by the target's page table."""
+        """Return empty caches, indexed by the target's page table."""
         modules = self.head.modules
         shape = len(modules), modules[0].hidden_size
         return ModulesState(
@@ -120,17 +120,17 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     def draft(
         self, target: Model, params: Params, state: ModulesState, context: DraftContext, k: int
     ) -> tuple[Draft, ModulesState]:
-        """See `Drafter.draft`. Module i runs the rows of this round's drafts before its own, too,
-        because it was never run on them."""
+        """See `Drafter.draft`. Module i has not run the rows of this round's earlier drafts, so it
+        runs them before its own row."""
         hidden, kv = state.hidden[context.slots], list(state.kv)
         starts, most = context.starts, len(self.head.modules)
         last = context.history.tokens[jnp.arange(len(starts)), starts]
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
-        made = hidden[:, :0]  # [B, rows from x_n's on, D], of the module before
+        made = hidden[:, :0]  # [B, rows from position n on, D], outputs of the module before
         for i in range(k):
             number = min(i, most - 1)
-            if i == 0:  # its keys and values are in the cache already
+            if i == 0:  # the cache already holds its keys and values
                 first, tokens, inputs = starts - 1, last[:, None], hidden[:, :1]
             elif i < most:
                 first, tokens = starts, jnp.stack(drafts, axis=1)
@@ -148,7 +148,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return Draft.stacked(drafts, probs, len(starts)), replace(state, kv=tuple(kv))
 
     def _run(self, target, params, number, context, first, tokens, inputs, kv):
-        """Run a module on tokens i32[B, T] from positions `first` on; return [B, T, D], and kv."""
+        """Run a module on tokens i32[B, T] from positions `first` on; return [B, T, D] and kv."""
         count = tokens.shape[1]
         writes = number > 0
         rows = context.rows_at(first, counts=count, most=count, writes=writes)
@@ -158,7 +158,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return out[:, :count], kv
 
     def _extend(self, target, params, number, tokens, inputs, rows, kv):
-        """Run a module on the rows' tokens i32[B, T] and inputs [B, T, D]."""
+        """Run a module on the rows' tokens i32[B, T] and inputs [B, T, D]; return outputs, kv."""
         own = Params(params.target, params.drafter.modules[number])
         flat = tokens.reshape(-1), inputs.reshape(-1, inputs.shape[-1])
         out, kv = self.head.modules[number].extend(target, own, *flat, rows, kv)
@@ -167,7 +167,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     def observe(
         self, target: Model, params: Params, state: ModulesState, seen: Observation
     ) -> ModulesState:
-        """See `Drafter.observe`. Of the last module only keys and values are computed."""
+        """See `Drafter.observe`. The last module computes only keys and values."""
         begins = seen.rows.by_request(seen.rows.positions)[:, :1] == 0
         before = state.hidden.at[seen.slots].get(mode="fill", fill_value=0)
         before = jnp.where(begins[..., None], 0, before)

@@ -1,9 +1,9 @@
 """Prompt lookup: the drafts are the tokens that followed an earlier occurrence of the last tokens.
 
-It needs no weights or state, only the tokens of a request (Saxena 2023, prompt lookup decoding;
-vLLM's n-gram drafts). Two choices are our own. Of several occurrences the latest is used, while
-vLLM uses the earliest: recent text predicts better. If the history ends before K drafts are found,
-the tokens after the match are repeated, so a match always gives K drafts.
+It needs no weights or state, only a request's tokens (Saxena 2023, prompt lookup decoding; vLLM's
+n-gram drafts). It differs from vLLM in two ways. It uses the latest of several occurrences, vLLM
+the earliest: recent text predicts better. If the history ends before K drafts are found, it repeats
+the tokens after the match, so a match always gives K drafts.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from specjax.device.verification import Draft
 
 @dataclass(frozen=True)
 class NGramDrafter(Stateless):
-    """A drafter by the longest match of `prompt_lookup_min` to `prompt_lookup_max` tokens."""
+    """A drafter that finds a match of `prompt_lookup_min` to `prompt_lookup_max` tokens."""
 
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
@@ -30,7 +30,7 @@ class NGramDrafter(Stateless):
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Return k tokens per request if it is active and has a match, else zeros and a count of 0.
+        """Return k drafts for each active request with a match, else zeros and a count of 0.
 
         The drafts are deterministic and ignore logit edits, which verification applies.
         """
@@ -55,22 +55,23 @@ def load(
 ) -> tuple[NGramDrafter, None]:
     """Return the drafter that a config describes; there is no checkpoint."""
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max
-    assert min_size is not None and max_size is not None, "the config has them for this method"
+    assert min_size is not None and max_size is not None, "the config sets both for this method"
     return NGramDrafter(min_size, max_size), None
 
 
 def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return size and end index i32[B] of the longest earlier match of a request's last tokens.
+    """Return size and end index i32[B] of the longest earlier match of each request's last tokens.
 
-    Sizes are at most `max_size`; of equal matches the latest that ends before the last token is
-    used. The end of a match of size 0 is undefined. Takes O(B L max_size), in arrays of [B, L].
+    Sizes are at most `max_size`. Of equally long matches, the latest one that ends before the last
+    token is used. The end of a match of size 0 is undefined. Takes O(B L max_size) time, in arrays
+    of [B, L].
     """
     tokens, lengths = history.tokens, history.lengths[:, None]
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     # The last token, the one before it, ...; indices before the first token never match.
     suffix_places = lengths - 1 - jnp.arange(max_size, dtype=jnp.int32)[None]
     suffix = jnp.take_along_axis(tokens, suffix_places, axis=1, mode="clip")
-    is_match = place < lengths - 1  # [B, L], whether the last i tokens occur up to this index
+    is_match = place < lengths - 1  # [B, L], whether the last i tokens end at this index
     sizes = jnp.zeros(tokens.shape, jnp.int32)
     for i in range(max_size):
         is_same = tokens == suffix[:, i : i + 1]

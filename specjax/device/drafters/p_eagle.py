@@ -1,13 +1,13 @@
 """P-EAGLE (2026): an EAGLE-3 head of several layers that drafts all tokens in one pass.
 
-    rows      (g_p, e(x_{p+1})) at the positions p that the target has run, as EAGLE-3 has them,
-              then (g_mask, e(MASK)) at the K - 1 positions after the last of them, n - 1
-    layers    the first as in EAGLE-3, the others those of a decoder; causal
+    rows      (g_p, e(x_{p+1})) at the positions p that the target has run, as in EAGLE-3,
+              then (g_mask, e(MASK)) at the next K - 1 positions, from n on
+    layers    the first as in EAGLE-3, the others as in a decoder; causal
     drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
 
-g_mask is fc of `mask_hidden`, which stands for the target's hidden states; x_n is the last token.
-`observe` runs the first kind of rows, whose keys and values stay, and `draft` the masks, whose keys
-and values are overwritten when the target has run their positions.
+g_mask is fc of `mask_hidden`, which replaces the target's hidden states; x_n is the last token.
+`observe` runs the first kind of rows, whose keys and values are kept. `draft` runs the masks, whose
+keys and values are overwritten when the target has run their positions.
 """
 
 from collections.abc import Collection
@@ -40,13 +40,13 @@ from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
-MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs of speculators and AWS
+MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs by speculators and AWS
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PEagleParams(Eagle3Params):
-    """Weights of a P-EAGLE head: those of EAGLE-3, whose layer is the first, and more."""
+    """Weights of a P-EAGLE head: an EAGLE-3 head, with its layer as the first, and more layers."""
 
     layers: tuple[DecoderLayer, ...]  # after the first
     mask_states: jax.Array  # [1, 1, A D_target], `mask_hidden`
@@ -54,13 +54,13 @@ class PEagleParams(Eagle3Params):
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleHead(Eagle3Head):
-    """The P-EAGLE head. `shape` is a decoder with as many layers."""
+    """The P-EAGLE head. `shape` is a decoder with the same number of layers."""
 
     mask_token_id: int
-    recycle_normed: bool = True  # what `extend` returns is normed
+    recycle_normed: bool = True  # `extend` returns normed states
 
     def specs(self, names: Collection[str] = ()) -> PEagleParams:
-        """Return the float weights as `TensorSpec`s, see `Eagle3Head.specs`."""
+        """Return the float weights as `TensorSpec`s; see `Eagle3Head.specs`."""
         width = self.feature_size
         return PEagleParams(
             **vars(super().specs(names)),
@@ -79,7 +79,7 @@ class PEagleHead(Eagle3Head):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Return the normed output [N, D] for tokens i32[N] and g [N, D]; and kv."""
+        """Return the normed output [N, D] for tokens i32[N] and g [N, D], and kv."""
         own, shape = params.drafter, self.shape
         embedded = embed_tokens(target, params, tokens)
         stream, kv = eagle3.first_layer(own, embedded, hidden, rows, kv, self)
@@ -90,7 +90,7 @@ class PEagleHead(Eagle3Head):
         return stream.normed(own.norm, shape, rows.kernels)[1], kv
 
     def mask_rows(self, params: PEagleParams, num_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Return tokens i32[N] and hidden states [N, D] of rows that are all masks."""
+        """Return tokens i32[N] and hidden states [N, D] of N mask rows."""
         states = params.mask_states.reshape(1, -1)
         fused = self.fuse(params, Features(states, states))
         tokens = jnp.full(num_rows, self.mask_token_id, jnp.int32)
@@ -100,7 +100,7 @@ class PEagleHead(Eagle3Head):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PEagleState:
-    """The head's own cache, and its output that gives each request's first draft."""
+    """The head's KV cache, and its output that gives each request's first draft."""
 
     kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], normed, at the last accepted row
@@ -108,10 +108,10 @@ class PEagleState:
 
 @dataclass(frozen=True)
 class PEagleDrafter(HeadDrafter[PEagleHead]):
-    """A drafter that runs a head over masks once per round."""
+    """A drafter that runs the head on mask rows once per round."""
 
     def draft_slots(self, k: int) -> int:
-        """Return k - 1: a row for every draft after the first."""
+        """Return k - 1: one row for every draft after the first."""
         return max(k - 1, 0)
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> PEagleState:
@@ -165,10 +165,10 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[PEagleDrafter, PEagleParams]:
-    """Load a head in the layout of EAGLE-3 (AWS) or of speculators ("peagle").
+    """Load a head in the layout of EAGLE-3 (AWS) or speculators ("peagle").
 
     Raises:
-        CheckpointError: it was made for another target, or is a head of another kind.
+        CheckpointError: it was made for another target, or is another kind of head.
     """
     assert folder is not None, config.method
     hf = read_config(folder)
@@ -176,8 +176,8 @@ def load(
     files = DrafterFiles(open_checkpoint(folder), hf, placement, log)
     if not files.has("mask_hidden"):
         raise CheckpointError(
-            f"{files.tensors.folder} has no tensor mask_hidden, which P-EAGLE drafts with; use "
-            "method 'eagle3' if it is an EAGLE-3 head"
+            f"{files.tensors.folder} has no tensor mask_hidden, which P-EAGLE needs; use method "
+            "'eagle3' if it is an EAGLE-3 head"
         )
     head = _read_head(files, config, target)
     params = eagle3.load_weights(files, head, target, dtype)
@@ -185,10 +185,10 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> PEagleDrafter:
-    """Return a drafter of the sizes in a folder's config, which has no weights.
+    """Return a drafter with the sizes in the config of a folder without weights.
 
     Raises:
-        CheckpointError: it was made for another target, or has a vocabulary of its own.
+        CheckpointError: it was made for another target, or has a separate draft vocabulary.
     """
     files = DrafterFiles.without_weights(folder)
     head = _read_head(files, config, target)
@@ -221,6 +221,6 @@ def _read_mask(hf: HFConfig, target: Model) -> int:
 
 
 def to_hf(head: PEagleHead) -> dict[str, Any]:
-    """Return the published `config.json` of a head."""
+    """Return a head's `config.json` in the published format."""
     own = {"parallel_drafting": True, "ptd_token_id": head.mask_token_id}
     return {**eagle3.to_hf(head), **own}

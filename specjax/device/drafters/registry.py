@@ -1,4 +1,4 @@
-"""Drafters by `method`. What each method needs of a config is in `config.METHODS`."""
+"""Drafters by `method`. `config.METHODS` lists the config fields that each method needs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,14 +38,14 @@ DRAFTERS: dict[str, Load] = {
     "p_eagle": p_eagle.load,
     "draft_model": draft_model.load,
 }
-# Those that also compare tokenizers, and so read the target's folder.
+# Methods that compare tokenizers, and therefore read the target's folder.
 COMPARING = ("draft_model",)
-# Heads whose shape follows from the target's config.
+# Heads with the target's shape.
 OWN_SHAPES: dict[str, Callable[[Model, str], Drafter]] = {
     "eagle": lambda target, origin: ChainDrafter(EagleHead(shape=target.head_shape)),
     "mtp": lambda target, origin: mtp_files.drafter(mtp_files.of_own_shape(target, origin)),
 }
-# Heads whose shape follows from a config of their own.
+# Heads whose shape is in their own config.
 FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
     "eagle3": eagle3.from_config,
     "dflash": dflash_files.from_config,
@@ -64,14 +64,14 @@ def load_drafter(
     target_folder: Path | None = None,
     log: Log = no_log,
 ) -> tuple[Drafter, Any]:
-    """Load the drafter of a config and its parameters, checked against the target.
+    """Load a config's drafter and its parameters, checked against the target.
 
-    `folder` is its checkpoint; None for a method without one. The parameters go where `placement`
-    says; None for `default_device`. `target_folder` is the target's checkpoint, if it has one. A
-    line in `log` says what is not loaded, and what differs from the values used.
+    `folder` is the drafter's checkpoint; None for a method without one. The parameters go to
+    `placement`; None means `default_device`. `target_folder` is the target's checkpoint, if it has
+    one. `log` gets a line about tensors that are not loaded and config values that are not used.
 
     Raises:
-        CheckpointError: the files are damaged, or were made for another target.
+        CheckpointError: the files are damaged or were made for another target.
     """
     load = DRAFTERS[config.method]
     if config.method in COMPARING:
@@ -80,7 +80,7 @@ def load_drafter(
 
 
 def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:
-    """Return a drafter of the target's own shape, and the shapes of its parameters.
+    """Return a drafter with the target's shape, and the shapes of its parameters.
 
     Raises:
         CheckpointError: the method needs a checkpoint; `origin` names the target in the message.
@@ -96,13 +96,13 @@ def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[
 def drafter_from_config(
     folder: Path, config: SpeculativeConfig, target: Model, dtype: str
 ) -> tuple[Drafter, Any]:
-    """Return a drafter of the sizes in a folder's config, and the shapes of its parameters.
+    """Return a drafter with the sizes of a folder's config, and the shapes of its parameters.
 
     Raises:
-        CheckpointError: the method needs weights, or the drafter was made for another target.
+        CheckpointError: the method needs weights or the drafter was made for another target.
     """
     if config.method not in FROM_CONFIG:
-        raise CheckpointError(f"{folder} has no weights, which method {config.method!r} needs")
+        raise CheckpointError(f"{folder} has no weights, but method {config.method!r} needs them")
     drafter = FROM_CONFIG[config.method](folder, config, target)
     return drafter, _shapes(drafter, dtype)
 

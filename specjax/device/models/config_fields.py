@@ -1,10 +1,10 @@
-"""Which fields of a Hugging Face config are read, which are harmless, and which raise an error.
+"""The fields of Hugging Face configs: which are read, which are harmless, which raise an error.
 
-transformers is the reference: a field that its class for a model type reads is read here too, or
-raises an error if set. It ignores other fields. Of these, fields that change the mathematics of
-other models raise an error, because the config then describes another model than its type says.
-The effect of the rest is unknown, and published configs have many: those that are set are named in
-a warning.
+transformers is the reference: a field that its class for a model type reads is read here, or raises
+an error if set. transformers ignores all other fields. If such a field changes the mathematics of
+other models, it raises an error, because the config then describes another model than its type. The
+effect of the remaining fields is unknown, and published configs have many: a warning names those
+that are set.
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -33,11 +33,11 @@ _GEMMA = (
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
     "arcee": (*_SIZES, "mlp_bias"),
-    # The last one is an older name, which transformers does not read.
+    # The last field is an older name, which transformers ignores.
     "gemma2": (*_GEMMA, "attn_logit_softcapping", "sliding_window_size"),
     "gemma3_text": (
         *(*_GEMMA, "sliding_window_pattern", "rope_local_base_freq"),
-        "_sliding_window_pattern",  # what `layer_types` was made of
+        "_sliding_window_pattern",  # `layer_types` was derived from it
     ),
     "mistral": (*_SIZES, "sliding_window"),
     "ministral": (*_SIZES, "sliding_window", "layer_types"),
@@ -48,7 +48,7 @@ _DENSE = {
     "gpt_oss": (
         *(*_SIZES, "sliding_window", "layer_types", "num_local_experts", "num_experts_per_tok"),
         *("swiglu_limit", "swiglu_alpha", "quantization_config"),
-        # Older names of other fields, which transformers does not read.
+        # Older names of other fields, which transformers ignores.
         *("experts_per_token", "initial_context_length"),
     ),
     "qwen3_moe": (*_SIZES, *_WINDOWS, *_EXPERTS, "num_local_experts"),
@@ -80,9 +80,9 @@ READ: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields)
     for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID) | _SIGMOIDS).items()
 }
-# Quantised weights that are read, by the model type and `quant_method`.
+# Supported `quant_method`s, by model type.
 QUANTISED = {"gpt_oss": ("mxfp4",)}
-# Fields for tools, training, the tokenizer or generation.
+# Fields for tools, training, tokenizers or generation.
 HARMLESS = frozenset(
     (
         *("architectures", "auto_map", "model_type", "_name_or_path", "name_or_path"),
@@ -117,13 +117,13 @@ HARMLESS = frozenset(
         *("bos_token", "eos_token", "pad_token", "is_llama_config"),
     )
 )
-# Fields of other models, and their effect there.
+# Fields of other models, and their effect.
 CHANGES = {
     "attn_logit_softcapping": "a cap on attention scores",
     "final_logit_softcapping": "a cap on logits",
     "use_bidirectional_attention": "attention to later tokens",
-    "query_pre_attn_scalar": "another scale of attention",
-    "attention_multiplier": "another scale of attention",
+    "query_pre_attn_scalar": "a different scale of attention",
+    "attention_multiplier": "a different scale of attention",
     "embedding_multiplier": "scaled embeddings",
     "residual_multiplier": "scaled residuals",
     "logits_scaling": "scaled logits",
@@ -136,8 +136,8 @@ CHANGES = {
     "qkv_bias": "biases of projections",
     "use_qk_norm": "norms of queries and keys",
     "qk_layernorm": "norms of queries and keys",
-    "use_parallel_residual": "layers side by side",
-    "parallel_attn": "layers side by side",
+    "use_parallel_residual": "parallel attention and feed-forward layers",
+    "parallel_attn": "parallel attention and feed-forward layers",
     "alibi": "biases by distance",
     "sliding_window": "attention within a window",
     "attention_chunk_size": "attention within chunks",
@@ -164,13 +164,13 @@ _FACTORS = frozenset(
 
 
 def check_fields(hf: HFConfig, text: HFConfig) -> None:
-    """Raise for unread fields that change the mathematics; warn about unknown fields.
+    """Raise for unused fields that change the mathematics; warn about unknown fields.
 
     Args:
-        text: the config of the text model, which may be a part of `hf`, see `read_text`.
+        text: the config of the text model, which may be a part of `hf`; see `read_text`.
 
     Raises:
-        CheckpointError: with the field and its effect.
+        CheckpointError: names the field and its effect.
     """
     kind = text.get("model_type", None)
     refuse_quantised(text, QUANTISED.get(kind, ()))
@@ -189,30 +189,31 @@ def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
         )
     if unknown := sorted(is_set - read):
         warn(
-            f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and not "
-            "read; if it changes what the model computes, outputs are wrong"
+            f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and is "
+            "ignored; if it changes what the model computes, outputs are wrong"
         )
 
 
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
-    """Raise if the weights are quantised; unless as `weight_blocks` knows, or by one of the
-    `readable` methods.
+    """Raise if weights are quantised with an unsupported method.
+
+    Supported are blocks in float8, see `weight_blocks`, and the `readable` methods.
 
     Raises:
-        CheckpointError: with the quantisation method, and what to use instead.
+        CheckpointError: names the method and the remedy.
     """
     name, given = _quantisation(hf)
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     if given and method not in readable and weight_blocks(hf) is None:
         raise CheckpointError(
             f"{hf.origin}: {name} says that the weights are quantised by "
-            f"{method or given!r}, which is not supported; use the checkpoint that they were "
-            "made from, in bfloat16, float16 or float32, or dequantise it"
+            f"{method or given!r}, which is not supported; use the original checkpoint in "
+            "bfloat16, float16 or float32, or dequantise it"
         )
 
 
 def weight_blocks(hf: HFConfig) -> tuple[int, int] | None:
-    """Return the sides of blocks that share a scale, of weights in float8; None for others."""
+    """Return the size (rows, columns) of float8 blocks with a common scale; None without."""
     match _quantisation(hf)[1]:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **others}:
             is_known = others.get("fmt", "e4m3") == "e4m3" and min(rows, columns) > 0
@@ -221,7 +222,7 @@ def weight_blocks(hf: HFConfig) -> tuple[int, int] | None:
 
 
 def _quantisation(hf: HFConfig) -> tuple[str, Any]:
-    """Return the field that says how weights are quantised, and its value; None if they are not."""
+    """Return the name and value of the field for quantised weights; the value is None if unset."""
     text = read_text(hf)
     for name in QUANTISATION:
         if given := text.fields.get(name):
@@ -230,7 +231,7 @@ def _quantisation(hf: HFConfig) -> tuple[str, Any]:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether the value of a field switches its feature off."""
+    """Return whether the field's value switches its feature off."""
     if name == "layer_types":
         return isinstance(value, list) and all(kind == "full_attention" for kind in value)
     return not value or (name in _FACTORS and value == 1)

@@ -1,6 +1,6 @@
-"""What all decoders share: an embedding, layers on one residual stream, a norm, a head.
+"""The common parts of decoders: an embedding, layers on one residual stream, a norm, a head.
 
-A family of models adds its sizes, its kinds of cache, and the weights of a layer.
+A model family adds its sizes, its cache kinds, and the weights of a layer.
 """
 
 from collections.abc import Collection
@@ -25,7 +25,7 @@ from specjax.device.weights.table import Table, table
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer, by their names in checkpoints; None for one that it does not have.
+    """Names of a layer's norms in checkpoints; None for a missing norm.
 
     a = x + norm_attention_out(Attention(norm_attention(x)))
     y = a + norm_mlp_out(MLP(norm_mlp(a)))
@@ -43,8 +43,8 @@ PRE_NORMS = LayerNorms("input_layernorm", "post_attention_layernorm")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one decoder layer. Attention and feed-forward layer say by their class how they
-    compute; a norm that the layer does not have is None, see `LayerNorms`."""
+    """Weights of one decoder layer. The class of `attention` and `mlp` determines the computation;
+    a missing norm is None, see `LayerNorms`."""
 
     attention_norm: jax.Array  # [D]
     attention: Any  # Attention, MLA or GatedDeltaNet
@@ -57,7 +57,7 @@ class DecoderLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderParams:
-    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
+    """Weights of a decoder; `lm_head` is None if the embedding is the output head."""
 
     embedding: Table  # [V, D]
     layers: tuple[DecoderLayer, ...]
@@ -67,7 +67,7 @@ class DecoderParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Base of decoders. Hashable, so that they can be static arguments of a compiled step."""
+    """Base of decoders: hashable, so that they can be static arguments of a compiled step."""
 
     vocab_size: int
     hidden_size: int
@@ -77,11 +77,11 @@ class Decoder:
     max_position: int
     tie_word_embeddings: bool = False
     experts: Experts | None = None
-    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
+    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is set
     activation: Activation = SWIGLU  # of feed-forward layers without experts
     norms: LayerNorms = PRE_NORMS
     embedding_scale: float = 1.0  # multiplies the embeddings that enter the first layer
-    logit_cap: float | None = None  # c of c tanh(logit / c), the bound of logits
+    logit_cap: float | None = None  # c in c tanh(logit / c), which bounds logits
 
     @property
     def has_centred_norms(self) -> bool:
@@ -100,17 +100,17 @@ class Decoder:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embedding of the layers of each of `cache_kinds`."""
+        """The rotary embedding for each of `cache_kinds`."""
         return (self.rope,) * len(self.cache_kinds)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """None: a checkpoint has only the model's tensors."""
+        """Empty: a checkpoint has only the model's tensors."""
         return ()
 
     def attention_specs(self, prefix: str, kind: int) -> Any:
-        """Return the attention weights of the layer `prefix` as `TensorSpec`s; `kind` is the index
-        into `cache_kinds`."""
+        """Return the attention weights of the layer `prefix` as `TensorSpec`s; `kind` indexes
+        `cache_kinds`."""
         raise NotImplementedError
 
     def dense_specs(self, prefix: str) -> MLP:
@@ -118,19 +118,19 @@ class Decoder:
         return mlp_specs(prefix, self.hidden_size, self.intermediate_size, self.activation)
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """Return the mixture of a layer as `TensorSpec`s; `names` are those in the checkpoint."""
-        assert self.experts is not None, "a mixture of no experts"
+        """Return a layer's experts and router as `TensorSpec`s; `names` are the checkpoint's."""
+        assert self.experts is not None, "the model has no experts"
         return moe_specs(self.experts, self.hidden_size, prefix, names)
 
     def norm_spec(self, name: str, size: int | None = None) -> Any:
-        """Return the weight [size], by default [D], of the norm `name` as a `TensorSpec`."""
+        """Return the weight [size] of the norm `name` as a `TensorSpec`; size defaults to D."""
         fill = 0.0 if self.has_centred_norms else None
         return stored([f"{name}.weight"], (size or self.hidden_size,), fill=fill)
 
     def layer_specs(
         self, prefix: str, names: Collection[str] = (), *, kind: int = 0, is_sparse: bool = False
     ) -> DecoderLayer:
-        """Return one layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
+        """Return one layer as a tree of `TensorSpec`; `names` are the checkpoint's."""
         mlp = f"{prefix}.mlp"
 
         def norm(name: str | None) -> Any:
@@ -199,14 +199,14 @@ class Decoder:
         return params.embedding.rows(tokens)
 
     def logits(self, params: DecoderParams, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
+        """Return the next-token logits f32[N, V] for hidden states [N, D]."""
         head = params.embedding if params.lm_head is None else params.lm_head
         logits, cap = head.multiply(hidden, jnp.float32), self.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-# Traced once per kind of layer, because the index within the kind is an operand; XLA inlines the
-# calls.
+# Traced once per kind of layer, because the layer's index in its cache is an operand; XLA inlines
+# the calls.
 @partial(jax.jit, static_argnames=("model", "kind"))
 def decoder_layer(
     params: DecoderLayer,
@@ -218,7 +218,7 @@ def decoder_layer(
     model: Decoder,
     kind: Any,
 ) -> tuple[Residual, Any]:
-    """Run one decoder layer, the `layer`-th of those with the `cache` of `kind`."""
+    """Run one decoder layer, the `layer`-th that uses the `cache` of this `kind`."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)
     mixed = _normed(mixed, params.attention_out_norm, model)
@@ -228,7 +228,7 @@ def decoder_layer(
 
 
 def _normed(x: jax.Array, weight: jax.Array | None, model: Decoder) -> jax.Array:
-    """Return the rows x [N, D] that a layer adds, under a norm if it has one."""
+    """Apply the output norm, if there is one, to rows x [N, D] before they are added."""
     if weight is None:
         return x
     return rms_norm(x, weight, model.rms_norm_eps, model.has_centred_norms)

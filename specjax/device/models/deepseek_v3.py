@@ -1,7 +1,7 @@
 """Decoders with latent attention and experts: `deepseek_v3` and `glm4_moe_lite` (GLM-4.7-Flash).
 
-Layers of latent attention, of which the first have a dense feed-forward layer and the others a
-mixture with a sigmoid router and shared experts (DeepSeek-V3, section 2.1).
+Layers have latent attention. The first ones have a dense feed-forward layer, the others a mixture
+of experts with a sigmoid router and shared experts (DeepSeek-V3, section 2.1).
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,18 @@ class DeepSeek(Decoder):
     """A decoder with latent attention."""
 
     num_layers: int
-    attention: LatentAttention  # its cache
+    attention: LatentAttention  # its cache kind
     q_rank: int | None
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
     def cache_kinds(self) -> tuple[LatentAttention]:
-        """Latents only."""
+        """The only kind: latent attention."""
         return (self.attention,)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """All layers have the same kind."""
+        """The same kind for all layers."""
         return (0,) * self.num_layers
 
     def with_layers(self, num_layers: int) -> "DeepSeek":
@@ -45,15 +45,15 @@ class DeepSeek(Decoder):
 
     @property
     def head_shape(self) -> Llama:
-        """See `Model.head_shape`: heads of up to 128, eight of keys, as the sizes of latents suit
-        no other attention."""
+        """See `Model.head_shape`: heads at most 128 wide, and at most eight key heads, because the
+        sizes of latent attention do not suit other attention."""
         head_dim = gcd(self.hidden_size, 128)
         num_heads = self.hidden_size // head_dim
         return head_shape(self, num_heads, gcd(num_heads, 8), head_dim)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """The MTP modules, which follow the layers."""
+        """Prefixes of the MTP modules, which follow the layers."""
         return module_prefixes(self.num_layers, self.num_mtp_layers)
 
     def attention_specs(self, prefix: str, kind: int) -> MLA:
@@ -62,7 +62,7 @@ class DeepSeek(Decoder):
 
 
 def from_hf(hf: HFConfig) -> DeepSeek:
-    """Return the model of a Hugging Face config of type `deepseek_v3` or `glm4_moe_lite`."""
+    """Return the model of a Hugging Face config with type `deepseek_v3` or `glm4_moe_lite`."""
     hf.require_unset("attention_bias")
     hf.require("hidden_act", "silu")
     hf.require("scoring_func", "sigmoid")
@@ -119,7 +119,7 @@ def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
                 f"num_hidden_layers={num_layers}; got {types!r}"
             )
         dense = tuple(i for i, kind in enumerate(types) if kind == "dense")
-        # transformers does not read it, so that it must agree.
+        # transformers ignores this field, so it must agree.
         if dense == tuple(range(len(dense))):
             hf.require("first_k_dense_replace", len(dense))
         return dense
@@ -127,15 +127,15 @@ def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def read_num_modules(hf: HFConfig) -> int:
-    """Return how many MTP modules a config of the DeepSeek-V3 and GLM-4 families tells of."""
+    """Return the number of MTP modules in a config of the DeepSeek-V3 or GLM-4 families."""
     name = "num_mtp_layers" if "num_mtp_layers" in hf.fields else "num_nextn_predict_layers"
     return hf.count(name, 1)
 
 
 def module_prefixes(num_layers: int, num_modules: int) -> tuple[str, ...]:
-    """Return what the tensors of each MTP module begin with: modules count as further layers.
+    """Return the name prefixes of MTP modules, which are numbered like further layers.
 
-    One is always named, since configs may not tell of it.
+    There is at least one, since configs may omit the number of modules.
     """
     end = num_layers + max(1, num_modules)
     return tuple(f"model.layers.{i}." for i in range(num_layers, end))
@@ -144,7 +144,7 @@ def module_prefixes(num_layers: int, num_modules: int) -> tuple[str, ...]:
 def to_hf(model: DeepSeek) -> Mapping[str, Any]:
     """Return a `config.json` of type `glm4_moe_lite` for a model that this package trained."""
     kind, experts = model.attention, model.experts
-    assert experts is not None, "a model without experts"
+    assert experts is not None, "the model has no experts"
     router: Any = experts.router
     dense = len(model.dense_layers)
     return {

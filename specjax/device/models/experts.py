@@ -1,4 +1,4 @@
-"""Mixtures of experts as Hugging Face configs describe them."""
+"""Mixtures of experts in Hugging Face configs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 
 class _Defaults(NamedTuple):
-    """Values of missing fields."""
+    """Defaults of missing fields."""
 
     num_experts: int
     num_chosen: int
     intermediate_size: int
     shared_intermediate_size: int | None  # None: there is no shared expert
-    norm_topk_prob: bool | None  # None: always, whatever the field says
+    norm_topk_prob: bool | None  # None: true regardless of the field
 
 
 _DEFAULTS: Mapping[str, _Defaults] = {
@@ -30,10 +30,10 @@ def read_experts(hf: HFConfig, kind: str) -> Experts | None:
     """Return the mixture that a config of model type `kind` describes; None without experts.
 
     Raises:
-        CheckpointError: a row is sent to more experts than there are.
+        CheckpointError: rows are sent to more experts than there are.
     """
     default = _DEFAULTS.get(kind)
-    # Later versions of transformers save some of these types with the other name.
+    # Later versions of transformers save some of these types as `num_local_experts`.
     name = "num_local_experts" if "num_local_experts" in hf.fields else "num_experts"
     if default is None or hf.get(name, default.num_experts) == 0:
         return None
@@ -57,12 +57,12 @@ def read_experts(hf: HFConfig, kind: str) -> Experts | None:
 
 
 def read_dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers that have no experts although the model has."""
+    """Return the layers without experts in a model with experts."""
     step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
     return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
 
 
-# What configs mean that do not say.
+# Defaults of missing fields.
 _SIGMOID: Mapping[str, SigmoidRouter] = {
     "deepseek_v3": SigmoidRouter(scaling=2.5, num_groups=8, num_chosen_groups=4),
     "glm4_moe_lite": SigmoidRouter(scaling=1.8),
@@ -71,10 +71,10 @@ _SIGMOID: Mapping[str, SigmoidRouter] = {
 
 
 def read_sigmoid_experts(hf: HFConfig) -> Experts:
-    """Return the mixture of a config of the DeepSeek-V3 and GLM-4 families.
+    """Return the mixture that a config of the DeepSeek-V3 or GLM-4 family describes.
 
     Raises:
-        CheckpointError: the experts do not divide into groups as it says.
+        CheckpointError: the experts cannot be divided into groups as the config requires.
     """
     default = _SIGMOID[hf.get("model_type", "deepseek_v3")]
     inner = hf.integer("moe_intermediate_size")
@@ -112,5 +112,5 @@ def read_sigmoid_experts(hf: HFConfig) -> Experts:
 
 
 def read_first_dense(hf: HFConfig, num_layers: int, default: int) -> tuple[int, ...]:
-    """Return the layers without experts, the first of them."""
+    """Return the first layers, which have no experts."""
     return tuple(range(min(num_layers, hf.count("first_k_dense_replace", default))))

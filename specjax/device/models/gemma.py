@@ -1,9 +1,9 @@
 """The Gemma 2 and Gemma 3 families (`gemma2`, `gemma3_text`; Gemma Team 2024, 2025).
 
 A Llama with a norm before and after each attention and feed-forward layer, GeGLU, scaled input
-embeddings, and norm weights stored minus one. Every second layer of Gemma 2, five of six of Gemma 3
-attend within a window. Gemma 2 bounds attention scores and logits by soft caps; Gemma 3 instead
-normalises queries and keys, and rotates the layers with a window by frequencies of their own.
+embeddings, and norm weights stored minus one. Every second layer of Gemma 2, and five of six layers
+of Gemma 3, attend within a window. Gemma 2 bounds attention scores and logits by soft caps. Gemma 3
+normalises queries and keys instead, and has different rotary frequencies in layers with a window.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def from_hf(hf: HFConfig) -> Gemma:
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=rope,
         local_rope=local_rope,
-        # Gemma 3's is the length after scaling.
+        # In Gemma 3, the field is the length after scaling.
         max_position=hf.integer("max_position_embeddings", 131072)
         if is_third
         else hf.max_position(8192),
@@ -76,18 +76,20 @@ def from_hf(hf: HFConfig) -> Gemma:
 
 
 def _cap(hf: HFConfig, name: str, default: float | None) -> float | None:
-    # Null differs from a missing field: it says that there is no cap.
+    # Null, unlike a missing field, means that there is no cap.
     given = hf.fields.get(name, default)
     return None if given is None else hf.number(name, given)
 
 
 def _ropes(hf: HFConfig, head_dim: int) -> tuple[Rope, Rope]:
-    """Return the rotary embedding of layers that attend to everything, and of those within a
-    window; older configs have `rope_scaling` for the former alone."""
+    """Return the rotary embeddings of layers with full attention, and of layers with a window.
+
+    In older configs `rope_scaling` applies only to layers with full attention.
+    """
     given = hf.nested("rope_parameters")
     if given.keys() - {FULL, SLIDING}:
         raise CheckpointError(
-            f"{hf.origin}: rope_parameters must have the fields {FULL!r} and {SLIDING!r} alone for "
+            f"{hf.origin}: rope_parameters must have only the fields {FULL!r} and {SLIDING!r} for "
             f"this model_type, each an object; got {given!r}"
         )
     each = HFConfig(given, f"{hf.origin}: rope_parameters")

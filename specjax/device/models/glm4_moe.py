@@ -1,6 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7 (`glm4_moe`): a Llama with the experts of DeepSeek-V3, and its MTP modules.
+"""GLM-4.5, 4.6 and 4.7 (`glm4_moe`): a Llama with DeepSeek-V3's experts and MTP modules.
 
-Heads are rotated in half. GLM-4.7-Flash has latent attention instead, see `deepseek_v3`.
+Half of each head is rotated. GLM-4.7-Flash has latent attention instead, see `deepseek_v3`.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from specjax.device.models.llama import Llama
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Moe(Llama):
-    """A Llama that is followed by MTP modules."""
+    """A Llama with MTP modules after its layers."""
 
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """The MTP modules, which follow the layers."""
+        """Prefixes of the MTP modules, which follow the layers."""
         return module_prefixes(self.num_layers, self.num_mtp_layers)
 
 

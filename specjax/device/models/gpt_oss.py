@@ -1,7 +1,7 @@
 """The gpt-oss family (`gpt_oss`): a Llama with attention sinks, alternating windows and experts.
 
-Every projection has a bias, those of experts and of their router included. The experts' weights are
-bfloat16, or packed in MXFP4 and unpacked while loading.
+Every projection has a bias, including the projections of experts and router. The experts' weights
+are bfloat16, or packed in MXFP4 and unpacked while loading.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from specjax.device.models.windows import read_windows
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Matrix, dense
 
-_ROPE = {  # of configs that do not say
+_ROPE = {  # default of `rope_parameters`
     "rope_type": "yarn",
     "rope_theta": 150000.0,
     "factor": 32.0,
@@ -42,7 +42,7 @@ class RouterWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasedRouter:
-    """Experts with the largest logits, weighted by the softmax over the chosen ones."""
+    """A router to the largest logits; weights are the softmax over the chosen experts."""
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """See `Router.specs`."""
@@ -63,11 +63,11 @@ class BiasedRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class GptOss(Llama):
-    """A Llama whose experts have biases, and names of their own."""
+    """A Llama whose experts have biases, and different names."""
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """See `Decoder.mixture_specs`; packed if `names` say so."""
-        assert self.experts is not None, "a mixture of no experts"
+        """See `Decoder.mixture_specs`; weights are packed if `names` have packed tensors."""
+        assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_experts, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
 

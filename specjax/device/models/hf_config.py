@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face `config.json`; errors name field, value and remedy."""
+"""A reader of a Hugging Face `config.json`; errors name field, value and remedy."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class HFConfig:
         return value
 
     def count(self, key: str, default: int) -> int:
-        """Return the field as an integer of zero or more."""
+        """Return the field as an integer, at least 0."""
         return 0 if self.get(key, default) == 0 else self.integer(key, default)
 
     def number(self, key: str, default: float) -> float:
@@ -46,7 +46,7 @@ class HFConfig:
         return value
 
     def nested(self, key: str) -> dict[str, Any]:
-        """Return the fields of an object, {} if it is absent or null."""
+        """Return the field, an object, as a dict; {} if it is absent or null."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.origin}: {key} must be an object, got {value!r}")
@@ -71,7 +71,7 @@ class HFConfig:
             )
 
     def require_unset(self, *keys: str) -> None:
-        """Raise if one of these unimplemented features is switched on."""
+        """Raise if one of these unsupported features is switched on."""
         for key in keys:
             if self.fields.get(key):
                 raise CheckpointError(
@@ -80,9 +80,9 @@ class HFConfig:
                 )
 
     def rope(self, head_dim: int, partial_factor: float | None = None) -> Rope:
-        """Read the rotary embedding of heads of `head_dim`, see `rope_fields`.
+        """Read the rotary embedding for heads of width `head_dim`; see `rope_fields`.
 
-        `partial_factor` is the default for the fraction of a head that is rotated; None for models
+        `partial_factor` is the default of the fraction of a head that is rotated; None for models
         that always rotate whole heads.
         """
         fields = self.rope_fields()
@@ -102,7 +102,7 @@ class HFConfig:
         def scale(name: str, default: float | None = None) -> float:
             value = default if fields.get(name) is None else fields[name]
             if value is None:
-                raise CheckpointError(f"{self.origin}: rope_scaling {kind!r} lacks {name!r}")
+                raise CheckpointError(f"{self.origin}: rope_scaling {kind!r} needs {name!r}")
             return _positive(value, f"{self.origin}: rope_scaling {kind!r}: {name}")
 
         scaled = replace(plain, scaling=kind, factor=scale("factor"))
@@ -116,7 +116,7 @@ class HFConfig:
                 low_freq_factor=scale("low_freq_factor"),
                 high_freq_factor=scale("high_freq_factor"),
             )
-        # As transformers has it: the quotient of two corrections, if both weights are given.
+        # As in transformers: the quotient of two corrections, if both weights are set.
         attention_factor = yarn_magnitude(scaled.factor)
         if fields.get("mscale") and fields.get("mscale_all_dim"):
             above, below = scale("mscale"), scale("mscale_all_dim")
@@ -131,10 +131,10 @@ class HFConfig:
         )
 
     def max_position(self, default: int) -> int:
-        """Return how many positions the model was made for.
+        """Return the number of positions that the model was trained for.
 
-        `max_position_embeddings` may be the length before or after scaling: YaRN multiplies the
-        original length by the factor, linear scaling this one. Llama 3 scales within it.
+        `max_position_embeddings` may be the length before or after scaling. YaRN multiplies the
+        original length by the factor, linear scaling multiplies this length; Llama 3 does neither.
         """
         length, fields = self.integer("max_position_embeddings", default), self.rope_fields()
         kind = fields["rope_type"]
@@ -145,14 +145,15 @@ class HFConfig:
         return max(length, int(original * factor))
 
     def _original(self, fields: Mapping[str, Any], default: int) -> float:
-        """Return the length before scaling; that of the config counts before that of `fields`."""
+        """Return the length before scaling: the config's field, or else the one in `fields`."""
         name = "original_max_position_embeddings"
         given = fields.get(name)
         value = self.get(name, default if given is None else given)
         return _positive(value, f"{self.origin}: rope_scaling: {name}")
 
     def rope_fields(self) -> Mapping[str, Any]:
-        """Return `rope_parameters`, or older `rope_scaling`; with `rope_type` and `rope_theta`."""
+        """Return `rope_parameters` or the older `rope_scaling`, with `rope_type` and
+        `rope_theta`."""
         fields = self.nested("rope_scaling") | self.nested("rope_parameters")
         if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
             raise CheckpointError(
@@ -170,13 +171,13 @@ class HFConfig:
         rotated = int(head_dim * part)
         if not 0 < rotated <= head_dim or rotated % 2:
             raise CheckpointError(
-                f"{self.origin}: partial_rotary_factor={part!r} must leave an even number of the "
+                f"{self.origin}: partial_rotary_factor={part!r} must select an even number of the "
                 f"{head_dim} dimensions of a head"
             )
         if partial_factor is None and rotated != head_dim:
             raise CheckpointError(
                 f"{self.origin}: partial_rotary_factor={part!r} is not supported for this "
-                "model_type; it rotates whole heads"
+                "model_type, which rotates whole heads"
             )
         return rotated
 

@@ -1,11 +1,11 @@
 """Decoders of the Llama family: `llama`, `mistral`, `ministral`, `ministral3`, `phi3`, `qwen2`,
 `qwen3` and `qwen3_moe`.
 
-One architecture; they differ only in optional tensors, windows and experts: Qwen2 has a bias on q,
-k and v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A
-tensor that a model does not have is None, and the forward pass skips it. In all but Llama, some
-layers or all may attend within a window only. Qwen3-MoE has experts. Phi-3 stores q, k and v in one
-tensor, gate and up in another. Ministral 3 scales queries by their position.
+One architecture with optional tensors, windows and experts. Qwen2 has a bias on q, k and v; Llama
+may have a bias on every attention projection; Qwen3 normalises q and k per head. A tensor that a
+model does not have is None, and the forward pass skips it. In all types except `llama`, layers may
+attend within a window. Qwen3-MoE has experts. Phi-3 stores q, k and v in one tensor, and gate and
+up in another. Ministral 3 scales queries by their position.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from specjax.device.weights.matrix import dense
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(Decoder):
-    """A decoder of grouped-query attention."""
+    """A decoder with grouped-query attention."""
 
     num_layers: int
     num_heads: int
@@ -36,35 +36,35 @@ class Llama(Decoder):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
-    local_rope: Rope | None = None  # of layers with a window; None for that of the others
+    windows: tuple[int | None, ...] = ()  # per layer, in tokens; () if no layer has a window
+    local_rope: Rope | None = None  # of layers with a window; None: `rope`
     query_scale: float = 1.0  # see `PagedAttention`
     score_cap: float | None = None  # see `PagedAttention`
     has_sinks: bool = False
-    is_merged: bool = False  # checkpoints have q, k and v in one tensor, gate and up in another
+    is_merged: bool = False  # q, k and v are one tensor in checkpoints, gate and up another
 
     @property
     def attention(self) -> PagedAttention:
-        """The cache of a model whose layers have the same window, or none."""
+        """The only cache kind of a model whose layers all have the same window, or no window."""
         (kind,) = self.cache_kinds
         return kind
 
     @property
     def cache_kinds(self) -> tuple[PagedAttention, ...]:
-        """Attention; layers of the same window share a kind."""
+        """Attention kinds, one per window."""
         windows = self._layer_windows
         return tuple(self._attention(one, windows.count(one)) for one in dict.fromkeys(windows))
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """See `Model.layer_kinds`; by the layers' windows."""
+        """The layers' kinds, from their windows; see `Model.layer_kinds`."""
         windows = self._layer_windows
         kinds = list(dict.fromkeys(windows))
         return tuple(kinds.index(one) for one in windows)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """See `Decoder.ropes`; by the layers' windows."""
+        """The rotary embeddings, from the layers' windows; see `Decoder.ropes`."""
         local = self.local_rope or self.rope
         return tuple(self.rope if kind.window is None else local for kind in self.cache_kinds)
 
@@ -91,7 +91,7 @@ class Llama(Decoder):
 
     @property
     def head_shape(self) -> "Llama":
-        """See `Model.head_shape`: a layer with its heads."""
+        """A layer with the model's heads; see `Model.head_shape`."""
         return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def attention_specs(self, prefix: str, kind: int) -> Attention:
@@ -105,7 +105,8 @@ class Llama(Decoder):
 
 
 def head_shape(target: Decoder, num_heads: int, num_kv_heads: int, head_dim: int) -> Llama:
-    """Return a dense layer of a target's sizes and of these heads, plainly rotated."""
+    """Return a dense layer with the target's sizes, these heads and an unscaled rotary
+    embedding."""
     return Llama(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,

@@ -16,7 +16,7 @@ from specjax.device.models.layers.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Features:
-    """Outputs of a forward pass for the head and the drafter."""
+    """Outputs of a forward pass, for the output head and the drafter."""
 
     hidden: Float[jax.Array, "N D"]  # after the final norm
     auxiliary: Float[jax.Array, "N auxiliary"] | None  # residual stream entering `aux_layers`
@@ -28,7 +28,7 @@ class Features:
 
 
 class Model(Protocol):
-    """A decoder: pure functions of its parameters, a pytree that is opaque to the engine."""
+    """A decoder: pure functions of its parameters, a pytree that the engine does not look into."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,32 +40,32 @@ class Model(Protocol):
     def max_position(self) -> int: ...
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """The kinds of cache that its layers use."""
+        """The cache kinds of its layers."""
         ...
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The index into `cache_kinds` of each layer."""
+        """Each layer's index into `cache_kinds`."""
         ...
 
     def with_layers(self, num_layers: int) -> "Model":
-        """Return the model with only its first layers, to measure what they cost."""
+        """Return the model with only its first layers, to measure their cost."""
         ...
 
     @property
     def head_shape(self) -> Any:
-        """The `llama.Llama` of one dense layer that a new EAGLE head for this model has."""
+        """A `llama.Llama` with one dense layer: the shape of a new EAGLE head for this model."""
         ...
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """Name prefixes of checkpoint tensors that the model does not use."""
+        """Name prefixes of checkpoint tensors that the model ignores."""
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
         """Return the parameters as a tree of `TensorSpec`.
 
-        `names` are those in the checkpoint, which select the layout if there are several.
+        `names` are the checkpoint's tensor names; they select the layout if there are several.
         """
         ...
 
@@ -77,9 +77,11 @@ class Model(Protocol):
         caches: tuple[Any, ...] | None,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Features, tuple[Any, ...]]:
-        """Run tokens i32[N] at `rows` after `caches`; return (features, caches with the rows).
+        """Run tokens i32[N] at `rows` after `caches`; return the features, and caches with the
+        rows.
 
-        `caches` has one cache per kind of `cache_kinds`; None for rows without one, as in training.
+        `caches` has one cache per entry of `cache_kinds`; None for rows without cache, as in
+        training.
 
         `aux_layers` lists the layers whose input (the residual stream before the norm) goes to
         `Features.auxiliary`, in that order; `num_layers` means the output of the last layer.
@@ -87,27 +89,28 @@ class Model(Protocol):
         ...
 
     def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """Return the rows [N, D] of the embedding for tokens i32[N], as the checkpoint has them.
+        """Return the rows [N, D] of the embedding for tokens i32[N], as stored in the checkpoint.
 
-        So do drafting heads read them, also where the model scales what enters its first layer.
+        They are not scaled, even if the model scales the input of its first layer: draft heads read
+        them like this.
         """
         ...
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
+        """Return the next-token logits f32[N, V] for hidden states [N, D]."""
         ...
 
 
 def is_recurrent(model: Model) -> bool:
-    """Return whether requests have a state besides their pages, so that reusing pages alone does
-    not save running their tokens."""
+    """Return whether requests have a state in addition to pages, so that reusing pages is not
+    enough to skip running their tokens."""
     return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
 
 
 def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
-    """Return the windows whose layers have pages of their own, which are given back behind it.
+    """Return the windows whose layers have separate pages, which are freed behind the window.
 
-    None in exact mode, where requests keep their pages to the end.
+    Empty in exact mode, where requests keep their pages to the end.
     """
     if config.exact:
         return ()

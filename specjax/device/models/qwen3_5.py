@@ -1,8 +1,8 @@
 """Hybrid decoders of the Qwen3-Next family: `qwen3_next`, `qwen3_5_text`, `qwen3_5_moe_text`.
 
-One architecture: three Gated DeltaNet layers per gated attention layer with partial rotary
-embedding, norm weights stored minus one, and a dense feed-forward layer or a mixture of experts.
-The three differ in how their checkpoints name and interleave the tensors.
+One architecture: for each gated attention layer with partial rotary embedding, three Gated DeltaNet
+layers; norm weights stored minus one; a dense feed-forward layer or a mixture of experts. The three
+types differ in the names and the interleaving of their tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35(Decoder):
-    """A hybrid decoder."""
+    """A decoder with attention layers and recurrent layers."""
 
     layer_types: tuple[str, ...]  # "full_attention" or "linear_attention"
     num_heads: int
@@ -36,7 +36,7 @@ class Qwen35(Decoder):
     head_dim: int
     delta_heads: Heads
     conv_width: int
-    is_interleaved: bool = False  # Qwen3-Next's names and order of the recurrent projections
+    is_interleaved: bool = False  # names and order of the recurrent projections as in Qwen3-Next
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
@@ -51,7 +51,7 @@ class Qwen35(Decoder):
 
     @property
     def attention(self) -> PagedAttention:
-        """The cache of the attention layers."""
+        """The cache kind of the attention layers."""
         return PagedAttention(
             num_layers=self.layer_types.count(ATTENTION),
             num_heads=self.num_heads,
@@ -63,7 +63,7 @@ class Qwen35(Decoder):
 
     @property
     def delta_rule(self) -> DeltaRule:
-        """The cache of the recurrent layers."""
+        """The cache kind of the recurrent layers."""
         return DeltaRule(
             num_layers=self.layer_types.count(DELTA),
             heads=self.delta_heads,
@@ -78,7 +78,7 @@ class Qwen35(Decoder):
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """See `Model.layer_kinds`; from the config's `layer_types`."""
+        """The layers' kinds, from the config's `layer_types`; see `Model.layer_kinds`."""
         return tuple(map(KINDS.index, self.layer_types))
 
     def with_layers(self, num_layers: int) -> "Qwen35":
@@ -87,12 +87,12 @@ class Qwen35(Decoder):
 
     @property
     def head_shape(self) -> Llama:
-        """See `Model.head_shape`: a layer with the heads of its attention."""
+        """A layer with the attention layers' heads; see `Model.head_shape`."""
         return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """The MTP modules."""
+        """The prefix of MTP modules."""
         return ("mtp.",)
 
     def attention_specs(self, prefix: str, kind: int) -> Attention | GatedDeltaNet:
@@ -107,7 +107,7 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
     q, kv = model.num_heads * head, model.num_kv_heads * head
     inputs = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
     return Attention(
-        # Each head's rows of q_proj are its query, then its gate.
+        # In q_proj, each head has first its query rows, then its gate rows.
         qkv=dense(
             inputs,
             dim,
@@ -126,7 +126,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
     heads, dim = model.delta_heads, model.hidden_size
     inner, num_values = heads.num_values * heads.value_dim, heads.num_values
     if model.is_interleaved:
-        group = num_values // heads.num_keys  # value heads that read one key head
+        group = num_values // heads.num_keys  # value heads per key head
         qkvz, ba = f"{prefix}.in_proj_qkvz.weight", f"{prefix}.in_proj_ba.weight"
         wide = group * heads.value_dim
         in_proj = dense(
@@ -156,7 +156,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
 
 
 def from_hf(hf: HFConfig) -> Qwen35:
-    """Return the model of a Hugging Face config of the family."""
+    """Return the model that a Hugging Face config of the family describes."""
     kind = hf.get("model_type", "qwen3_5_text")
     hf.require("hidden_act", "silu")
     hf.require("attn_output_gate", True)

@@ -55,7 +55,7 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "glm4_moe": glm4_moe.from_hf,
     "glm4_moe_lite": deepseek_v3.from_hf,
 }
-KINDS = (*MODELS, *WRAPPERS)  # of configs that are read
+KINDS = (*MODELS, *WRAPPERS)  # supported values of `model_type`
 
 
 def read_config(folder: Path) -> HFConfig:
@@ -64,7 +64,8 @@ def read_config(folder: Path) -> HFConfig:
 
 
 def describe_model(hf: HFConfig) -> Model:
-    """Return the model that a config describes, or its text model, without its weights."""
+    """Return the model that a config describes, without weights; only its text model, if it has
+    parts."""
     text = read_text(hf)
     kind = text.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
@@ -77,10 +78,10 @@ def describe_model(hf: HFConfig) -> Model:
 
 
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
-    """Return the model of a checkpoint folder: as its config says, and its output head.
+    """Return the model of a checkpoint folder, described by its config and its output head.
 
-    As in transformers, an output head in the files counts if it differs from the embedding that the
-    config ties it to. A line in the log says so.
+    As in transformers, an output head in the files is used if it differs from the embedding that
+    the config ties it to. The log says so.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):
@@ -91,7 +92,7 @@ def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
     if not {embedding, head} <= files.names() or files.equal(embedding, head):
         return model
     log(
-        f"{folder}: {head} differs from {embedding}, so that the output head is not tied, "
+        f"{folder}: {head} differs from {embedding}, so the output head is not tied, "
         "although tie_word_embeddings is true"
     )
     return replace(model, tie_word_embeddings=False)
@@ -100,7 +101,7 @@ def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
 def load_model(
     folder: Path, dtype: np.dtype, placement: Placement | None = None, log: Log = no_log
 ) -> tuple[Model, Any]:
-    """Load the model in a checkpoint folder and its parameters in `dtype`, see `load_weights`."""
+    """Load a checkpoint folder's model and its parameters in `dtype`; see `load_weights`."""
     model = describe_checkpoint(folder, read_config(folder), log)
     return model, load_weights(folder, model, dtype, placement, log)
 
@@ -112,27 +113,27 @@ def load_weights(
     placement: Placement | None = None,
     log: Log = no_log,
 ) -> Any:
-    """Load the parameters of the model in a checkpoint folder, see `load_params`.
+    """Load the parameters of the model in a checkpoint folder; see `load_params`.
 
-    A line in the log says which tensors are not loaded, another which differ from what is used.
+    The log lists tensors that are not loaded, and rotary frequencies that differ from the config's.
     """
     files = open_weights(folder, read_config(folder), dtype)
     specs = named_specs(model, files.shapes())
     params = load_params(files, specs, dtype, placement=placement, ignore=partial(is_unused, model))
     if passed := [name for name in files.names() if is_passed_over(model, name)]:
-        log(f"{folder}: not loaded with the text model: {as_groups(passed)}")
+        log(f"{folder}: not loaded, not part of the text model: {as_groups(passed)}")
     _compare_rotary(files, model, log)
     return params
 
 
 def _compare_rotary(files: TensorFiles, model: Any, log: Log) -> None:
-    """Log which buffers of rotary frequencies differ from those that the config gives."""
+    """Log buffers of rotary frequencies that differ from the config's frequencies."""
     own = model.rope.inverse_frequencies()
     differ = [
         name
         for name in sorted(filter(is_rotary, files.names()))
         if files.shape(name) != own.shape
-        # Half precision keeps three digits.
+        # The tolerance allows for half precision: three digits.
         or not np.allclose(files.read(name).astype(np.float32), own, rtol=1e-2, atol=0)
     ]
     if differ:
@@ -143,18 +144,18 @@ def _compare_rotary(files: TensorFiles, model: Any, log: Log) -> None:
 
 
 def save_model(folder: str | Path, model: Model, params: Any, source: str | Path) -> None:
-    """Write parameters of a model as a checkpoint that this package and transformers load.
+    """Write a model's parameters as a checkpoint that this package and transformers can load.
 
-    Weights are stored in the parameters' dtypes, those that `source` has packed or in float8 in
-    full; a vision tower and MTP modules are left out.
+    Weights are stored in the parameters' dtypes, even if `source` has them packed or in float8. A
+    vision tower and MTP modules are left out.
 
     Args:
-        source: the checkpoint that the model was read from (a folder, hub id or demo name), whose
+        source: the checkpoint that the model was read from (a folder, hub id or demo name). Its
             config and tokenizer are copied.
 
     Raises:
-        ValueError: `params` are not the model's, or have an array that cannot be read.
-        CheckpointError: `source` cannot be read, or is of another model.
+        ValueError: `params` do not match the model, or contain an array that cannot be read.
+        CheckpointError: `source` cannot be read, or is a checkpoint of another model.
         OSError: no space or no permission; names the folder.
     """
     origin, folder = resolve(source), Path(folder)
@@ -162,7 +163,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
     config = plain_config(hf, is_tied=is_tied(model))
     if describe_checkpoint(origin, hf) != model:
         raise CheckpointError(
-            f"{origin} is the checkpoint of another model than the one to save; name its own"
+            f"{origin} is not the checkpoint of the model to save; name the model's own checkpoint"
         )
     params = as_arrays(params, "params")
     dtype = np.dtype(params.embedding.values.dtype)
@@ -171,15 +172,15 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
 
 
 def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Open the weights of a checkpoint folder; those in float8 with scales are read in `dtype`."""
+    """Open a checkpoint folder's weights; float8 weights with scales are read in `dtype`."""
     files, block = open_checkpoint(folder), weight_blocks(hf)
     return files if block is None else with_scales(files, block, dtype)
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
-    """Return the config of a checkpoint's text model, with weights that are not quantised.
+    """Return the config of a checkpoint's text model for unquantised weights.
 
-    It goes with tensors by the names of a model's specs for no checkpoint's names.
+    The weights must have the names in the model's specs.
     """
     text = read_text(hf)
     plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}
@@ -194,7 +195,7 @@ def is_tied(model: Any) -> bool:
 
 
 class HasSpecs(Protocol):
-    """A model, or a part of one."""
+    """A model, or a part of a model."""
 
     def specs(self, names: Collection[str] = ()) -> Any:
         """See `Model.specs`."""
@@ -202,14 +203,14 @@ class HasSpecs(Protocol):
 
 
 def named_specs(model: HasSpecs, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """Return a model's specs by the names that a checkpoint, or a trainer, has for its tensors.
+    """Return a model's specs with the tensor names of a checkpoint or a trainer.
 
     Args:
-        shapes: of all its tensors, by name. They tell the layouts of experts apart.
+        shapes: shapes of all tensors, by name. They determine the layout of experts.
     """
     names = TensorNames.of(shapes)
     specs = model.specs({names.canonical(name): shape for name, shape in shapes.items()})
-    # A tied embedding may be stored as the output head alone.
+    # A tied embedding may be stored only as the output head.
     lacks = (
         is_tied(model) and names.stored(EMBEDDING) not in shapes and names.stored(HEAD) in shapes
     )
@@ -221,12 +222,12 @@ def named_specs(model: HasSpecs, shapes: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may have this tensor although no spec of the model names it."""
-    # With tied embeddings the head may be stored, too.
+    """Return whether a checkpoint may contain this tensor although the model's specs do not."""
+    # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
     return is_rotary(name) or is_copy or is_passed_over(model, name)
 
 
 def is_passed_over(model: Model, name: str) -> bool:
-    """Return whether a tensor of a checkpoint does not belong to the text model."""
+    """Return whether a checkpoint's tensor is not part of the text model."""
     return other_part(name) is not None or is_within(name, model.ignored_prefixes)

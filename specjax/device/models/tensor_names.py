@@ -1,15 +1,14 @@
-"""Where checkpoints keep the tensors of a text model, and what they may hold besides.
+"""Names of a text model's tensors in checkpoints, and of other tensors that they may contain.
 
-The specs of all models begin their names with `model.` and `lm_head.`. Files of models with other
-parts, and trainers of them, have longer names, and those of a model without its head shorter ones.
+The specs of all models begin their names with `model.` or `lm_head.`. Checkpoints of multimodal
+models, and trainers of them, use longer names; checkpoints of headless models use shorter ones.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-# What precedes the tensors of the decoder, and of the output head. One of each counts: the first
-# that occurs.
+# Prefixes of the decoder's tensors, and of the output head. The first one that occurs is used.
 _ROOTS = (
     *("model.language_model.model.", "model.language_model.", "language_model.model."),
     *("language_model.", "model.text_model.", "text_model.", "model.", ""),
@@ -22,7 +21,7 @@ _HEADS = (
 )
 _DECODER = "embed_tokens.", "layers.", "norm."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Parts that do not matter for text, by the beginnings of their names, which may follow `model.`.
+# Parts that text does not use, by name prefixes; these may follow `model.`.
 _OTHER_PARTS: Mapping[str, tuple[str, ...]] = {
     "vision": ("visual.", "vision_tower.", "vision_model.", "vision_encoder.", "image_newline"),
     "audio": ("audio_tower.",),
@@ -34,14 +33,14 @@ _ROTARY = "rotary_emb.inv_freq"  # buffers of old exports
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How a checkpoint calls what the specs call `model.*` and `lm_head.*`."""
+    """A checkpoint's prefixes for the specs' `model.` and `lm_head.`."""
 
     root: str
     head: str
 
     @classmethod
     def of(cls, names: Collection[str]) -> "TensorNames":
-        """Return the beginnings that occur in `names`; by default those of the specs."""
+        """Return the prefixes that occur in `names`, or else the specs' own."""
 
         def is_there(root: str) -> bool:
             parts = tuple(root + part for part in _DECODER)
@@ -58,7 +57,7 @@ class TensorNames:
         return self.root + name.removeprefix("model.") if is_decoder else name
 
     def canonical(self, name: str) -> str:
-        """Return the specs' name for a name of the checkpoint; others are returned unchanged."""
+        """Return the specs' name for a checkpoint's name, or an unknown name unchanged."""
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.root)
@@ -67,30 +66,30 @@ class TensorNames:
 
 
 def is_rotary(name: str) -> bool:
-    """Return whether it is a buffer of rotary frequencies, which follow from the config."""
+    """Return whether a name is a buffer of rotary frequencies, which follow from the config."""
     return name.endswith(_ROTARY)
 
 
 def is_head(name: str) -> bool:
-    """Return whether it is the weight of an output head."""
+    """Return whether a name is the weight of an output head."""
     return name.endswith("weight") and name.removesuffix("weight") in _HEADS
 
 
 def is_within(name: str, beginnings: Iterable[str]) -> bool:
-    """Return whether a checkpoint's name begins like one of these names of the specs."""
+    """Return whether a checkpoint's name starts with one of these prefixes of the specs."""
     parts = [part.removeprefix("model.") for part in beginnings if part.startswith("model.")]
     others = [part for part in beginnings if not part.startswith("model.")]
     return name.startswith((*others, *(root + part for root in _ROOTS for part in parts)))
 
 
 def other_part(name: str) -> str | None:
-    """Return which part that does not matter for text a tensor belongs to; None for the text."""
+    """Return the part without use for text that a tensor belongs to; None for the text model."""
     rest = name.removeprefix("model.")
     return next((part for part, names in _OTHER_PARTS.items() if rest.startswith(names)), None)
 
 
 def as_groups(names: Iterable[str]) -> str:
-    """Return names in words, those with the same beginning counted together."""
+    """Return a list of names for a message, grouped and counted by prefix."""
     counts = Counter(_group(name) for name in names)
     return ", ".join(f"{group} ({count})" for group, count in sorted(counts.items()))
 
@@ -98,7 +97,7 @@ def as_groups(names: Iterable[str]) -> str:
 def _group(name: str) -> str:
     parts = name.split(".")
     count = 1
-    # Beginnings that say little, and the numbers of layers, belong to the group's name.
+    # A group's name includes common prefixes and the number of the layer.
     while count < len(parts) - 1 and (parts[count - 1] in ("model", "layers", "language_model")):
         count += 1
     return ".".join(parts[:count]) + (".*" if count < len(parts) else "")

@@ -1,8 +1,8 @@
 """The config of a text model, which may be a part of another model's config.
 
-Models that also read images or sound have a text model of a family that is loaded here. Their
-config holds its fields in `text_config`, or next to the fields of the other parts. Multimodal
-rotary embeddings need no code: all three positions of a text token are the same.
+Models that also read images or sound contain a text model of a supported family. Their config holds
+its fields in `text_config`, or next to the fields of the other parts. Multimodal rotary embeddings
+need no code: all three positions of a text token are equal.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from specjax.device.models.hf_config import HFConfig
 
 
 class Wrapper(NamedTuple):
-    """A model with other parts."""
+    """A model with other parts than text."""
 
-    text: str  # the type of its text model, if `text_config` does not say
-    is_tied: bool = False  # whether the output head is tied, if neither config says
-    counts_inner: bool = False  # whether the inner `tie_word_embeddings` counts besides the outer
-    defaults: Mapping[str, Any] = {}  # for missing fields of the text model
+    text: str  # type of its text model, if not in `text_config`
+    is_tied: bool = False  # default of `tie_word_embeddings`
+    counts_inner: bool = False  # whether true in `text_config` alone ties the output head
+    defaults: Mapping[str, Any] = {}  # of missing fields of the text model
 
 
 _VOXTRAL = {"max_position_embeddings": 131072, "rope_theta": 1e8, "head_dim": 128}
-# By the model type of the whole.
+# By the model type of the outer config.
 WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_5": Wrapper("qwen3_5_text"),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
@@ -39,7 +39,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", is_tied=True),
     "voxtral": Wrapper("llama", defaults={**_VOXTRAL, "rms_norm_eps": 1e-5}),
 }
-# Families of text models that have a type of their own.
+# Families of text models with a separate type.
 FAMILIES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -52,7 +52,7 @@ _QWEN2_VL = {
     "max_window_layers": 80,
 }
 _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 5e5}
-# What transformers' class for a type has for missing fields, where the family's is another.
+# Defaults of transformers' class for a type, where they differ from the family's.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"max_position_embeddings": 131072},
     "ministral": {"max_position_embeddings": 131072},
@@ -73,9 +73,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "glm4v_moe_text": {"max_position_embeddings": 65536, "attention_bias": True},
 }
-# What a type always does, whatever its fields say.
+# Values that hold for a type regardless of its fields.
 _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-# Fields of the other parts, and of how they are joined.
+# Fields of the other parts and of their connection.
 OTHER_PARTS = frozenset(
     (
         *("text_config", "vision_config", "audio_config", "language_model_only"),
@@ -96,9 +96,9 @@ _MROPE = "mrope_section", "mrope_interleaved"
 
 
 def read_text(hf: HFConfig) -> HFConfig:
-    """Return the config of the text model, of its family's type, with all parts' common fields.
+    """Return the config of the text model, with its family's type and the fields shared by parts.
 
-    It is complete: defaults of the type that differ from the defaults of its family are set.
+    It is complete: defaults of the type are set where they differ from the family's.
 
     Raises:
         CheckpointError: `text_config` is not an object.
@@ -139,7 +139,7 @@ def _nested(hf: HFConfig, wrapper: Wrapper, nested: Any) -> dict[str, Any]:
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rotary embedding without what tells the positions of an image's tokens apart."""
+    """Return a rotary embedding without the fields for positions of image tokens."""
     plain = {name: value for name, value in fields.items() if name not in _MROPE}
     for name in "rope_type", "type":
         if plain.get(name) == "mrope":

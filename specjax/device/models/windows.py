@@ -1,4 +1,4 @@
-"""Which layers of a Hugging Face config attend within a window only."""
+"""Sliding windows of the layers in Hugging Face configs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.hf_config import HFConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# `sliding_window` of configs without the field.
+# The default of `sliding_window`.
 _DEFAULTS: Mapping[str, int | None] = {
     "mistral": 4096,
     "ministral": 4096,
@@ -17,23 +17,23 @@ _DEFAULTS: Mapping[str, int | None] = {
     "gemma2": 4096,
     "gemma3_text": 4096,
 }
-# Every so many layers, the last of them has no window, if `layer_types` does not say.
+# Without `layer_types`: of every N layers, the last one has no window.
 _PERIODS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}
 _PERIOD_FIELDS = {"gemma3_text": "sliding_window_pattern"}
-# `use_sliding_window` says whether there are windows, `max_window_layers` from which layer on.
+# `use_sliding_window` turns windows on, from layer `max_window_layers` on.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _FROM_LAYER = ("qwen2", "qwen3")
 _WITHOUT = ("llama",)
 
 
 def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's window in tokens, None for a layer without; () if all are without.
+    """Return each layer's window in tokens, or None without a window; () if no layer has one.
 
     Args:
         kind: the model type, which determines the defaults.
 
     Raises:
-        CheckpointError: the fields contradict each other, or are not of this model type.
+        CheckpointError: the fields are inconsistent, or do not belong to this model type.
     """
     if kind in _WITHOUT:
         hf.require_unset("use_sliding_window")
@@ -49,7 +49,7 @@ def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, 
         return ()
     if window is None:
         raise CheckpointError(
-            f"{hf.origin}: layer_types has {SLIDING!r}, but there is no sliding_window"
+            f"{hf.origin}: layer_types has {SLIDING!r}, but sliding_window is not set"
             + (", or use_sliding_window is false" if kind in _SWITCHED else "")
         )
     return tuple(window if one == SLIDING else None for one in types)
@@ -57,7 +57,7 @@ def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, 
 
 def _read_window(hf: HFConfig, kind: str) -> int | None:
     is_on = hf.flag("use_sliding_window") if kind in _SWITCHED else True
-    # Null differs from a missing field: it says that there is no window.
+    # Null, unlike a missing field, means that there is no window.
     given = hf.fields.get("sliding_window", _DEFAULTS.get(kind))
     return hf.integer("sliding_window", given) if is_on and given is not None else None
 

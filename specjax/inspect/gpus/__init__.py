@@ -1,7 +1,7 @@
-"""The GPUs that steps can be compiled for where there is none: a .txtpb file each.
+"""The GPUs that steps can be compiled for without a GPU: one .txtpb file each.
 
-The file is XLA's description of a target (its proto `GpuTargetConfigProto`), so that a further GPU
-is a further file.
+The file is XLA's description of a target (its proto `GpuTargetConfigProto`); another GPU is another
+file.
 """
 
 import re
@@ -13,17 +13,17 @@ GPUS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txtpb")
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU by its description."""
+    """A GPU, given by its description."""
 
     name: str  # like "h200"
     target_config: str
 
     @classmethod
     def named(cls, name: str) -> "GPU":
-        """The GPU of a name.
+        """Return the GPU with this name.
 
         Raises:
-            ValueError: there is no file for it.
+            ValueError: there is no file with this name.
         """
         if name not in GPUS:
             raise ValueError(f"{name!r} is not a known target; choose one of {', '.join(GPUS)}")
@@ -31,12 +31,12 @@ class GPU:
 
     @property
     def memory_bytes(self) -> int:
-        """The device's memory, as nvidia-smi reports it."""
+        """The device's memory, as reported by nvidia-smi."""
         return self._number("device_memory_size")
 
     @property
     def architecture(self) -> str:
-        """What ptxas calls it, with the instructions of this architecture alone: "sm_90a"."""
+        """The architecture's name for ptxas, with architecture-specific instructions: "sm_90a"."""
         return f"sm_{self._number('major')}{self._number('minor')}a"
 
     def _number(self, field: str) -> int:

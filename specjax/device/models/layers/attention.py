@@ -1,4 +1,4 @@
-"""Attention layer: grouped-query softmax attention over the context of `Rows`."""
+"""The attention layer: grouped-query softmax attention over the context of `Rows`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,9 @@ from specjax.device.weights.matrix import Matrix
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Attention:
-    """Weights of an attention layer; optional ones are None if an architecture lacks them."""
+    """Weights of an attention layer; a weight that the architecture does not have is None."""
 
-    qkv: Matrix  # [D_in, ...]: q and k, v of all heads, and maybe an output gate after q
+    qkv: Matrix  # [D_in, ...]: q, optional output gate, k and v of all heads
     out: Matrix  # [H head_dim, D]
     qkv_bias: jax.Array | None = None
     out_bias: jax.Array | None = None
@@ -35,7 +35,7 @@ class Attention:
         layer: jax.Array,
         kind: PagedAttention,
     ) -> tuple[jax.Array, Any]:
-        """Project rows x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
+        """Project rows x [N, D_in], rotate, attend, project back; return ([N, D], kv)."""
         if not rows.attends:
             return self._keep(x, rows, angles, kv, layer, kind)
         qkv = self.qkv.multiply(x)
@@ -57,7 +57,7 @@ class Attention:
         layer: jax.Array,
         kind: PagedAttention,
     ) -> tuple[jax.Array, Any]:
-        """Project x [N, D_in] to keys and values only; return (zeros, kv)."""
+        """Write only the keys and values of x [N, D_in]; return (zeros [N, D], kv)."""
         first = self.qkv.start("k")
         bias = None if self.qkv_bias is None else self.qkv_bias[first:]
         made = self.qkv.multiply_from(x, first)

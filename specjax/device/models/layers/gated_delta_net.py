@@ -33,8 +33,8 @@ class GatedDeltaNet:
         layer: jax.Array,
         kind: DeltaRule,
     ) -> tuple[jax.Array, Any]:
-        """Project rows x [N, D], run the gated delta rule with its gates and norm, and project
-        back; return ([N, D], cache). Nothing is rotated."""
+        """Project rows x [N, D], run the gated delta rule and output norm, project back; return
+        ([N, D], cache). `angles` are not used."""
         weights = DeltaRuleWeights(self.conv, self.log_decay, self.decay_bias, self.norm)
         inputs = DeltaInputs(self.in_proj.multiply(x), weights)
         y, cache = rows.mix(kind, cache, layer, inputs)

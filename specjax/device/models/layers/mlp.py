@@ -11,24 +11,24 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Activation(Protocol):
-    """What a feed-forward layer makes of its inner projections. Hashable."""
+    """The function between a feed-forward layer's projections. Hashable."""
 
-    # The names of these projections in checkpoints, in the order of their columns.
+    # Names of the inner projections in checkpoints, in the order of their columns.
     inputs: ClassVar[tuple[str, ...]]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] of the projections [N, len(inputs) F]."""
+        """Return [N, F] for the inner projections [N, len(inputs) F]."""
         ...
 
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """silu(gate) up; gate's columns come before up's (Shazeer 2020)."""
+    """silu(gate) up (Shazeer 2020); gate's columns come before up's."""
 
     inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] of [N, 2 F]."""
+        """Return [N, F] for the inner projections [N, 2 F]."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
@@ -38,42 +38,42 @@ SWIGLU = SwiGLU()
 
 @dataclass(frozen=True)
 class GeGLU:
-    """gelu(gate) up, gelu by its approximation with tanh; columns as of SwiGLU (Shazeer 2020)."""
+    """gelu(gate) up with the tanh approximation (Shazeer 2020); columns as for SwiGLU."""
 
     inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] of [N, 2 F]."""
+        """Return [N, F] for the inner projections [N, 2 F]."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.gelu(gate, approximate=True) * up
 
 
 @dataclass(frozen=True)
 class SquaredReLU:
-    """max(up, 0)^2, without a gate (So et al. 2021)."""
+    """max(up, 0)^2 without a gate (So et al. 2021)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("up",)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] of [N, F]."""
+        """Return [N, F] for the inner projection [N, F]."""
         return jnp.square(jax.nn.relu(x))
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """gpt-oss's: gate sigmoid(alpha gate) (up + 1), both clamped; their columns alternate."""
+    """gate sigmoid(alpha gate) (up + 1), both clamped, as in gpt-oss; their columns alternate."""
 
     limit: float
     alpha: float
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] of [N, 2 F]."""
+        """Return [N, F] for the inner projections [N, 2 F]."""
         gate, up = jnp.minimum(x[:, ::2], self.limit), jnp.clip(x[:, 1::2], -self.limit, self.limit)
         return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
 
 
 class FeedSettings(Protocol):
-    """What feed-forward layers read of a model."""
+    """The settings of a model that feed-forward layers read."""
 
     @property
     def activation(self) -> Activation: ...
@@ -86,16 +86,16 @@ class FeedSettings(Protocol):
 class MLP:
     """Weights of a feed-forward layer; the inner projections are concatenated."""
 
-    gate_up: Matrix  # [D, 2 F]; [D, F] of an activation without a gate
+    gate_up: Matrix  # [D, 2 F]; [D, F] if the activation has no gate
     down: Matrix  # [F, D]
 
     def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
-        """Run the layer on x [N, D]; its rows are all alike."""
+        """Run the layer on x [N, D]; `rows` are not used."""
         return mlp(self, x, model.activation)
 
 
 def mlp(params: MLP, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
-    """Compute down(activation(gate_up x)) of x [N, D]."""
+    """Compute down(activation(gate_up x)) for x [N, D]."""
     return params.down.multiply(activation(params.gate_up.multiply(x)))
 
 
@@ -106,9 +106,9 @@ def mlp_specs(
     activation: Activation = SWIGLU,
     is_merged: bool = False,
 ) -> MLP:
-    """Return the weights as `TensorSpec`s, with Hugging Face's names.
+    """Return the weights as `TensorSpec`s with Hugging Face's names.
 
-    `is_merged` is for checkpoints that have gate and up in one tensor.
+    `is_merged` is for checkpoints with gate and up in one tensor.
     """
     inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]
     sizes = [inner] * len(inputs)

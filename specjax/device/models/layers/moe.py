@@ -24,7 +24,7 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Experts(NamedTuple):
-    """The static sizes of a mixture."""
+    """The sizes and functions of a mixture."""
 
     num_experts: int  # E
     num_chosen: int  # per token
@@ -37,16 +37,16 @@ class Experts(NamedTuple):
 
     @property
     def active_size(self) -> int:
-        """The inner width of all experts that a token goes to."""
+        """The total inner width of the experts that process a token."""
         return self.num_chosen * self.intermediate_size + self.shared_intermediate_size
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoE:
-    """Weights of a mixture; every expert is a SwiGLU layer with gate and up in one matrix."""
+    """Weights of a mixture; each expert has gate and up in one matrix."""
 
-    router: Any  # of `Experts.router`
+    router: Any  # weights of `Experts.router`
     gate_up: ExpertMatrices  # [E, D, 2 F]
     down: ExpertMatrices  # [E, F, D]
     shared: MLP | None = None
@@ -55,8 +55,8 @@ class MoE:
     down_bias: jax.Array | None = None  # [E, D]
 
     def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
-        """Run the mixture of the model's experts on x [N, D]."""
-        assert model.experts is not None, "weights of experts without their sizes"
+        """Run the model's mixture on x [N, D]."""
+        assert model.experts is not None, "the model has no experts"
         return moe(self, x, model.experts, rows.kernels, rows.positions < 0)
 
 
@@ -69,9 +69,9 @@ def moe(
 ) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    w is the router's. g is sigmoid(shared_gate x), or 1 without such a gate. Rows that are padding,
-    bool[N], go to the experts of row 0, so that no expert's weights are read for them alone; what
-    they become has no meaning.
+    w are the router's weights. g is sigmoid(shared_gate x), or 1 without such a gate. Padding rows,
+    bool[N], go to the experts of row 0, so that no expert's weights are read only for padding;
+    their results are meaningless.
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)
@@ -100,9 +100,11 @@ def moe_specs(
     prefix: str,
     names: Collection[str],
 ) -> MoE:
-    """Return the weights as `TensorSpec`s. `names`, those in the checkpoint, tell whether all
-    experts share a tensor or each has its own; a mapping to shapes also whether shared tensors are
-    [E, out, in], as usual, or [E, in, out].
+    """Return the weights as `TensorSpec`s.
+
+    `names`, the checkpoint's, determine whether all experts share a tensor or have one each. If
+    `names` map to shapes, these determine whether shared tensors are [E, out, in], as usual, or
+    [E, in, out].
 
     Raises:
         CheckpointError: both layouts are present.
@@ -115,8 +117,8 @@ def moe_specs(
     found_single = [n for n in names if n.startswith(f"{prefix}.experts.") and n not in fused]
     if found_fused and found_single:
         raise CheckpointError(
-            f"the weights hold both {found_fused[0]} (all experts in one) and {min(found_single)} "
-            "(one expert); keep one of the two layouts"
+            f"the weights contain both {found_fused[0]} (all experts in one) and "
+            f"{min(found_single)} (one expert); keep one of the two layouts"
         )
     if found_fused:
         is_swapped = isinstance(names, Mapping) and (

@@ -1,4 +1,4 @@
-"""The residual stream between layers: a layer's output is added in the launch of the next norm."""
+"""The residual stream between layers. The kernel of the next norm adds a layer's output."""
 
 from typing import NamedTuple, Protocol
 
@@ -17,18 +17,18 @@ class NormSettings(Protocol):
 
 
 class Residual(NamedTuple):
-    """Rows [N, D], and the last layer's output, which is not added yet."""
+    """The stream before the last layer, and the last layer's output, which is not added yet."""
 
     x: jax.Array  # [N, D]
     delta: jax.Array  # [N, D]
 
     def sum(self) -> jax.Array:
-        """Return the rows [N, D]."""
+        """Return the stream [N, D] after the last layer."""
         return self.x + self.delta
 
     def normed(
         self, weight: jax.Array, model: NormSettings, kernels: str
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the rows [N, D], and the same under this norm."""
+        """Return the stream [N, D] after the last layer, and the same normed."""
         eps, is_centred = model.rms_norm_eps, model.has_centred_norms
         return add_rms_norm(self.x, self.delta, weight, eps, is_centred, kernels=kernels)

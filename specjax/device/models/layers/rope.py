@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Angles(NamedTuple):
-    """The rotation of N rows, by their positions."""
+    """The rotation of N rows at their positions."""
 
     cos: jax.Array  # f32[N, head_dim / 2]
     sin: jax.Array  # f32[N, head_dim / 2]
-    query_scales: jax.Array | None = None  # f32[N, 1, 1], what multiplies queries; None for nothing
+    query_scales: jax.Array | None = None  # f32[N, 1, 1], multiply queries; None for 1
 
     @property
     def rotation(self) -> tuple[jax.Array, jax.Array]:
@@ -24,11 +24,11 @@ class Angles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary frequencies of one model; `head_dim` is the number of rotated dimensions per head.
+    """The rotary frequencies of a model; `head_dim` is the number of rotated dimensions per head.
 
     `scaling` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1: long
-    wavelengths divided by `factor`, short ones kept, a smooth ramp between) or "yarn" (the same
-    with a ramp over the index of a frequency; Peng et al. 2023, section 3.2).
+    wavelengths divided by `factor`, short ones kept, a smooth ramp between them) or "yarn" (the
+    same with a ramp over the frequency's index; Peng et al. 2023, section 3.2).
     """
 
     head_dim: int
@@ -38,13 +38,13 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    # Of YaRN: with more rotations than `beta_fast` within the original length a frequency is kept,
-    # with fewer than `beta_slow` it is divided.
+    # For YaRN: a frequency is kept if it has more than `beta_fast` rotations within the original
+    # length, and divided by `factor` if it has fewer than `beta_slow`.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncates: bool = True  # the ramp starts and ends at whole indices
     attention_factor: float = 1.0  # multiplies cos and sin
-    query_beta: float = 0.0  # how fast queries grow with their position, see `_query_scales`
+    query_beta: float = 0.0  # growth of queries with their position, see `_query_scales`
 
     def inverse_frequencies(self) -> np.ndarray:
         """Return the angular frequency of each rotated pair, f32[head_dim / 2]."""
@@ -68,8 +68,8 @@ class Rope:
     def _query_scales(self, positions: jax.Array) -> jax.Array | None:
         """Return the scales of queries, f32[N, 1, 1].
 
-        They sharpen attention over long contexts: 1 within the original length, then growing with
-        the logarithm of how often that fits (Llama 4's temperature).
+        They sharpen attention over long contexts (Llama 4's temperature): 1 within the original
+        length L, then growing as 1 + query_beta log(1 + position // L).
         """
         if not self.query_beta:
             return None
@@ -77,7 +77,7 @@ class Rope:
         return (1 + self.query_beta * jnp.log1p(lengths))[:, None, None]
 
     def _llama3_kept(self, freq: np.ndarray) -> np.ndarray:
-        """Return how much of each frequency is kept, between 0 and 1."""
+        """Return the kept fraction of each frequency, between 0 and 1."""
         wavelength = 2 * math.pi / freq
         ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
@@ -85,10 +85,10 @@ class Rope:
         return np.clip(ramp, 0.0, 1.0)
 
     def _yarn_kept(self) -> np.ndarray:
-        """Return how much of each frequency is kept, between 0 and 1."""
+        """Return the kept fraction of each frequency, between 0 and 1."""
 
         def index(rotations: float) -> float:
-            """Return the index of the frequency with that many rotations."""
+            """Return the index of the frequency with this number of rotations."""
             wavelength = self.original_max_position / rotations
             return self.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
 
@@ -102,5 +102,5 @@ class Rope:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's correction of attention scores for contexts that are `factor` times longer."""
+    """Return YaRN's correction of attention scores for contexts `factor` times longer."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

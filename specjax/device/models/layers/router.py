@@ -1,6 +1,6 @@
-"""Routers of a mixture of experts: which experts a row goes to, and with which weights.
+"""Routers of a mixture of experts: they choose the experts of each row, and their weights.
 
-A router owns its weights and the rule that `route` chooses by: a model only names it.
+A router owns its parameters and the `Rule` by which `route` chooses; a model only selects a router.
 """
 
 from dataclasses import dataclass
@@ -15,30 +15,31 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Router(Protocol):
-    """A choice of experts. Hashable; its weights are an opaque pytree."""
+    """A router. Hashable; its parameters are a pytree that only it reads."""
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
-        """Return the weights as `TensorSpec`s; `prefix` is the mixture's in the checkpoint."""
+        """Return the parameters as `TensorSpec`s; `prefix` is the mixture's prefix in
+        checkpoints."""
         ...
 
     @property
     def rule(self) -> Rule:
-        """How experts are chosen and weighted."""
+        """The rule that chooses and weights experts."""
         ...
 
     def logits(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the logits [N, E] of rows x [N, D], and the correction f32[E] of the choice."""
+        """Return logits [N, E] for rows x [N, D], and a correction f32[E] of the choice or None."""
         ...
 
 
 @dataclass(frozen=True)
 class SoftmaxRouter:
-    """Experts with the largest logits, weighted by the softmax over all or the chosen ones."""
+    """A router to the largest logits; weights are a softmax over all or the chosen experts."""
 
-    normalises: bool = True  # over the chosen experts, so that their weights sum to one
+    normalises: bool = True  # the softmax is over the chosen experts
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
-        """See `Router.specs`: one matrix [D, E]."""
+        """Return one matrix [D, E]; see `Router.specs`."""
         return dense([f"{prefix}.gate.weight"], dim, [num_experts])
 
     @property
@@ -60,14 +61,14 @@ class SigmoidWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Experts with the largest sigmoids, corrected for balance (DeepSeek-V3, section 2.1.2).
+    """A router to the largest sigmoids, corrected for balance (DeepSeek-V3, sec. 2.1.2).
 
-    The correction takes part in the choice only: weights are the sigmoids themselves. With groups,
-    experts are chosen among the groups whose two best experts have the largest sums.
+    The correction affects only the choice: weights are the uncorrected sigmoids. With groups,
+    experts are chosen from the groups whose two best experts have the largest sums.
     """
 
     normalises: bool = True
-    scaling: float = 1.0  # of the weights, after they were normalised
+    scaling: float = 1.0  # multiplies the normalised weights
     num_groups: int = 1
     num_chosen_groups: int = 1
 
@@ -88,5 +89,5 @@ class SigmoidRouter:
         return Rule(True, self.normalises, self.scaling, *groups)
 
     def logits(self, params: SigmoidWeights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `Router.logits`; the logits are f32."""
+        """Return f32 logits; see `Router.logits`."""
         return params.weight.multiply(x, jnp.float32), params.correction

@@ -8,7 +8,7 @@ from specjax.device.cache.kind import CacheKind
 
 
 class Rows(Protocol):
-    """The N token rows of one extension: the position of each (i32[N]) and the cache before it."""
+    """N token rows of one forward pass: their positions i32[N], and the cache before them."""
 
     @property
     def positions(self) -> jax.Array: ...
@@ -16,16 +16,16 @@ class Rows(Protocol):
     def kernels(self) -> str: ...
     @property
     def attends(self) -> bool:
-        """Whether the output of attention is used, and not only the keys and values it leaves."""
+        """Whether the output of attention is used, or only the written keys and values."""
         ...
 
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Mix each row with the rows before it, in the form of `kind` for these rows.
+        """Mix each row with the rows before it, by the method of `kind` for this class of rows.
 
         Args:
-            kind: the kind of cache, which determines the mixing (attention, delta rule).
+            kind: the cache kind, which determines the mixing (attention, delta rule).
             cache: the arrays of `kind`; for rows without a cache, their own state.
             layer: i32[], the layer's index within its kind.
             inputs: the layer's projections of the rows, as `kind` expects them.
