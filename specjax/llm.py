@@ -312,7 +312,7 @@ class LLM(VllmMethods):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default sampling_params: those of generation_config.json, if there is one."""
+        """Return the default sampling_params, from generation_config.json if there is one."""
         return self._default_params.clone()
 
     def reset_prefix_cache(self) -> bool:

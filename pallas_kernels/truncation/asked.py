@@ -1,4 +1,4 @@
-"""What is asked of a row, as the Triton kernels read it."""
+"""The settings of a row, as the Triton kernels read them."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Asked(NamedTuple):
-    """The settings of a row, and which of them exclude anything."""
+    """A row's settings, and which of them may exclude tokens."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def read(cls, refs: Any, row: jax.Array, vocab_size: int) -> "Asked":
-        """From refs of temperature, top_k, top_p and min_p."""
+        """Read a row from refs of temperature, top_k, top_p and min_p."""
         temperature, top_k, top_p, min_p = (ref[row] for ref in refs)
         cuts_k = (top_k > 0) & (top_k < vocab_size)
         # A top_p that rounds to 0 keeps the best token.
@@ -32,14 +32,14 @@ class Asked(NamedTuple):
 
     @property
     def cuts(self) -> jax.Array:
-        """Whether any of them does."""
+        """Whether any setting may exclude tokens."""
         return self.cuts_k | self.cuts_p | self.cuts_min
 
     def weigh(self, x: jax.Array, best: jax.Array) -> jax.Array:
-        """Probabilities of logits, of which the largest counts 1."""
+        """Return exp((x - best) / temperature): the largest logit weighs 1."""
         return jnp.exp2((x - best) * (LOG2_E / self.temperature))
 
     def floor(self, best: jax.Array) -> jax.Array:
-        """The key of the least logit that min_p keeps."""
+        """Return the key of the smallest logit that min_p keeps."""
         least = best + jnp.log(self.min_p) * self.temperature
         return ordered(jnp.where(self.cuts_min, least, -jnp.inf))

@@ -1,4 +1,4 @@
-"""The logits of a row that may be below its threshold or above, as programs of rows see them."""
+"""The candidates of a row: logits that may be below or above its threshold."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -12,24 +12,24 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """Each tile of the row has room for some, which its own fill from the first place on."""
+    """The candidates of a row. Each tile has room for `room` of them, and fills it from its start."""
 
     logits: Any
     tokens: Any
-    in_tile: Any  # how many a tile has, which may be more than it has room for
+    in_tile: Any  # candidates of each tile, which may be more than fit
     row: jax.Array
     room: int
 
     def total(self) -> tuple[jax.Array, jax.Array]:
-        """Of the row, and whether all found room."""
+        """Return the number of candidates, and whether all found room."""
         num_tiles = self.in_tile.shape[1]
         tiles = jnp.arange(pl.next_power_of_2(num_tiles))
         counts = load(self.in_tile.at[self.row, tiles], mask=tiles < num_tiles, other=0)
         return jnp.sum(counts), jnp.max(counts) <= self.room
 
     def places(self, lane: jax.Array, *, unrolls: bool) -> tuple[jax.Array, jax.Array]:
-        """Return where the candidates of these numbers are, those of a tile after those of the tile
-        before, and which of them there are.
+        """Return the places of candidates by their numbers, counted tile by tile, and which of them
+        exist.
 
         Args:
             unrolls: wait for the tiles' counts once, which takes registers.
@@ -50,11 +50,11 @@ class RowCandidates(NamedTuple):
         return at, lane < end
 
     def read(self, at: jax.Array, is_there: jax.Array) -> jax.Array:
-        """Those at some places; -inf elsewhere."""
+        """Return the candidates at some places; -inf elsewhere."""
         return load(self.logits.at[self.row, at], mask=is_there, other=-jnp.inf)
 
     def exclude(self, at: jax.Array, is_there: jax.Array, least: jax.Array, out: Any) -> None:
-        """Of those at some places, write -inf for the ones below a key."""
+        """Write -inf for the candidates at some places that are below a key."""
         x = load(self.logits.at[self.row, at], mask=is_there, other=jnp.inf)
         # In interpret mode masked lanes store the old value; they point past the end of the row.
         token = load(self.tokens.at[self.row, at], mask=is_there, other=out.shape[1])

@@ -48,7 +48,7 @@ def truncate_reference(
     min_p: jax.Array,
     columns: AllColumns | SplitColumns = ALL_COLUMNS,
 ) -> jax.Array:
-    """See `truncate`; `columns` are those of the logits, on one device or several."""
+    """See `truncate`; `columns` reduces over the columns of one device or several."""
     keys = ordered(logits)
 
     def cut_min_p(threshold):

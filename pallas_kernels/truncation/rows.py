@@ -1,4 +1,4 @@
-"""The Triton kernels of truncation that have a program per row, and what they have in registers."""
+"""The Triton kernels of truncation with one program per row, and their search in registers."""
 
 from collections.abc import Callable
 
@@ -40,8 +40,8 @@ def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
         weights = jnp.where(asked.cuts_k, 1.0, asked.weigh(maxima, best))
         is_bounded = asked.cuts_k | (asked.cuts_p & ~asked.cuts_min)
         rough = highest_key(ordered(maxima), weights, wanted, ROUGH_BITS, is_bounded)
-        # A flat row's maxima do not reach it. Logits below this one would be less than the rest,
-        # with room for roundings, were they all there are and as large as it.
+        # The maxima of a flat row do not reach the required weight. If all other logits were as
+        # large as this one, they would still weigh less than the rest, with room for rounding.
         rest = jnp.maximum(0.99 * (1 - asked.top_p) - 1e-6, 0.0) * total / vocab_size
         is_flat = is_bounded & ~asked.cuts_k
         flat = jnp.where(is_flat, best + asked.temperature * jnp.log(rest), -jnp.inf)
@@ -53,7 +53,7 @@ def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
 def select_kernel(
     _, logits_ref, tokens_ref, counts_ref, *refs, vocab_size: int, tile_room: int, few: int
 ):
-    """Exclude the candidates below the row's threshold, if there are few."""
+    """Exclude candidates below the row's threshold, if the row has few candidates."""
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
     asked = Asked.read(refs[3:7], candidates.row, vocab_size)
     count, has_room = candidates.total()
@@ -78,7 +78,7 @@ def rest_kernel(
     few: int,
     many: int,
 ):
-    """Do the same for the other rows: in more registers, or reading them for every few bits."""
+    """Exclude them in the other rows: in more registers, or by a read for every few bits."""
     row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)
     asked = Asked.read(refs[3:7], row, vocab_size)
@@ -93,7 +93,7 @@ def rest_kernel(
             return tile * tile_room + in_room, in_room < counts_ref[row, tile]
 
         def in_registers():
-            # Their places, which would take registers, too, are not kept.
+            # Places are computed twice: to keep them would take as many registers again.
             lane = jnp.arange(many, dtype=jnp.int32)
             return _select(candidates.read(*candidates.places(lane, unrolls=False)), *known)
 
@@ -129,7 +129,7 @@ def rest_kernel(
 
 
 def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
-    """Find the threshold among candidates in registers, of which -inf is none."""
+    """Find the threshold among candidates in registers; -inf is not a candidate."""
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     keys, weights = ordered(x), asked.weigh(x, best)
     known = shared_digits(bound, ordered(best), 1)
@@ -177,7 +177,7 @@ def _search(
 
 
 def _threshold(asked: Asked, best, bound, total, find: Callable, mass: Callable) -> jax.Array:
-    """The row's key: `find` gives that of a cut, `mass` what a key keeps."""
+    """Return the row's threshold. `find` returns the key of one cut, `mass` the weight a key keeps."""
 
     def cut(counts, wanted, is_asked):
         key = find(counts, wanted, is_asked)

@@ -51,5 +51,5 @@ def repeat(
 
 
 def zero_key(is_asked: jax.Array) -> jax.Array:
-    """The key 0, but no literal, which a branch may not return."""
+    """Return the key 0 as an array: a branch may not return a literal."""
     return (0 * is_asked.astype(jnp.int32)).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Truncation of logits whose columns are split over devices, which exchange sums of their own."""
+"""Truncation of logits whose columns are split over devices: these exchange their sums."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Truncation in five Triton kernels, of which two read the logits, with several programs per row.
+"""Truncation in five Triton kernels. Two of them read the logits, with several programs per row.
 
 1. `summarise` reads each tile of a row, and leaves the maxima of its columns, each of a few logits,
    and the sum of its probabilities.
@@ -40,7 +40,7 @@ class TruncationTuning:
     mask_columns: int = 1024  # likewise, in fewer rows, as more registers are needed
     mask_warps: int = 8
     tile_room: int = 2048  # candidates: frequent tokens, in some models, share a few tiles
-    few: int = 2048  # candidates of a row, in registers of which two programs share
+    few: int = 2048  # candidates of a row in registers, few enough for two programs at a time
     many: int = 16384
     bound_warps: int = 8  # with a row's maxima in registers, so that two rows share them
     row_warps: int = 16

@@ -35,7 +35,7 @@ class SimulationSettings:
         if not abs(self.acceptance_shift) <= MAX_SHIFT:
             raise ValueError(
                 f"--acceptance-shift {self.acceptance_shift} must be in -{MAX_SHIFT}.."
-                f"{MAX_SHIFT}, in log-odds; 0 is no shift"
+                f"{MAX_SHIFT}, in log-odds; 0 leaves it unchanged"
             )
 
 

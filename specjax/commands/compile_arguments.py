@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="compile only the target's first N layers, which is faster: figures of a layer "
-        "hold, figures of the step are those of the small model",
+        "hold, the step's figures describe the small model",
     )
     group.add_argument(
         "--resources",

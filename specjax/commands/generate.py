@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     params = read_sampling_params(args)
     num_finished = 0
     try:
-        # Sizes default to those of `LLM`, so that both run the same programs.
+        # The defaults of sizes equal `LLM`'s, so that both run the same programs.
         with LLM(
             args.model,
             speculative_config=read_speculation(args, args.model),

@@ -74,7 +74,7 @@ def choose(
     """Sample a token i32[N] for each row of logits f32[N, V]: argmax(logits / T + Gumbel).
 
     This samples from softmax(logits / T) (Gumbel-max) as a function of the request's seed and the
-    token's position; positions i32[B] are those of each request's first row. Rows at
+    token's position; positions i32[B] belong to each request's first row. Rows at
     temperature 0 take the plain argmax; ties go to the lowest id. A row that leaves no token (all
     logits are -inf, or one is NaN) gives -1.
     """
@@ -134,6 +134,6 @@ def draw_draft(
 
 
 def _divisor(sampling: Sampling) -> jax.Array:
-    # Below the minimum, the quotients or their rounding errors would overflow.
+    # With lower temperatures, the quotients or their rounding errors would overflow.
     temperature = jnp.maximum(sampling.temperature, MIN_TEMPERATURE)
     return jnp.where(sampling.temperature == 0, 1.0, temperature)

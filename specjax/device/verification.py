@@ -9,7 +9,7 @@ rejected draft or follows the last.
     rejection   a draft is accepted with probability min(1, p/q) (Leviathan et al. 2023, Chen et al.
                 2023)
     block       the longest prefix that passes a joint test is accepted (Sun et al. 2024)
-    synthetic   drafts are accepted at given rates, whatever they are; only to measure speed
+    synthetic   drafts are accepted at given rates, right or wrong; only to measure speed
 
 The first three emit tokens with the target's distribution; at temperature 0 they emit the same.
 """
@@ -97,7 +97,7 @@ class Verification(Protocol):
 
     @property
     def shares_noise(self) -> bool:
-        """Whether drafts are sampled with the target's noise instead of their own."""
+        """Whether drafts are sampled with the target's noise, not separate noise."""
         ...
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
@@ -313,7 +313,7 @@ def _verify_drawn(
 
 
 def _coins(target: Target, count: int) -> jax.Array:
-    """Return uniform draws [B, count], new in every step.
+    """Return uniform draws [B, count], different in every step.
 
     They are not keyed by position alone: with `Block`, later coins and drafts affect how many are
     accepted, so they would not be independent when the next step reuses their positions.

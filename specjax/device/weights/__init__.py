@@ -1,1 +1,1 @@
-"""Weights as values: what is here, and nothing else, knows how a weight is stored."""
+"""Weights as values: only these modules know how a weight is stored."""

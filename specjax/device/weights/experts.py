@@ -33,7 +33,7 @@ class ExpertMatrices(Weight):
 def expert_matrices(
     names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
 ) -> ExpertMatrices:
-    """Return the specs of experts whose projections are tensors of their own, merged by expert."""
+    """Return the specs of experts whose projections are separate tensors, merged by expert."""
     return ExpertMatrices(experts(names, num_in, num_outs))
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from specjax.checkpoint.spec import projection
 from specjax.device.weights.weight import Weight, weight
 
-BLOCK_COLUMNS = 64  # of `Blocks`: 32 and 128 took longer on every CPU that was tried
+BLOCK_COLUMNS = 64  # of `Blocks`: 32 and 128 took longer on all CPUs that we tried
 MIN_ROWS, MAX_ROWS = 8, 128  # of a product with `Blocks`
-MAX_COPIED = 2**26  # bytes of rows that such a product copies
+MAX_COPIED = 2**26  # bytes of rows that one product copies
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -82,15 +82,15 @@ class Dense(Matrix):
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
-        """See `Weight`. NumPy arrays, of an engine that sleeps, and those of several devices stay
-        as they are."""
+        """See `Weight`. Arrays in NumPy, while an engine sleeps, and arrays on several devices
+        stay unchanged."""
         values = self.values
         if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
             return self
         if not self.changes_on(platform, values.dtype):
             return self
         blocks = np.asarray(values).reshape(len(values), -1, BLOCK_COLUMNS).swapaxes(0, 1)
-        # A copy always: JAX reads it where it is, and a view would keep the matrix as well.
+        # Always a copy: JAX does not copy it again, and a view would keep the whole matrix in memory.
         own = np.array(blocks, order="C")
         return Blocks(jax.device_put(own, values.sharding), self.parts)
 

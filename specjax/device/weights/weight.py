@@ -1,4 +1,4 @@
-"""What every weight offers, and how trees contain them."""
+"""The interface of all weights, and their place in trees of parameters."""
 
 import math
 from dataclasses import fields
@@ -63,7 +63,7 @@ def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
 
 
 class _Values(GetAttrKey):
-    """The key of a weight's array: a path to it is the path to the weight."""
+    """The key of a weight's array. It prints as nothing: the array's path is the weight's."""
 
     def __str__(self) -> str:
         return ""
