@@ -12,7 +12,7 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """The candidates of a row. Each tile has room for `room` of them, and fills it from its start."""
+    """The candidates of a row. Each tile has room for `room`, filled from its start."""
 
     logits: Any
     tokens: Any

@@ -177,7 +177,7 @@ def _search(
 
 
 def _threshold(asked: Asked, best, bound, total, find: Callable, mass: Callable) -> jax.Array:
-    """Return the row's threshold. `find` returns the key of one cut, `mass` the weight a key keeps."""
+    """Return the row's threshold. `find` returns one cut's key, `mass` the weight a key keeps."""
 
     def cut(counts, wanted, is_asked):
         key = find(counts, wanted, is_asked)

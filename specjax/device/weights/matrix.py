@@ -90,7 +90,7 @@ class Dense(Matrix):
         if not self.changes_on(platform, values.dtype):
             return self
         blocks = np.asarray(values).reshape(len(values), -1, BLOCK_COLUMNS).swapaxes(0, 1)
-        # Always a copy: JAX does not copy it again, and a view would keep the whole matrix in memory.
+        # Always a copy: JAX does not copy again, and a view would keep the whole matrix in memory.
         own = np.array(blocks, order="C")
         return Blocks(jax.device_put(own, values.sharding), self.parts)
 
