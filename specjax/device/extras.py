@@ -123,8 +123,9 @@ class ExtraWork(NamedTuple):
         self, raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int
     ) -> Logprobs:
         """Return `Logprobs` of tokens i32[B, T], as set by `EngineConfig.logprobs_mode`."""
-        num_columns, mode, tokens = raw.shape[-1], self.logprobs_mode, tokens.ravel()
+        num_columns, mode = raw.shape[-1], self.logprobs_mode
         raw, drawn = raw.reshape(-1, num_columns), drawn.reshape(-1, num_columns)
+        tokens = tokens.ravel()
         found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top, self.vocabulary)
         if mode != "both":
             return found
