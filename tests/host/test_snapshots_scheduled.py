@@ -1,7 +1,7 @@
 """Snapshots through the scheduler. Pages hold 8 tokens."""
 
 import pytest
-from support.prefixes import add, chunks, give, make_scheduler, run, spans
+from support.scheduling import add, chunks, give, roomy_scheduler, run, spans
 
 
 def taken(found):
@@ -9,26 +9,23 @@ def taken(found):
 
 
 def test_a_prompt_is_cut_at_its_last_page_for_a_snapshot():
-    """And whoever comes next goes on from there: where pages of the output end, states are not."""
-    scheduler = make_scheduler(num_snapshots=3)
-    sample = add(scheduler, 0, range(100, 120), 14)
+    """And whoever comes next goes on from there: where pages of the output end, states are not.
+
+    A prompt of one page, whose last token is always run, leaves no snapshot.
+    """
+    scheduler = roomy_scheduler(num_snapshots=3)
+    (sample,) = add(scheduler, 0, range(100, 120), 14)
     assert taken(run(scheduler)) == [(0, 16, None, 0), (16, 4, None, None)]
     add(scheduler, 1, [*sample.token_ids, 200])
     assert taken(run(scheduler)) == [(16, 16, 0, 1), (32, 3, None, None)]
     assert (scheduler.num_looked_up, scheduler.num_found) == (55, 16)
-
-
-@pytest.mark.parametrize("length", [1, 7, 8])
-def test_a_prompt_of_a_page_leaves_no_snapshot(length):
-    """Its last token is always run."""
-    scheduler = make_scheduler(num_snapshots=3)
-    add(scheduler, 0, range(100, 100 + length))
-    assert taken(run(scheduler)) == [(0, length, None, None)]
+    add(scheduler, 2, range(200, 208))
+    assert taken(run(scheduler)) == [(0, 8, None, None)]
 
 
 def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
     """The first 20 tokens are the same: 2 pages. The third one finds the branch."""
-    scheduler = make_scheduler(num_snapshots=4)
+    scheduler = roomy_scheduler(num_snapshots=4)
     for i, expected in enumerate(
         [
             [(0, 32, None, 0), (32, 8, None, None)],
@@ -41,7 +38,7 @@ def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
 
 
 def test_pages_without_a_snapshot_are_not_used():
-    scheduler = make_scheduler(num_snapshots=2)
+    scheduler = roomy_scheduler(num_snapshots=2)
     add(scheduler, 0, range(100, 140))
     run(scheduler)
     add(scheduler, 1, range(100, 133))  # 4 pages, and the snapshot is there
@@ -53,7 +50,7 @@ def test_pages_without_a_snapshot_are_not_used():
 @pytest.mark.parametrize("caching", [True, False])
 def test_samples_go_on_from_the_snapshot_of_the_first(caching):
     """Without prefix caching, a request of one sample takes none."""
-    scheduler = make_scheduler(num_snapshots=1, enable_prefix_caching=caching)
+    scheduler = roomy_scheduler(num_snapshots=1, enable_prefix_caching=caching)
     add(scheduler, 0, range(100, 120), num_samples=3)
     first = [(0, 16, None, 0), (16, 4, None, None)]
     assert taken(run(scheduler)) == [*first, (16, 4, 0, None), (16, 4, 0, None)]
@@ -63,7 +60,7 @@ def test_samples_go_on_from_the_snapshot_of_the_first(caching):
 
 def test_a_snapshot_may_be_restored_and_replaced_in_one_step():
     """Within a step it is restored before others are taken, so its id may be used again."""
-    scheduler = make_scheduler(num_snapshots=1, max_model_len=32)
+    scheduler = roomy_scheduler(num_snapshots=1, max_model_len=32)
     add(scheduler, 0, range(100, 120))
     assert taken(run(scheduler))[0] == (0, 16, None, 0)
     add(scheduler, 1, range(100, 120))
@@ -78,20 +75,8 @@ def test_a_snapshot_may_be_restored_and_replaced_in_one_step():
         assert taken(run(scheduler))[0] == expected
 
 
-def test_a_snapshot_is_restored_with_the_first_chunk_however_late_it_comes():
-    """The prompt of 100 tokens needs a shape of one row."""
-    scheduler = make_scheduler(num_snapshots=2, max_num_batched_tokens=128)
-    add(scheduler, 0, range(100, 120))
-    run(scheduler)
-    add(scheduler, 1, range(200, 300))
-    add(scheduler, 2, range(100, 120))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert taken(first.prefill.chunks) == [(0, 96, None, 1)]
-    assert taken(second.prefill.chunks) == [(96, 4, None, None), (16, 4, 0, None)]
-
-
 def test_without_snapshots_nothing_is_found_or_taken():
-    scheduler = make_scheduler(num_snapshots=0)
+    scheduler = roomy_scheduler(num_snapshots=0)
     for i in range(3):
         add(scheduler, i, range(100, 120), num_samples=2)
         found = run(scheduler)
@@ -101,8 +86,8 @@ def test_without_snapshots_nothing_is_found_or_taken():
 
 
 def test_a_preempted_request_goes_on_from_its_snapshot():
-    scheduler = make_scheduler(num_snapshots=2)
-    sample = add(scheduler, 0, range(100, 120), 30)
+    scheduler = roomy_scheduler(num_snapshots=2)
+    (sample,) = add(scheduler, 0, range(100, 120), 30)
     for _ in range(4):
         give(scheduler, scheduler.schedule())
     assert sample.num_output == 3
@@ -112,10 +97,10 @@ def test_a_preempted_request_goes_on_from_its_snapshot():
 
 
 def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile():
-    scheduler = make_scheduler(
+    scheduler = roomy_scheduler(
         num_snapshots=2, max_num_scheduled_tokens=8, scheduling_policy="priority"
     )
-    sample = add(scheduler, 0, range(100, 120))
+    (sample,) = add(scheduler, 0, range(100, 120))
     step = scheduler.schedule()
     assert chunks(step) == [(0, 0, 8)] and sample.residency.snapshot_points == [2]
     give(scheduler, step)
@@ -138,7 +123,7 @@ def test_exact_chunks_stay_on_their_grid(length, expected):
 
     Who goes on from it keeps to the grid as well.
     """
-    scheduler = make_scheduler(num_snapshots=2, exact=True)
+    scheduler = roomy_scheduler(num_snapshots=2, exact=True)
     add(scheduler, 0, range(100, 100 + length))
     assert taken(run(scheduler)) == expected
     add(scheduler, 1, range(100, 200))

@@ -195,6 +195,23 @@ def test_rules_that_look_back_change_nothing(method, rule, seeds):
         assert bias(emitted_by(method, tables, rule), tables) < TOLERANCE
 
 
+GUESSES = {
+    "the_targets_own": lambda p: p,
+    "little_in_common": lambda p: np.where(p > 0.3, 0.01, p),
+    "drafts_that_do_not_know_of_each_other": lambda p: np.broadcast_to(p[:, :1, :1], p.shape),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
+def test_any_drafter_changes_nothing(method, guess):
+    for seed in 0, 1:
+        tables = tables_of(seed)
+        q = guess(tables.p)
+        tables = replace(tables, q=q / q.sum(axis=-1, keepdims=True))
+        assert bias(emitted_by(method, tables, Rule()), tables) < TOLERANCE
+
+
 @pytest.mark.parametrize("method", METHODS)
 @each(ADAPTIVE)
 def test_adaptive_rules_adapt(method, rule):
