@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from support.real_schedules import serve
 from support.schedules import AnyPolicy, chance
 from support.scripts import Next
 
@@ -20,6 +19,7 @@ from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
+from specjax.host.sequence import Sequence as Sample
 
 KS = (0, 3)
 MAX_OUTPUT = 40
@@ -131,19 +131,9 @@ def run_schedule(llm: LLM, seed: int) -> Report:
         report.rows.append([(list(row.tokens), row.num_drafts) for row in rows])
         return commit(part, rows)
 
-    def step() -> None:
-        report.launches.append([])
-        try:
-            touched = engine.step()
-        except jax.errors.JaxRuntimeError as error:
-            report.errors.append(str(error))
-            touched = []
-        told = {(s.request.request_id, s.index): (s.output, s.finish_reason) for s in touched}
-        report.told.append(told)
-
     engine.programs.run, engine.scheduler.commit = noting, committing
     try:
-        samples = serve(engine, requests, rng, step)
+        samples = _serve(llm, requests, rng, report)
     finally:
         del engine.programs.run
         engine.config = replace(engine.config, async_scheduling=True)
@@ -151,6 +141,29 @@ def run_schedule(llm: LLM, seed: int) -> Report:
     report.metrics = {n: value for n, value in metrics.items() if n not in NOT_COMPARED}
     report.metrics["outputs"] = [sample.output for sample in samples]
     return report
+
+
+def _serve(llm: LLM, requests: list[Request], rng: Any, report: Report) -> list[Sample]:
+    engine, coming = llm.engine, list(requests)
+    samples: list[Sample] = []
+    rate = float(rng.choice([0.3, 2, 20]))
+    while coming or engine.has_work:
+        for _ in range(min(len(coming), int(rng.poisson(rate)))):
+            samples += engine.add(coming.pop(0))
+        if samples and chance(rng, 0.05):
+            engine.abort(requests[rng.integers(len(requests))].request_id)
+        report.launches.append([])
+        try:
+            touched = engine.step()
+        except jax.errors.JaxRuntimeError as error:
+            report.errors.append(str(error))
+            touched = []
+        report.told.append(
+            {(s.request.request_id, s.index): (list(s.output), s.finish_reason) for s in touched}
+        )
+        assert len(report.told) < 1000, "no end in sight"
+    engine.drain()
+    return samples
 
 
 def make_requests(llm: LLM, rng: Any) -> list[Request]:

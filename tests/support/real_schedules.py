@@ -5,7 +5,6 @@ of its own, with as many slots and pages, and as large a budget, as the programs
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
-from specjax.host.sequence import Sequence as Sample
+from specjax.host.sequence import Sequence
 
 MAX_LENGTH, MAX_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
 MAX_SPARE = 2  # pages, more than one request at its longest has
@@ -47,32 +46,39 @@ def run_real_schedule(llm: LLM, alone: LLM, seed: int) -> Found:
     rng = np.random.default_rng([seed, 4])
     requests = make_requests(llm, rng, seed)
     try:
-        samples, tally = _serve_checked(llm.engine, requests, rng)
+        found = _serve(llm.engine, requests, rng)
     except Exception as error:
         error.add_note(
             f"Again: python benchmarks/fuzz_schedules.py --seed {seed} --schedules 0 --real 1"
         )
         raise
-    others = [sample for request in requests for sample in _serve_alone(alone.engine, request)]
+    expected = [_serve_alone(alone.engine, request) for request in requests]
     pairs, before, after = [], [], []
-    for sample, other in zip(samples, others, strict=True):
-        output, wanted = sample.output, other.output
-        if sample.finish_reason == "abort":
-            wanted = wanted[: len(output)]
-        elif output == wanted:
-            assert sample.finish_reason == other.finish_reason
-        pairs.append((sample.request, sample.index))
-        before.append(wanted)
-        after.append(output)
+    for request, samples, alone_samples in zip(requests, found.samples, expected, strict=True):
+        for sample, other in zip(samples, alone_samples, strict=True):
+            output, wanted = sample.output, other.output
+            if sample.finish_reason == "abort":
+                wanted = wanted[: len(output)]
+            elif output == wanted:
+                assert sample.finish_reason == other.finish_reason
+            pairs.append((request, sample.index))
+            before.append(wanted)
+            after.append(output)
     identity = compare(llm.engine, pairs, before, after)
     marked = [f"schedule {seed}, {text}" for text in identity.mismatches]
-    return Found(replace(identity, mismatches=marked), tally)
+    return Found(replace(identity, mismatches=marked), found.tally)
+
+
+@dataclass
+class _Served:
+    samples: list[list[Sequence]]
+    tally: Counter
 
 
 def begin_anew(engine: Engine, rng: Rng) -> None:
     """Another scheduler, for an engine of other sizes and modes that runs the same programs."""
-    config, policy = engine.config, engine.scheduler.policy
-    max_drafts = max(policy.choices)
+    config = engine.config
+    max_drafts = max(engine.scheduler.policy.choices)
     longest = min(config.max_model_len, MAX_LENGTH)
     fewest_pages = -(-longest // config.page_size)
     most_pages = min(fewest_pages + MAX_SPARE, config.num_pages)
@@ -92,7 +98,7 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
         num_snapshots = int(rng.integers(0, config.num_snapshots + 1))
     engine.scheduler = Scheduler(
         changed,
-        policy,
+        engine.scheduler.policy,
         draft_slots=engine.drafter.draft_slots(max_drafts),
         num_snapshots=num_snapshots,
         windows=page_windows(engine.target, config),
@@ -100,64 +106,48 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
     engine._recorder = Recorder()
 
 
-def serve(
-    engine: Engine, requests: Sequence[Request], rng: Rng, step: Callable[[], Any]
-) -> list[Sample]:
-    """Serve requests as they come, step by step; some are aborted. Returns all samples."""
-    samples: list[Sample] = []
-    coming, rate, num_steps = list(requests), float(rng.choice([0.3, 2, 20])), 0
-    while coming or engine.has_work:
-        for _ in range(min(len(coming), int(rng.poisson(rate)))):
-            samples += engine.add(coming.pop(0))
-        if samples and chance(rng, 0.05):
-            engine.abort(samples[rng.integers(len(samples))].request.request_id)
-        step()
-        num_steps += 1
-        assert num_steps < 4000, "no end in sight"
-    engine.drain()
-    return samples
-
-
-def _serve_checked(
-    engine: Engine, requests: Sequence[Request], rng: Rng
-) -> tuple[list[Sample], Counter]:
+def _serve(engine: Engine, requests: list[Request], rng: Rng) -> _Served:
+    """Serve requests as they come, some of which are aborted."""
     begin_anew(engine, rng)
     scheduler, config = engine.scheduler, engine.scheduler.config
     if config.scheduling_policy == "priority":
         requests = [replace(r, priority=int(rng.integers(-1, 2))) for r in requests]
-    delivered: dict[Sample, list[int]] = {}
-
-    def step() -> None:
-        for sample in engine.step():
-            told = delivered.get(sample, [])
-            assert sample.output[: len(told)] == told
-            assert sample.output != told or sample.is_finished
-            delivered[sample] = sample.output
-
+    tally = Counter(schedules=1, requests=len(requests))
+    samples: list[list[Sequence]] = []
+    delivered: dict[Sequence, list[int]] = {}
+    rate, step = float(rng.choice([0.3, 2, 20])), 0
     engine.prepare(requests)
-    samples = serve(engine, requests, rng, step)
-    for sample in samples:
-        is_told = sample.finish_reason == "abort" or delivered[sample] == sample.output
-        assert sample.is_finished and is_told
+    while len(samples) < len(requests) or engine.has_work:
+        for request in requests[len(samples) :][: rng.poisson(rate)]:
+            samples.append(engine.add(request))
+        if samples and chance(rng, 0.05):
+            tally["aborted"] += len(engine.abort(requests[rng.integers(len(samples))].request_id))
+        for sequence in engine.step():
+            told = delivered.get(sequence, [])
+            assert sequence.output[: len(told)] == told and (
+                sequence.output != told or sequence.is_finished
+            )
+            delivered[sequence] = sequence.output
+        step += 1
+        assert step < 4000, "no end in sight"
+    engine.drain()
+    every = [sequence for group in samples for sequence in group]
+    for sequence in every:
+        is_told = sequence.finish_reason == "abort" or delivered[sequence] == sequence.output
+        assert sequence.is_finished and is_told
     assert not scheduler.has_work and scheduler.pages.num_free == config.num_pages
     assert len(scheduler.residents.free_slots) == config.max_num_seqs
     metrics = engine.metrics()
-    assert metrics.num_generation_tokens == sum(sample.num_output for sample in samples)
-    return samples, Counter(
-        {
-            "schedules": 1,
-            "requests": len(requests),
-            "aborted": metrics.requests_finished.get("abort", 0),
-            "steps": metrics.num_steps,
-            "tokens": metrics.num_generation_tokens,
-            "preemptions": metrics.num_preemptions,
-            "prefix hits": metrics.prefix_cache_hits,
-            "accepted": metrics.num_accepted_tokens,
-        }
-    )
+    tally["steps"] = metrics.num_steps
+    tally["tokens"] = metrics.num_generation_tokens
+    tally["preemptions"] = metrics.num_preemptions
+    tally["prefix hits"] = metrics.prefix_cache_hits
+    tally["accepted"] = metrics.num_accepted_tokens
+    assert tally["tokens"] == sum(sequence.num_output for sequence in every)
+    return _Served(samples, tally)
 
 
-def _serve_alone(engine: Engine, request: Request) -> list[Sample]:
+def _serve_alone(engine: Engine, request: Request) -> list[Sequence]:
     engine.prepare([request])
     samples = engine.add(request)
     while engine.has_work:
@@ -178,7 +168,8 @@ def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
         prompt = [*prompt, *rng.integers(0, vocab_size, length).tolist()][:length]
         if requests and chance(rng, 0.2):
             prompt = list(requests[rng.integers(len(requests))].prompt_token_ids)
-        stop_ids = rng.integers(0, vocab_size, 8 * chance(rng, 0.2)).tolist()
+        last = int(rng.integers(1, MAX_OUTPUT + 1))
+        stop_ids = rng.integers(0, vocab_size, 8 if chance(rng, 0.2) else 0).tolist()
         params = SamplingParams(
             n=int(rng.integers(2, 4)) if chance(rng, 0.2) else 1,
             temperature=float(rng.choice([0.0, 0.8])),
@@ -190,7 +181,6 @@ def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
         name: Any = (seed, i)
         request = llm.request_maker.make(prompt, params, i, f"prompt {i}", request_id=name)
         if chance(rng, 0.1):
-            last = int(rng.integers(1, MAX_OUTPUT + 1))
             request = replace(request, watch_text=partial(Watch, last, False))
         requests.append(request)
     return requests
