@@ -132,21 +132,13 @@ def test_a_round_without_drafts_teaches_nothing():
 
 
 def test_a_profile_is_believed_as_it_is():
+    """What it leaves open goes on from it."""
     profile = [0.6812, 0.3914, 0.2035, 0.1014, 0.0514]
     assert Acceptance(MOST, profile).rates() == pytest.approx(profile, abs=1e-9)
     assert Acceptance(3, profile).rates("any") == pytest.approx(profile[:3], abs=1e-9)
-
-
-def test_what_a_profile_leaves_open_goes_on_from_it():
     rates = Acceptance(MOST, [0.9, 0.8]).rates()
     assert rates[:2] == pytest.approx([0.9, 0.8])
     assert all(0.5 * a < b < a for a, b in pairwise(rates))
-
-
-def test_a_profile_gives_way_to_what_is_seen():
-    acceptance = Acceptance(MOST, unconditional(LAWS["good"]))
-    feed(acceptance, random.Random(4), LAWS["bad"], MOST, batch=1, rounds=60)
-    assert acceptance.rates()[0] == pytest.approx(LAWS["bad"][0], abs=0.15)
 
 
 # --- what changes ---------------------------------------------------------------------------------
