@@ -14,9 +14,6 @@ def keys_of(tokens, salt=b"", page_size=4):
     return keys
 
 
-# --- keys -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_tokens, num_keys", [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
 def test_a_page_has_a_key_once_the_token_after_it_is_known(num_tokens, num_keys):
     keys = keys_of(range(num_tokens))
@@ -48,9 +45,6 @@ def test_keys_are_made_step_by_step_and_each_page_is_hashed_once(monkeypatch, st
     assert not set(keys) & {*keys_of(tokens), *keys_of(tokens, b"st")}, "another salt, other keys"
 
 
-# --- pages ----------------------------------------------------------------------------------------
-
-
 def test_the_longest_run_of_pages_is_taken():
     pages = PageAllocator(8)
     cache, keys, owned = PrefixCache(pages), keys_of(range(13)), pages.allocate(3)
@@ -74,9 +68,6 @@ def test_a_run_ends_where_a_page_was_taken_for_something_else():
     pages.release(owned[1:2])
     pages.allocate(1)
     assert cache.take(keys).pages == owned[:1]
-
-
-# --- snapshots ------------------------------------------------------------------------------------
 
 
 def put(index, key):

@@ -23,17 +23,6 @@ def test_a_later_request_begins_behind_what_is_there(length, start):
     assert spans(run(scheduler)) == [(0, 20)]
 
 
-def test_requests_of_one_step_do_not_share():
-    """The pages are not there yet; one that comes in the next step finds those of the first."""
-    scheduler = roomy_scheduler(max_model_len=32)
-    first, second = (add(scheduler, i, range(100, 120))[0] for i in range(2))
-    assert chunks(scheduler.schedule()) == [(0, 0, 20), (1, 0, 20)]
-    assert not set(first.residency.pages) & set(second.residency.pages)
-    (third,) = add(scheduler, 2, range(100, 120))
-    assert chunks(scheduler.schedule()) == [(2, 16, 4)]
-    assert third.residency.pages[:2] == first.residency.pages[:2]
-
-
 def test_a_chunk_lets_the_pages_be_found_that_it_fills():
     """12 tokens a step: 1 page of 12 tokens, 4 of 32."""
     scheduler = roomy_scheduler(max_num_batched_tokens=12)
@@ -82,16 +71,6 @@ def test_a_prompt_that_contains_an_output_finds_its_pages(options, start, ends_w
     assert run(scheduler)[0].start == start
 
 
-def test_output_is_found_while_its_request_still_runs():
-    scheduler = roomy_scheduler(3)
-    (sample,) = add(scheduler, 0, range(100, 120), 40)
-    for _ in range(3):
-        give(scheduler, scheduler.schedule(), [9, 9, 9, 9])
-    assert len(sample.token_ids) == 29
-    add(scheduler, 1, [*sample.token_ids, 9, 200])
-    assert chunks(scheduler.schedule()) == [(1, 24, 7)]
-
-
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_tokens, start", [(16, 8), (17, 8), (18, 16)])
 def test_a_preempted_request_finds_its_pages_and_runs_a_token_at_least(num_tokens, start, caching):
@@ -108,24 +87,6 @@ def test_a_preempted_request_finds_its_pages_and_runs_a_token_at_least(num_token
     start = start if caching else 8
     assert (chunk.start, chunk.count) == (start, num_tokens - 1 - start)
     assert chunk.is_resumed and chunk.is_last
-
-
-def test_a_request_that_waits_holds_no_pages():
-    """It found 2, and there is no room for the 13 others."""
-    scheduler = roomy_scheduler(num_pages=16)
-    add(scheduler, 0, range(100, 120), 1)
-    run(scheduler)
-    add(scheduler, 1, range(200, 224))
-    scheduler.schedule()
-    assert scheduler.pages.num_free == 16 - 3
-    (waiting,) = add(scheduler, 2, [*range(100, 120), *range(300, 400)], 4)
-    assert chunks(scheduler.schedule()) == [] and waiting.residency is None
-    assert scheduler.pages.num_free == 16 - 4  # what runs has grown to 25 tokens
-    scheduler.abort(1)
-    assert chunks(scheduler.schedule()) == [(2, 16, 104)]
-
-
-# --- cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_snapshots", [None, 4])

@@ -7,7 +7,6 @@ from support.scheduling import (
     add,
     admissions,
     chunks,
-    commit,
     give,
     make_config,
     make_scheduler,
@@ -59,20 +58,6 @@ def test_the_later_one_is_preempted_when_pages_run_out_and_runs_its_tokens_again
     assert rounds(scheduler.schedule()) == [1]
 
 
-def test_a_preempted_request_waits_for_what_is_in_flight():
-    """A third round is planned with the second in flight: 20 tokens at most, for 4 pages."""
-    scheduler, _, second = two_decoding(4)
-    give(scheduler, scheduler.schedule(), [9] * 4)
-    in_flight, later = scheduler.schedule(), scheduler.schedule()
-    assert rounds(in_flight) == [0, 1] and rounds(later) == [0] and second.residency is None
-    add(scheduler, 2, 3)
-    scheduler.abort(0)
-    assert scheduler.schedule() is None, "not overtaken, and not readmitted before they are there"
-    assert commit(scheduler, in_flight.decode, [20], [21, 22]) == ([0, 2], [second])
-    assert [i for i, _, _ in chunks(scheduler.schedule())] == [1, 2]
-    assert second.residency.num_to_prefill == 8 + 7 - 1
-
-
 def test_the_last_by_rank_loses():
     """4 of 8 tokens each on 8 pages, and the first needs a second page with none free."""
     config = make_config(num_pages=8, shapes=((4, 64),), scheduling_policy="priority")
@@ -92,28 +77,6 @@ def test_the_last_by_rank_loses():
                 if i not in lost and sequence.residency is None and not sequence.is_finished:
                     lost.append(i)
         assert lost == order
-
-
-def test_one_that_is_planned_already_is_no_victim():
-    """K 7: each round needs a page more. The third waits for one, and then has its turn first.
-
-    6 pages: 1, 2 and 2; the second takes the last, and when the first one goes the third does.
-    """
-    config = make_config(max_model_len=48, num_pages=6, shapes=((4, 8),))
-    scheduler = make_scheduler(config, 7)
-    sizes = (1, 4), (8, 40), (8, 40)
-    first, second, third = (add(scheduler, i, *size)[0] for i, size in enumerate(sizes))
-    give(scheduler, scheduler.schedule())
-    step = scheduler.schedule()
-    assert rounds(step) == [0, 1, 2] and scheduler.pages.num_free == 1
-    commit(scheduler, step.decode, [9], [9] * 8, [9] * 8)
-    step = scheduler.schedule()
-    assert rounds(step) == [0, 1] and num_pages(first, second, third) == [1, 3, 2]
-    commit(scheduler, step.decode, [9], [9] * 8)
-    scheduler.abort(0)
-    step = scheduler.schedule()
-    assert rounds(step) == [2] and num_pages(second, third) == [3, 3]
-    assert scheduler.num_preemptions == 0
 
 
 def test_an_older_one_never_gives_way_to_a_younger():

@@ -86,9 +86,6 @@ def test_nothing_that_is_reported_on_is_taken_from_the_prefix_cache(fields, most
     assert Sequence.of(request, 0, 0).max_found == most
 
 
-# --- residence ------------------------------------------------------------------------------------
-
-
 def test_the_first_admission_is_noted():
     sequence = make_sequence()
     sequence.admit(Residency(slot=2, num_to_prefill=3, num_computed=1))
@@ -96,27 +93,6 @@ def test_the_first_admission_is_noted():
     sequence.admit(Residency(slot=0, num_to_prefill=3, num_computed=2))
     assert sequence.residency.slot == 0 and first[0] == 1
     assert first == (sequence.num_cached_tokens, sequence.scheduled_ts)
-
-
-@pytest.mark.parametrize("max_tokens", [3, 4])
-def test_what_is_in_flight_gives_a_token_each_at_least(max_tokens):
-    sequence = make_sequence(max_tokens)
-    sequence.token_ids += [10]
-    sequence.num_in_flight = 2
-    assert sequence.may_go_on == (max_tokens > 3) and sequence.min_length == 6
-
-
-def test_the_lowest_priority_value_goes_first_then_the_first_come_then_its_first_sample():
-    """Two samples may be equal in everything, and are not the same."""
-    ranks = [(1, 0), (0, 2), (-1, 3), (0, 1)]
-    sequences = [make_sequence(priority=p, arrival=a) for p, a in ranks]
-    assert [(s.request.priority, s.arrival) for s in sorted(sequences)] == sorted(ranks)
-    samples = [Sequence.of(sequences[0].request, index, 0) for index in (2, 0, 1)]
-    assert [s.index for s in sorted(samples)] == [0, 1, 2]
-    assert make_sequence() != make_sequence()
-
-
-# --- output ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -75,27 +75,6 @@ def test_a_snapshot_may_be_restored_and_replaced_in_one_step():
         assert taken(run(scheduler))[0] == expected
 
 
-def test_without_snapshots_nothing_is_found_or_taken():
-    scheduler = roomy_scheduler(num_snapshots=0)
-    for i in range(3):
-        add(scheduler, i, range(100, 120), num_samples=2)
-        found = run(scheduler)
-        assert {(c.restored, c.taken) for c in found} == {(None, None)}
-        assert [c.start for c in found if c.is_first] == [0, 0]
-    assert scheduler.num_found == 0
-
-
-def test_a_preempted_request_goes_on_from_its_snapshot():
-    scheduler = roomy_scheduler(num_snapshots=2)
-    (sample,) = add(scheduler, 0, range(100, 120), 30)
-    for _ in range(4):
-        give(scheduler, scheduler.schedule())
-    assert sample.num_output == 3
-    scheduler._preempt(sample)  # nobody else is there to do it
-    (chunk,) = scheduler.schedule().prefill.chunks
-    assert (chunk.start, chunk.count, chunk.restored, chunk.is_resumed) == (16, 6, 0, True)
-
-
 def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile():
     scheduler = roomy_scheduler(
         num_snapshots=2, max_num_scheduled_tokens=8, scheduling_policy="priority"

@@ -17,12 +17,6 @@ def held(scheduler, sequence):
     return [place for place, page in enumerate(window.tolist()) if page >= 0]
 
 
-def forget(scheduler):
-    """Evict all that is cached of the window, and nothing else."""
-    (window,) = scheduler.residents.windows
-    window.pages.release(window.pages.allocate(window.pages.num_free))
-
-
 def test_a_chunk_has_pages_and_those_behind_the_window_go_with_the_next():
     scheduler = roomy_scheduler(windows=(WINDOW,), max_num_batched_tokens=40)
     (first,) = add(scheduler, 0, range(100), 20)
@@ -63,17 +57,6 @@ def test_where_prompts_branch_the_third_goes_on():
         add(scheduler, i, [*range(48), *range(100 * i + 100, 100 * i + 140)], 3)
         found += spans(run(scheduler))
     assert found == [(0, 88), (0, 88), (40, 48)]  # another token follows 48
-
-
-def test_without_the_pages_of_the_window_a_prefix_is_not_found():
-    scheduler = roomy_scheduler(windows=(WINDOW,))
-    found = []
-    for number in range(4):
-        if number == 2:
-            forget(scheduler)
-        add(scheduler, number, range(64), 3)
-        found += spans(run(scheduler))
-    assert found == [(0, 64), (56, 8), (0, 64), (56, 8)]
 
 
 def test_a_preempted_request_finds_what_it_had():

@@ -248,13 +248,7 @@ def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) 
     return arrivals
 
 
-def make_prompt(
-    rng: Rng,
-    config: EngineConfig,
-    vocab_size: int,
-    families: list[list[int]],
-    arrivals: list[Arrival],
-) -> list[int]:
+def make_prompt(rng, config, vocab_size, families, arrivals: list[Arrival]) -> list[int]:
     """A prompt of its own, or one that begins as another does, or as prompt and output did."""
     most = config.max_model_len - 1
     # Where pages are few, short prompts get in side by side, and outputs then run out of them.
@@ -279,14 +273,7 @@ def make_prompt(
     return known[:most]
 
 
-def make_request(
-    rng: Rng,
-    config: EngineConfig,
-    vocab_size: int,
-    number: int,
-    prompt: list[int],
-    fails: bool,
-) -> Request:
+def make_request(rng, config, vocab_size, number, prompt: list[int], fails: bool) -> Request:
     """A request for a continuation of `prompt`."""
     room = config.max_model_len - len(prompt)
     max_tokens = room if chance(rng, 0.5) else int(rng.integers(1, room + 1))

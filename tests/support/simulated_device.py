@@ -21,28 +21,10 @@ from support.simulated_slots import Pools, Row, Slot, write
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
-from specjax.device.inputs import (
-    AdmitInputs,
-    DecodeInputs,
-    PrefillInputs,
-    SnapshotInputs,
-)
 from specjax.device.layout import Layout
 from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.metrics import Compilations
-from specjax.engine.programs import (
-    Admit,
-    Begin,
-    Decode,
-    Extend,
-    Joined,
-    Observe,
-    Prefill,
-    Propose,
-    Restore,
-    Settle,
-    Take,
-)
+from specjax.engine.programs import Prefill
 from specjax.engine.tracing import Program
 from specjax.host.speculation.step_cost import StepCost
 from specjax.host.windows import window_pages
@@ -188,9 +170,9 @@ class SimulatedPrograms:
         self.snapshots = self.pools.garbage(self._num_snapshots or 0).tolist()
         self._error = None
 
-    # --- programs ---------------------------------------------------------------------------------
+    # --- programs, each by its name, with the inputs and results that `engine.programs` has -------
 
-    def _admit(self, key: Admit, admitted: AdmitInputs) -> None:
+    def _admit(self, key, admitted):
         for row, slot in self._known(admitted.slots):
             requests = admitted.requests.at(row)
             tokens = [token for token in admitted.tokens[row].tolist() if token >= 0]
@@ -208,13 +190,13 @@ class SimulatedPrograms:
             slot.stop_ids = frozenset(requests.stop_ids.tolist()) - {-1}
             slot.length, slot.is_active, slot.pending = None, False, 0
 
-    def _restore(self, key: Restore, moves: SnapshotInputs) -> None:
+    def _restore(self, key, moves):
         for row, slot in self._known(moves.slots):
             slot.state, end = self.snapshots[moves.ids[row]], int(moves.ends[row])
             assert slot.state == slot.digests[end], f"the snapshot is not of these {end} tokens"
             self.tally["snapshots restored"] += 1
 
-    def _take(self, key: Take, moves: SnapshotInputs) -> None:
+    def _take(self, key, moves):
         known = self._known(moves.slots)
         taken = [int(moves.ids[row]) for row, _ in known]
         assert len(set(taken)) == len(taken) and min(taken) >= 0, f"snapshots {taken}"
@@ -223,7 +205,7 @@ class SimulatedPrograms:
             self.snapshots[snapshot] = slot.state
             self.tally["snapshots taken"] += 1
 
-    def _prefill(self, key: Prefill, chunks: PrefillInputs) -> Extension:
+    def _prefill(self, key, chunks):
         known = self._known(chunks.slots)
         for row, slot in known:  # what a step writes is there for later ones only
             self._check_chunk(slot, chunks, row, key.width)
@@ -238,14 +220,7 @@ class SimulatedPrograms:
             self.tally["prompt tokens run"] += count
         return Extension()
 
-    def _begin(
-        self,
-        key: Begin,
-        chunks: PrefillInputs,
-        extension: Any,
-        logits: frozenset[int],
-        masks: np.ndarray | None,
-    ) -> HostArray:
+    def _begin(self, key, chunks, extension, logits, masks):
         extras = self._extras(chunks)
         outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, extras=extras)
         for row, slot in self._known(chunks.slots):
@@ -266,12 +241,12 @@ class SimulatedPrograms:
             slot.is_active = bool(is_last and (is_resumed or not is_finished))
         return self._out(outputs.packed)
 
-    def _decode(self, key: Decode, round_: DecodeInputs) -> HostArray:
+    def _decode(self, key, round_):
         rows = self._rows(key.k, round_)
         self._extend_rows(key.k, rows)
         return self._out(self._settle_rows(key, rows, round_, frozenset(), None))
 
-    def _observe(self, key: Observe, round_: DecodeInputs) -> None:
+    def _observe(self, key, round_):
         width = self.max_deferred(key.batch)
         for number, slot in self._known(round_.slots):
             start, end = slot.observed, slot.length or 0
@@ -286,9 +261,7 @@ class SimulatedPrograms:
             slot.observed = end
             self.tally["rounds observed later"] += len(cells)
 
-    def _joined(
-        self, key: Joined, chunks: PrefillInputs, round_: DecodeInputs
-    ) -> tuple[HostArray, HostArray]:
+    def _joined(self, key, chunks, round_):
         begin, decode = key.begin, key.decode
         rows = self._rows(decode.k, round_)
         for row in rows.values():  # neither may read what the other writes
@@ -300,39 +273,29 @@ class SimulatedPrograms:
         begun = self._begin(begin, chunks, extension, frozenset(), None)
         return begun, self._out(outputs)
 
-    def _propose(self, key: Propose, round_: DecodeInputs) -> Draft:
+    def _propose(self, key, round_):
         self._proposed = self._rows(key.k, round_)
         drafts = np.zeros((key.batch, key.k), np.int32)
         for number, row in self._proposed.items():
             drafts[number] = row.drafts
         return Draft(HostArray(drafts))
 
-    def _extend(self, key: Extend, round_: DecodeInputs, draft: Draft) -> Extension:
+    def _extend(self, key, round_, draft):
         self._extend_rows(key.k, self._proposed)
         return Extension()
 
-    def _settle(
-        self,
-        key: Settle,
-        round_: DecodeInputs,
-        draft: Draft,
-        extension: Any,
-        logits: frozenset[int],
-        masks: np.ndarray,
-    ) -> HostArray:
+    def _settle(self, key, round_, draft, extension, logits, masks):
         return self._out(self._settle_rows(key, self._proposed, round_, logits, masks))
 
-    def _processfirst(self, key: Any, inputs: Any, logits: frozenset[int]) -> frozenset[int]:
+    def _processfirst(self, key, inputs, logits):
         return logits | dict(key.processors).keys()
 
-    def _processround(
-        self, key: Any, inputs: Any, draft: Draft, logits: frozenset[int]
-    ) -> frozenset[int]:
+    def _processround(self, key, inputs, draft, logits):
         return logits | dict(key.processors).keys()
 
     # --- rounds -----------------------------------------------------------------------------------
 
-    def _rows(self, k: int, round_: DecodeInputs) -> dict[int, Row]:
+    def _rows(self, k, round_):
         """Every row of a round that goes on, with its drafts and what will come of them."""
         rows = {}
         for number, slot in self._known(round_.slots):
@@ -348,7 +311,7 @@ class SimulatedPrograms:
             rows[number] = Row(slot, start, tables, num_drafts, tokens, drafts)
         return rows
 
-    def _extend_rows(self, k: int, rows: dict[int, Row]) -> None:
+    def _extend_rows(self, k, rows):
         for row in rows.values():
             self.pools.check_reads(row.slot, row.start, row.tables, may_be_behind=not k)
         for row in rows.values():
@@ -363,16 +326,7 @@ class SimulatedPrograms:
             remaining = slot.limit - start - 1
             self.pools.write_target(row.tables, start, values, min(stands, remaining))
 
-    def _settle_rows(
-        self,
-        key: Decode | Settle,
-        rows: dict[int, Row],
-        round_: DecodeInputs,
-        logits: frozenset[int],
-        masks: np.ndarray | None,
-        *,
-        may_defer: bool = True,
-    ) -> np.ndarray:
+    def _settle_rows(self, key, rows, round_, logits, masks, *, may_defer=True):
         extras, width = self._extras(round_), self.max_deferred(key.batch)
         outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, extras=extras)
         for number, row in rows.items():
@@ -402,7 +356,7 @@ class SimulatedPrograms:
             self.tally["rounds"] += 1
         return outputs.packed
 
-    def _next(self, slot: Slot, more: list[int]) -> int:
+    def _next(self, slot, more):
         """The token that follows the slot's, and `more` of which nothing is kept."""
         digest = fold(int(slot.digests[len(slot.tokens)]), more)
         tokens = [*slot.tokens, *more]
@@ -414,17 +368,17 @@ class SimulatedPrograms:
 
     # --- what it is given -------------------------------------------------------------------------
 
-    def _tables(self, table: np.ndarray) -> np.ndarray:
+    def _tables(self, table):
         """The page tables of a row."""
         return table.reshape(self.layout.num_tables, -1)
 
-    def _extras(self, inputs: PrefillInputs | DecodeInputs) -> int:
+    def _extras(self, inputs):
         """What all requests of a step want together."""
         extras = inputs.extras
         assert (extras == extras[0]).all()
         return int(extras[0])
 
-    def _known(self, slots: Any) -> list[tuple[int, Slot]]:
+    def _known(self, slots):
         """The rows that are no padding, with their slots."""
         real = [(row, int(slot)) for row, slot in enumerate(slots) if slot != len(self.slots)]
         assert all(0 <= slot < len(self.slots) for _, slot in real), f"slots {slots}"
@@ -432,7 +386,7 @@ class SimulatedPrograms:
         assert [row for row, _ in real] == list(range(len(real))), f"padding first in {slots}"
         return [(row, self.slots[slot]) for row, slot in real]
 
-    def _fold_pending(self, slot: Slot, start: int) -> None:
+    def _fold_pending(self, slot, start):
         if self._num_snapshots is None:
             return
         slot.state = fold(slot.state, slot.ring[: slot.pending])
@@ -441,7 +395,7 @@ class SimulatedPrograms:
             slot.state = self._empty
         assert slot.state == slot.digests[start], f"the state is not of the first {start} tokens"
 
-    def _check_chunk(self, slot: Slot, chunks: PrefillInputs, row: int, width: int) -> None:
+    def _check_chunk(self, slot, chunks, row, width):
         start, count = int(chunks.starts[row]), int(chunks.counts[row])
         is_last, is_resumed = int(chunks.is_last[row]), int(chunks.is_resumed[row])
         assert 0 < count <= width
@@ -450,14 +404,7 @@ class SimulatedPrograms:
         assert start + count <= goal and is_last == (start + count == goal)
         assert is_resumed == (len(slot.tokens) > slot.prompt_length)
 
-    def _check_mask(
-        self,
-        masks: np.ndarray | None,
-        row: int,
-        place: int,
-        slot: Slot,
-        length: int | None = None,
-    ) -> None:
+    def _check_mask(self, masks, row, place, slot, length=None):
         """The grammar's mask must be that after the first `length` tokens."""
         if self.masked_slots is None:
             return
@@ -469,7 +416,7 @@ class SimulatedPrograms:
         assert masks[row, place, 0] == self.script.mask(known), "the mask is of other tokens"
         self.tally["masks"] += 1
 
-    def _out(self, packed: np.ndarray) -> HostArray:
+    def _out(self, packed):
         if "read" in self.to_fail:
             self.to_fail.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")

@@ -59,9 +59,6 @@ def feed(acceptance, rng, law, k, *, batch, rounds, group=None):
     return tokens
 
 
-# --- what is counted ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_counts_are_those_of_drafts_that_were_looked_at(law, schedule):
@@ -85,21 +82,6 @@ def test_counts_are_those_of_drafts_that_were_looked_at(law, schedule):
     prior = 4.0  # drafts that a position is given in advance
     assert np.all(conditional >= stood / (seen + prior) - 1e-9)
     assert np.all(conditional <= (stood + prior) / (seen + prior) + 1e-9)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_tokens_of_a_round_do_not_depend_on_which_ks_were_drafted(law, schedule):
-    rng, acceptance, batch = random.Random(1), Acceptance(MOST), 64
-    for i in range(200):
-        feed(acceptance, rng, law, schedule(i), batch=batch, rounds=1)
-    tokens = [draw(rng, law, MOST).num_accepted + 1 for _ in range(20000)]
-    for k in range(MOST + 1):
-        found = np.minimum(tokens, k + 1)  # what k of the drafts would have given
-        # Both sides are samples; the memory is of about 40 rounds' worth, of one draft in three.
-        error = np.std(found) * np.sqrt(3 / (40 * batch) + 1 / len(tokens)) + 0.01
-        tokens_at_k = expected_tokens(acceptance.rates(), k)
-        assert tokens_at_k == pytest.approx(np.mean(found), abs=4 * error)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -128,9 +110,6 @@ def test_a_round_without_drafts_teaches_nothing():
     assert [acceptance.rates(group) for group in ("a", "b")] == before
 
 
-# --- what is believed before ----------------------------------------------------------------------
-
-
 def test_a_profile_is_believed_as_it_is():
     """What it leaves open goes on from it."""
     profile = [0.6812, 0.3914, 0.2035, 0.1014, 0.0514]
@@ -139,9 +118,6 @@ def test_a_profile_is_believed_as_it_is():
     rates = Acceptance(MOST, [0.9, 0.8]).rates()
     assert rates[:2] == pytest.approx([0.9, 0.8])
     assert all(0.5 * a < b < a for a, b in pairwise(rates))
-
-
-# --- what changes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,9 +159,6 @@ def test_a_discount_lets_what_is_new_win_sooner():
     truth = LAWS["bad"][0]
     errors = [acceptance.rates("a")[0] - truth for acceptance in both]
     assert 0 < errors[0] < 0.75 * errors[1]
-
-
-# --- groups ---------------------------------------------------------------------------------------
 
 
 def test_groups_are_told_apart():

@@ -77,13 +77,6 @@ def goodputs(rates, row):
 # --- rules ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_static_policy_is_the_same_at_any_batch_size(k):
-    policy = StaticPolicy(k)
-    assert policy.choices == (k,) and not policy.is_learning
-    assert {policy.choose(DecodeLoad(batch_size)) for batch_size in (0, 1, 2, 7, 256)} == {k}
-
-
 def test_table_policy_goes_by_the_number_of_sequences():
     """Sizes in a gap have the K of the entry before; so have those beyond the last."""
     policy = TablePolicy(((1, 1, 5), (5, 8, 3), (16, 32, 3), (33, 40, 0)))

@@ -133,17 +133,6 @@ def test_regret_round_by_round(shift):
     assert outcome.regret == pytest.approx(lost / outcome.makespan_ms)
 
 
-def test_acceptance_shifts_when_half_of_all_tokens_are_there():
-    """To nothing at all, so that it shows."""
-    watched = Watched(StaticPolicy(3))
-    outcome = simulate(make_world(shift=-60.0), alike(8, 1000), watched)
-    came = list(accumulate(map(tokens_of, watched.rounds)))
-    accepting = [came[i] for i, r in enumerate(watched.rounds) if any(v[1] for v in r.verdicts)]
-    assert outcome.num_tokens == 8000
-    assert 4000 - 8 <= accepting[-1] <= 4000 + 4 * 8
-    assert 0 < outcome.regret_by_batch[8] < 1
-
-
 @pytest.mark.parametrize("rates", [(0.5, 0.0, 0.0), (1.0, 1.0, 0.5), (0.0,)])
 def test_drafts_that_always_stand_or_never(rates):
     """A profile may have such rates."""
