@@ -4,8 +4,6 @@ import pytest
 from support.cost import count_lines
 from support.scheduling import STOP, add, chunks, give, roomy_scheduler, run, spans
 
-from specjax.host import prefix_cache
-
 
 @pytest.mark.parametrize("length, start", [(1, 0), (8, 0), (9, 8), (16, 8), (17, 16), (40, 32)])
 def test_a_later_request_begins_behind_what_is_there(length, start):
@@ -35,14 +33,6 @@ def test_a_chunk_lets_the_pages_be_found_that_it_fills():
     scheduler.abort(1)
     add(scheduler, 2, range(100, 133))
     assert chunks(scheduler.schedule()) == [(2, 32, 1)]
-
-
-def test_whoever_wants_the_prompts_logprobs_runs_all_of_it():
-    """And leaves it to others."""
-    scheduler = roomy_scheduler()
-    for i, (wanted, start) in enumerate([(0, 0), (1, 0), (None, 16)]):
-        add(scheduler, i, range(100, 120), params={"prompt_logprobs": wanted})
-        assert spans(run(scheduler)) == [(start, 20 - start)]
 
 
 def test_samples_share_without_prefix_caching_and_requests_do_not():
@@ -102,16 +92,3 @@ def test_cost_of_an_admission_grows_linearly_with_the_prompt(is_there, num_snaps
         return count_lines(scheduler.schedule)
 
     assert cost(4096) < 8.5 * cost(512)
-
-
-def test_keys_are_made_once_per_page_of_a_request(monkeypatch):
-    """16 tokens of 20 and 12 more of 14 + 20: 4 pages, however often it is looked up again."""
-    made, real = [], prefix_cache.blake2b
-    monkeypatch.setattr(prefix_cache, "blake2b", lambda *a, **k: made.append(a) or real(*a, **k))
-    scheduler = roomy_scheduler()
-    (sample,) = add(scheduler, 0, range(100, 120), 14)
-    for _ in range(6):
-        give(scheduler, scheduler.schedule())
-        scheduler._preempt(sample)
-    run(scheduler)
-    assert sample.is_finished and len(made) == len(sample.keys) == 4

@@ -33,31 +33,6 @@ def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
     assert {*first.residency.pages, *third.residency.pages} & {*residency.pages}
 
 
-def test_the_later_one_is_preempted_when_pages_run_out_and_runs_its_tokens_again():
-    """4 pages: 12 and 16 tokens are 2 pages each, 20 are 3.
-
-    Again it runs all tokens but the last, which a round runs: 16 of 17. Nothing is sampled.
-    """
-    scheduler, first, second = two_decoding(4)
-    for _ in range(2):
-        step = scheduler.schedule()
-        assert rounds(step) == [0, 1]
-        give(scheduler, step, [9] * 4)
-    assert (len(second.token_ids), scheduler.pages.num_free) == (17, 0)
-    step = scheduler.schedule()
-    assert rounds(step) == [0] and chunks(step) == []
-    assert scheduler.num_preemptions == 1 and second.residency is None
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
-    assert num_pages(first) == [3] and scheduler.pages.num_free == 1
-    scheduler.abort(0)
-    step = scheduler.schedule()
-    (chunk,) = step.prefill.chunks
-    assert chunk.sequence is second and chunk.start + chunk.count == 16
-    assert chunk.is_first and chunk.is_last and chunk.is_resumed and not chunk.samples
-    assert second.num_in_flight == 0 and rounds(step) == []
-    assert rounds(scheduler.schedule()) == [1]
-
-
 def test_the_last_by_rank_loses():
     """4 of 8 tokens each on 8 pages, and the first needs a second page with none free."""
     config = make_config(num_pages=8, shapes=((4, 64),), scheduling_policy="priority")

@@ -79,10 +79,17 @@ def test_what_is_there_already_has_been_seen(output):
 
 
 @pytest.mark.parametrize(
-    "fields, most", [({}, 5), ({"is_scored": True}, 2), ({"exports_features": True}, 0)]
+    "wanted, fields, most",
+    [
+        (None, {}, 5),
+        (0, {}, 0),
+        (None, {"is_scored": True}, 2),
+        (None, {"exports_features": True}, 0),
+    ],
 )
-def test_nothing_that_is_reported_on_is_taken_from_the_prefix_cache(fields, most):
-    request = Request(0, PROMPT, SamplingParams(), 8, (0,), output_token_ids=(4, 6), **fields)
+def test_nothing_that_is_reported_on_is_taken_from_the_prefix_cache(wanted, fields, most):
+    params = SamplingParams(prompt_logprobs=wanted)
+    request = Request(0, PROMPT, params, 8, (0,), output_token_ids=(4, 6), **fields)
     assert Sequence.of(request, 0, 0).max_found == most
 
 

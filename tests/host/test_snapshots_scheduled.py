@@ -1,7 +1,7 @@
 """Snapshots through the scheduler. Pages hold 8 tokens."""
 
 import pytest
-from support.scheduling import add, chunks, give, roomy_scheduler, run, spans
+from support.scheduling import add, roomy_scheduler, run
 
 
 def taken(found):
@@ -37,16 +37,6 @@ def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
         assert taken(run(scheduler)) == expected
 
 
-def test_pages_without_a_snapshot_are_not_used():
-    scheduler = roomy_scheduler(num_snapshots=2)
-    add(scheduler, 0, range(100, 140))
-    run(scheduler)
-    add(scheduler, 1, range(100, 133))  # 4 pages, and the snapshot is there
-    assert run(scheduler)[0].start == 32
-    add(scheduler, 2, range(100, 132))  # 3 pages, and there is none
-    assert taken(run(scheduler)) == [(0, 24, None, 1), (24, 8, None, None)]
-
-
 @pytest.mark.parametrize("caching", [True, False])
 def test_samples_go_on_from_the_snapshot_of_the_first(caching):
     """Without prefix caching, a request of one sample takes none."""
@@ -58,52 +48,15 @@ def test_samples_go_on_from_the_snapshot_of_the_first(caching):
     assert taken(run(scheduler)) == (first if caching else [(0, 20, None, None)])
 
 
-def test_a_snapshot_may_be_restored_and_replaced_in_one_step():
-    """Within a step it is restored before others are taken, so its id may be used again."""
-    scheduler = roomy_scheduler(num_snapshots=1, max_model_len=32)
-    add(scheduler, 0, range(100, 120))
-    assert taken(run(scheduler))[0] == (0, 16, None, 0)
-    add(scheduler, 1, range(100, 120))
-    add(scheduler, 2, range(200, 220))
-    step = scheduler.schedule()
-    assert taken(step.prefill.chunks) == [(16, 4, 0, None), (0, 16, None, 0)]
-    assert scheduler.prefixes.snapshots.num_evictions == 1
-    give(scheduler, step)
-    run(scheduler)
-    for i, first, expected in [(3, 200, (16, 4, 0, None)), (4, 100, (0, 16, None, 0))]:
-        add(scheduler, i, range(first, first + 20))
-        assert taken(run(scheduler))[0] == expected
-
-
-def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile():
-    scheduler = roomy_scheduler(
-        num_snapshots=2, max_num_scheduled_tokens=8, scheduling_policy="priority"
-    )
-    (sample,) = add(scheduler, 0, range(100, 120))
-    step = scheduler.schedule()
-    assert chunks(step) == [(0, 0, 8)] and sample.residency.snapshot_points == [2]
-    give(scheduler, step)
-    scheduler._preempt(sample)
-    add(scheduler, 1, range(100, 120), priority=-1)
-    found = [(c.sequence.request.request_id, *span) for c in run(scheduler) for span in spans([c])]
-    assert found == [(1, 0, 8), (1, 8, 8), (1, 16, 4), (0, 16, 4)]
-
-
-@pytest.mark.parametrize(
-    "length, expected",
-    [
-        (65, [(0, 32, None, None), (32, 32, None, 0), (64, 1, None, None)]),
-        (72, [(0, 32, None, None), (32, 32, None, 0), (64, 8, None, None)]),
-        (80, [(0, 32, None, None), (32, 32, None, None), (64, 16, None, None)]),
-    ],
-)
-def test_exact_chunks_stay_on_their_grid(length, expected):
+@pytest.mark.parametrize("length, snapshot", [(65, 0), (72, 0), (80, None)])
+def test_exact_chunks_stay_on_their_grid(length, snapshot):
     """A snapshot is taken after 64 tokens, where a chunk ends anyway, and not after 72.
 
     Who goes on from it keeps to the grid as well.
     """
     scheduler = roomy_scheduler(num_snapshots=2, exact=True)
     add(scheduler, 0, range(100, 100 + length))
+    expected = [(0, 32, None, None), (32, 32, None, snapshot), (64, length - 64, None, None)]
     assert taken(run(scheduler)) == expected
     add(scheduler, 1, range(100, 200))
     if length == 65:

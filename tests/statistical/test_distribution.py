@@ -238,21 +238,11 @@ def test_rounds_emit_the_targets_distribution(vocab_size, count, method, is_gree
 @pytest.mark.parametrize(
     "vocab_size, count, method, is_greedy",
     [
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                *((SMALL, 10_000, *case) for case in EVERY),
-                (4096, 200, Rejection(), False),
-            ]
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in [
-                *((SMALL, 80_000, *case) for case in EVERY),
-                *((64, 50_000, *case) for case in EVERY),
-                *((4096, 3_000, method, False) for method in METHODS),
-            ]
-        ),
+        *(pytest.param(SMALL, 10_000, *case, marks=pytest.mark.slow) for case in EVERY),
+        pytest.param(4096, 200, Rejection(), False, marks=pytest.mark.slow),
+        *(pytest.param(SMALL, 80_000, *case, marks=pytest.mark.nightly) for case in EVERY),
+        *(pytest.param(64, 50_000, *case, marks=pytest.mark.nightly) for case in EVERY),
+        *(pytest.param(4096, 3_000, m, False, marks=pytest.mark.nightly) for m in METHODS),
     ],
 )
 def test_more_rounds_of_new_seeds(record_property, vocab_size, count, method, is_greedy):
