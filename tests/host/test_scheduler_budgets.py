@@ -47,17 +47,6 @@ def test_two_budgets_cut_chunks(scheduled, batched, draft_slots, counts):
     assert scheduler.num_running == len(counts)
 
 
-def test_a_long_prompt_is_cut_and_its_last_chunk_has_no_drafts():
-    """vLLM: budget 50, prompt 80, K 3 give 50, 30 and not 33, then a round of 4."""
-    scheduler = make_scheduler(make_config(max_model_len=96, max_num_batched_tokens=50), 3)
-    add(scheduler, 0, 80)
-    steps = [scheduler.schedule() for _ in range(3)]
-    found = [(chunks(step), rounds(step), step.num_tokens) for step in steps]
-    assert found == [([(0, 0, 50)], [], 50), ([(0, 50, 30)], [], 30), ([], [0], 4)]
-    marks = [(c.is_first, c.is_last, c.samples) for s in steps[:2] for c in s.prefill.chunks]
-    assert marks == [(True, False, False), (False, True, True)]
-
-
 @pytest.mark.parametrize(
     "budget, draft_slots, num_rows",
     [(7, 0, 1), (8, 0, 2), (11, 0, 2), (12, 0, 3), (12, 1, 2), (12, 2, 2), (12, 3, 1)],

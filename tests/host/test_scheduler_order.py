@@ -185,25 +185,6 @@ def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
     assert policy.loads[-1] == DecodeLoad(3, expected[0], 64, expected[1])
 
 
-def test_exact_steps_all_have_one_shape():
-    config = make_config(exact=True)
-    scheduler = make_scheduler(config, Noting())
-    for i, length in enumerate([64 - 8, 1, 30]):
-        add(scheduler, i, length, 8)
-    steps = run_to_the_end(scheduler, is_async=False)
-    (batch,), (prefill_shape,) = config.decode_batches, config.prefill_shapes
-    assert scheduler.shapes.decode == ((batch, 3),) and prefill_shape == (1, 32)
-    plans = [step.decode for step in steps if step.decode]
-    assert all((plan.batch, plan.k) == (batch, 3) for plan in plans)
-    assert {(len(p.sequences), p.num_drafts) for p in plans} == {(1, 3), (2, 2), (3, 2)}
-    assert [chunk for step in steps for chunk in chunks(step)] == [
-        (0, 0, 32),
-        (0, 32, 24),
-        (1, 0, 1),
-        (2, 0, 30),
-    ]
-
-
 # --- pages ----------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ compared with what they were made for, and its books with each other. Some are p
 """
 
 from collections import Counter
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,11 @@ from support.scripts import HashScript
 from support.simulated_device import SimulatedPrograms
 
 from specjax.device.models.model import page_windows
-from specjax.engine.batch import Part
 from specjax.engine.engine import Engine
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.residency import slot_of
 from specjax.host.scheduler import Scheduler
-from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.sequence import Sequence
 from specjax.host.windows import pages_in_use
 
 
@@ -115,19 +113,6 @@ class CheckedScheduler(Scheduler):
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
                 assert self._left_out[sequence] <= self.config.max_num_seqs, "others go first"
-
-    def commit(
-        self, part: Part, outputs: SequenceOf[RowOutput]
-    ) -> tuple[list[int], list[Sequence]]:
-        """See `Scheduler.commit`; of those that go on, nothing is lost."""
-        before = [sequence.is_finished for sequence in part.sequences]
-        num_kept, touched = super().commit(part, outputs)
-        for sequence, had_finished, row, kept in zip(
-            part.sequences, before, outputs, num_kept, strict=True
-        ):
-            assert sequence.is_finished or kept == len(row.tokens), "tokens are lost"
-            assert not had_finished or (kept == 0 and sequence not in touched)
-        return num_kept, touched
 
     def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
         end = -(-min(num_tokens, sequence.max_length - 1) // self.config.page_size)

@@ -70,10 +70,6 @@ def serve(policy, rates_at, num_rounds, *, batch, row=ROW, noise=0.03, seed=0):
     return ks
 
 
-def goodputs(rates, row):
-    return {k: (1 + sum(rates[:k])) / ms for k, ms in row.items()}
-
-
 # --- rules ----------------------------------------------------------------------------------------
 
 
@@ -166,7 +162,7 @@ def test_a_small_lead_has_to_last(lead, at_64, expected):
 @pytest.mark.parametrize("best, rates", [(2, RATES), (5, (0.95, 0.9, 0.86, 0.82, 0.78))])
 def test_tries_are_few_and_cheap(batch, best, rates):
     ks = serve(adaptive(), lambda i: rates, 10_000, batch=batch)
-    goodput = goodputs(rates, ROW)
+    goodput = {k: (1 + sum(rates[:k])) / ms for k, ms in ROW.items()}
     assert max(goodput, key=goodput.__getitem__) == best
     counts = Counter(ks)
     assert 10 <= len(ks) - counts[best] <= 0.015 * len(ks)
@@ -194,15 +190,11 @@ def test_where_replays_were_right_nothing_is_found():
     assert not policy.is_learning
 
 
-def distances(ks):
-    """Rounds from one with drafts to the next."""
-    return np.diff([i for i, k in enumerate(ks) if k > 0]).tolist()
-
-
 def test_tries_to_draft_come_less_and_less_often():
     """One round each of 16 requests; the first of them all is before anything is known."""
     ks = serve(adaptive(), lambda i: NOTHING, 16_000, batch=16)
-    longer = [gap for gap in distances(ks) if gap > 1]
+    drafting = [i for i, k in enumerate(ks) if k > 0]
+    longer = [gap for gap in np.diff(drafting).tolist() if gap > 1]
     doubling = [PARKED_FIRST * 2**i for i in range(len(longer))]
     assert longer == [min(gap, PARKED_LAST) for gap in doubling]
     assert len(longer) >= 12 and longer[-1] == PARKED_LAST
