@@ -19,8 +19,6 @@ from support.scheduling import (
 
 from specjax.host.budgets import explain_waiting
 
-# --- budgets --------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     "scheduled, batched, draft_slots, counts",
@@ -98,9 +96,6 @@ def test_chunks_get_their_turn_when_rounds_take_the_whole_budget():
         ([], [2, 0]),
         ([], [1, 0]),
     ]
-
-
-# --- errors of the configuration ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

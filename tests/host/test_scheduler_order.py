@@ -19,8 +19,6 @@ from support.scheduling import (
 
 from specjax.host.speculation.policy import DecodeLoad, PolicyRule
 
-# --- order ----------------------------------------------------------------------------------------
-
 
 def test_first_come_first_served():
     scheduler = make_scheduler(make_config(max_num_seqs=2), 2)
@@ -98,9 +96,6 @@ def test_an_id_is_taken_until_its_request_has_finished():
     give(scheduler, step)
     add(scheduler, 0, 5)
     assert chunks(scheduler.schedule()) == [(0, 0, 5)]
-
-
-# --- shapes ---------------------------------------------------------------------------------------
 
 
 def test_chunks_take_the_shape_in_which_they_get_furthest():
@@ -183,9 +178,6 @@ def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
     scheduler.schedule()
     expected = (4 + 5 + 6 + 3, {(1.0, 3): 2, (1.0, 1): 1}) if weighs else (0, {})
     assert policy.loads[-1] == DecodeLoad(3, expected[0], 64, expected[1])
-
-
-# --- pages ----------------------------------------------------------------------------------------
 
 
 def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():

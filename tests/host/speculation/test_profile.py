@@ -70,9 +70,6 @@ def test_times_are_of_steps_without_context_if_it_says_what_that_adds():
     assert times == pytest.approx([6.0, 6.0, 6.0, 11.0])
 
 
-# --- what is not a profile ------------------------------------------------------------------------
-
-
 def small(**changes):
     """The content of a valid profile, with changes."""
     return {

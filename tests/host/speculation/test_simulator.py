@@ -219,28 +219,3 @@ def test_adaptive_is_as_fast_as_no_drafts_if_none_is_accepted(grid, is_small):
     pair = [runs(grid, None, name, is_small) for name in ("adaptive", "K = 0")]
     ratios = makespan_ratios(*pair)
     assert fmean(ratios) <= (1.015 if is_small else 1.01) and max(ratios) <= 1.02
-
-
-def long_tail(rng):
-    """One request that goes on for long after all others."""
-    lengths = [12_000, *(rng.randint(100, 400) for _ in range(63))]
-    return Workload(lengths, [0.0] * len(lengths), [rng.gauss(0, 0.8) for _ in lengths])
-
-
-def arriving(rng):
-    """Requests that arrive all the time."""
-    return Workload.stream(rng, 200, per_second=2.0, median=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make, limit", [(long_tail, 0.02), (arriving, 0.03)])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_other_loads_are_no_exception(grid, make, limit):
-    world = Scenario(grid).world()
-    outcomes = [
-        simulate(world, make(random.Random(seed)), adaptive(), seed + 1000) for seed in range(4)
-    ]
-    assert regret(outcomes) <= limit
-    if make is long_tail:
-        assert all(o.ms_by_batch[1] > 0.8 * o.makespan_ms for o in outcomes)
-        assert fmean(o.regret_by_batch[1] for o in outcomes) <= 0.02

@@ -22,9 +22,6 @@ def factor(rng, noise=0.03):
     return max(0.1, 1 + noise * rng.gauss(0, 1))
 
 
-# --- between points -------------------------------------------------------------------------------
-
-
 def test_linear_in_both_directions_or_that_of_the_round_that_it_is_padded_to():
     exact, padded = StepCost(GRID), StepCost(GRID, ks=KS, batches=BATCHES)
     for batch, k in product(range(1, 257), KS):
@@ -104,9 +101,6 @@ def test_both_directions_rise(seed):
     assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()
     np.testing.assert_allclose(_monotone(found.tolist()), found)
     assert np.mean(found) == pytest.approx(rows.mean())
-
-
-# --- learning -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
