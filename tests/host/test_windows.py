@@ -57,13 +57,3 @@ def test_where_prompts_branch_the_third_goes_on():
         add(scheduler, i, [*range(48), *range(100 * i + 100, 100 * i + 140)], 3)
         found += spans(run(scheduler))
     assert found == [(0, 88), (0, 88), (40, 48)]  # another token follows 48
-
-
-def test_a_preempted_request_finds_what_it_had():
-    scheduler = roomy_scheduler(windows=(WINDOW,))
-    (first,) = add(scheduler, 0, range(64), 40)
-    for _ in range(30):
-        give(scheduler, scheduler.schedule())
-    scheduler._preempt(first)
-    (chunk,) = scheduler.schedule().prefill.chunks
-    assert (chunk.start, chunk.start + chunk.count) == (88, 93)
