@@ -46,7 +46,7 @@ from specjax.host.speculation.simulator import Outcome, Workload, simulate  # no
 from specjax.host.speculation.step_cost import StepCost  # noqa: E402
 
 CHANGES = {"as profiled": 0.0, "-1 logit": -1.0, "+1 logit": 1.0, "nothing accepted": None}
-POLICIES = [name for name in MAKERS if name not in ("oracle", "misled")]
+POLICIES = [name for name in MAKERS if name != "oracle"]
 LEARNING = ("adaptive", "profile, online", "thresholds")
 STEADY_BATCHES, STEADY_LENGTH = (1, 16, 64, 256), 2000
 COLD_ROUNDS, WINDOW, RECOVERED = 200, 50, 0.02

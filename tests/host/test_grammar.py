@@ -106,12 +106,9 @@ def matcher_of(name, vocab_size=None, eos_ids=(EOS,), **outputs):
     return make_compiler(name, vocab_size, eos_ids).compile(StructuredOutputs(**outputs)).matcher()
 
 
-def ids_of(row, size):
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:size])
-
-
 def unpack(row, size):
-    return set(ids_of(row, size).tolist())
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")[:size]
+    return set(np.flatnonzero(bits).tolist())
 
 
 def next_ids(matcher, size):
@@ -161,8 +158,10 @@ CHOICES = {
     "added": ["zebra", "zeb"],
 }
 OWN_STYLE = {"const": [1, 2], "x-guidance": {"item_separator": ","}}
+LEXEMES = 'start: A X B | C X D\nA: "("\nC: "["\nX: "th"\nB: "e"\nD: "at"'
 LANGUAGES = {
     "own style": ({"json": OWN_STYLE}, ["[1,2]"]),
+    "same lexemes": ({"grammar": LEXEMES}, ["(the", "[that"]),
     **{name: ({"choice": texts}, texts) for name, texts in CHOICES.items()},
     "regex": ({"regex": "a(b|c){1,3}/?a?"}, matching("a(b|c){1,3}/?a?", "abc/", 6)),
     "anchored": ({"regex": "^[ab]{0,4}$"}, matching("^[ab]{0,4}$", "ab", 5)),
@@ -225,6 +224,7 @@ def test_masks_are_what_brute_force_finds(name, tokenizer, vocab_size, eos_ids):
 
 
 def check_rows(rows, drafts, prefix, texts, language, size, eos_ids):
+    """Rows up to a draft that is no legal token; those after it permit all."""
     is_reached = True
     for row, draft in zip(rows, [*drafts, -1], strict=True):
         legal = expected_ids(texts, language, prefix, size, eos_ids)
@@ -235,56 +235,6 @@ def check_rows(rows, drafts, prefix, texts, language, size, eos_ids):
         assert unpack(row, size) == legal
         is_reached = draft in legal and draft not in eos_ids
         prefix += texts.of[draft] if is_reached else b""
-
-
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": '^[a-zé日" ]{1,9}$'},
-        "age": {"type": "integer", "minimum": -5, "maximum": 130},
-        "tags": {"type": "array", "items": {"enum": ["x", 1, None]}, "maxItems": 3},
-        "child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-    },
-    "required": ["name", "age", "child"],
-    "additionalProperties": False,
-}
-
-
-def check_person(value):
-    assert {"name", "age", "child"} <= set(value) <= {"name", "age", "tags", "child"}
-    assert re.fullmatch('[a-zé日" ]{1,9}', value["name"])
-    assert type(value["age"]) is int and -5 <= value["age"] <= 130
-    assert len(value.get("tags", [])) <= 3 and all(
-        t in ("x", 1, None) for t in value.get("tags", [])
-    )
-    if value["child"] is not None:
-        check_person(value["child"])
-
-
-def walk(matcher, rng, size, num_drafts=0, most=3000):
-    """Tokens up to the end of sequence, each drawn from its mask after some drafts were tried."""
-    tokens = []
-    while not matcher.is_finished:
-        legal = ids_of(matcher.masks([])[0], size)
-        if num_drafts:
-            matcher.masks(rng.choice(legal, num_drafts))
-        tokens.append(int(rng.choice(legal)))
-        matcher.accept(tokens[-1:])
-        assert len(tokens) < most
-    return tokens
-
-
-@pytest.mark.parametrize("name", ["demo", "tiny"])
-def test_random_walks_are_valid_json_without_free_whitespace(name):
-    texts = texts_of(name)
-    for seed in range(100):
-        matcher = matcher_of(name, json=PERSON)
-        *tokens, last = walk(matcher, np.random.default_rng(seed), texts.size, seed % 2)
-        assert last == EOS
-        text = texts.join(tokens).decode()
-        value = json.loads(text)
-        check_person(value)
-        assert text.replace("-0,", "0,") == json.dumps(value, ensure_ascii=False)
 
 
 @pytest.mark.parametrize("text", ['{"a": [1, {"b": null}, "c"]}', '[{"a": [1, 2]}, [], {}, true]'])
@@ -303,39 +253,23 @@ def test_json_of_any_shape_has_no_free_whitespace(schema, text):
     assert next_ids(matcher, texts.size) == {EOS}
 
 
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        {"json": PERSON},
-        {"regex": r"(\d+|[a-f]+x)*"},
-        {"grammar": 'start: x "!"\nx[stop="b"]: /[a-z]*/'},  # llguidance cannot roll this back
-        {"grammar": 'start: A X B | C X D\nA: "("\nC: "["\nX: "th"\nB: "e"\nD: "at"'},
-    ],
-    ids=["json", "regex", "stop", "same lexemes"],
-)
-def test_masks_with_drafts_are_those_of_a_matcher_that_steps(outputs):
-    """Rejected drafts leave no trace; rows are those of a fresh matcher that took each step."""
-    texts = texts_of("demo")
+def test_masks_with_drafts_are_those_of_a_matcher_that_steps():
+    """Of a grammar that llguidance cannot roll back: rejected drafts leave no trace."""
+    texts, outputs = texts_of("demo"), {"grammar": 'start: x "!"\nx[stop="b"]: /[a-z]*/'}
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        matcher = matcher_of("demo", **outputs)
-        committed = []
+        matcher, committed = matcher_of("demo", **outputs), []
         while not matcher.is_finished and len(committed) < 25:
-            scout = matcher_of("demo", **outputs)
+            scout, drafts = matcher_of("demo", **outputs), []
             scout.accept(committed)
-            drafts, expected = [], []
-            for _ in range(3):
+            before, expected = matcher.masks([]), [scout.masks([])[0]]
+            while len(drafts) < 3 and not scout.is_finished:
                 legal = sorted(next_ids(scout, texts.size))
-                expected.append(scout.masks([])[0])
                 drafts.append(int(rng.choice(legal if rng.random() < 0.8 else [-1, 0, EOS, 7])))
                 if drafts[-1] not in legal:
                     break
                 scout.accept(drafts[-1:])
-                if scout.is_finished:
-                    break
-            else:
-                expected.append(scout.masks([])[0])
-            before = matcher.masks([])
+                expected += [] if scout.is_finished else [scout.masks([])[0]]
             rows = matcher.masks(drafts)
             np.testing.assert_array_equal(rows[: len(expected)], expected)
             assert (rows[len(expected) :] == -1).all()
@@ -347,18 +281,11 @@ def test_masks_with_drafts_are_those_of_a_matcher_that_steps(outputs):
 
 def test_any_of_several_ends_of_sequence_ends_the_output():
     texts = texts_of("tiny")
-    a, c, ab = map(texts.id, ["a", "c", "ab"])
-    ends = (texts.tokenizer.token_to_id("</s>"), texts.id("!"), texts.id("b"))
+    a, *ends = (texts.id("a"), texts.tokenizer.token_to_id("</s>"), texts.id("!"))
     for end in ends:
-        matcher = matcher_of("tiny", None, ends, choice=["a", "abc", "ab!", "ac"])
-        rows = matcher.masks([a, end, a])
-        assert unpack(rows[0], texts.size) == {a, ab, texts.id("abc")}
-        assert unpack(rows[1], texts.size) == {*ends, c, texts.id("bc")}
-        assert (rows[2:] == -1).all()
-        assert unpack(matcher.masks([ab])[1], texts.size) == {c}  # "!" ends, it does not spell
+        matcher = matcher_of("tiny", None, tuple(ends), choice=["a", "abc", "ab!", "ac"])
         matcher.accept([a, end, a, a])
-        assert matcher.is_finished
-        assert (matcher.masks([a, a]) == -1).all()
+        assert matcher.is_finished and (matcher.masks([a, a]) == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -374,15 +301,6 @@ def test_without_ends_of_sequence_an_output_is_finished_when_nothing_can_follow(
     endless = matcher_of("tiny", None, eos_ids, regex="a+")
     endless.accept(texts.ids("a" * 50))
     assert not endless.is_finished and texts.id("a") in next_ids(endless, texts.size)
-
-
-def test_matchers_of_a_grammar_are_independent():
-    texts = texts_of("demo")
-    grammar = make_compiler("demo").compile(StructuredOutputs(choice=["ax", "bx"]))
-    first, second = grammar.matcher(), grammar.matcher()
-    first.accept([texts.id("a")])
-    assert next_ids(first, texts.size) == {texts.id("x")}
-    assert {texts.id("a"), texts.id("b")} <= next_ids(second, texts.size)
 
 
 def test_special_tokens_are_not_text_unless_a_grammar_names_them():
@@ -420,20 +338,13 @@ def test_a_forbidden_token_is_refused():
 
 REFUSED = [
     ({"json": {"type": "string", "enum": []}}, "Unsatisfiable.*; .*json_schema.md"),
-    ({"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "incompatible types.*; correct"),
-    (
-        {"json": {"type": "integer", "minimum": 3, "maximum": 2}},
-        r"minimum \(3\) is greater .*; corr",
-    ),
     ({"json": {"type": "strin"}}, "Invalid type: strin.*; correct the schema"),
     ({"json": {"not": {}}}, "Unimplemented.*; .*what is supported"),
-    ({"json": {"$ref": "#/$defs/x"}}, "does not exist.*; correct the schema"),
     ({"json": "false"}, "Unsatisfiable.*; correct the schema"),
     ({"json": "[1]"}, r"\[1\] is neither.*; correct the schema"),
     ({"json": {"const": float("nan")}}, "not JSON compliant.*; correct the schema"),
     ({"json": {"const": {1, 2}}}, "not JSON serializable.*; correct the schema"),
     ({"regex": "(a"}, "unclosed group.*; .*Rust's"),
-    ({"regex": "(" + "a" * 999}, "aaa.*; .*Rust"),
     ({"regex": "(?=a)b"}, "look-ahead.*; .*no look-around"),
     ({"regex": r"[^\s\S]"}, "no token of the model fits.*; correct it"),
     ({"regex": "\ud800"}, "surrogates not allowed.*; correct it"),

@@ -17,14 +17,6 @@ def named(num_pages, *names):
     return pages, owned
 
 
-def test_allocates_all_or_nothing():
-    pages = PageAllocator(5)
-    first = pages.allocate(3)
-    assert pages.allocate(3) is None and pages.num_free == 2
-    assert sorted(first + pages.allocate(2)) == list(range(5))
-    assert pages.num_free == 0 and pages.allocate(1) is None and pages.allocate(0) == []
-
-
 @pytest.mark.parametrize("call", [lambda p: p.release([1]), lambda p: p.name(1, "b")])
 def test_only_what_somebody_owns_is_released_or_named(call):
     pages, _ = named(2, "a")

@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
-from support.prefixes import keys_of, make_cache
 
 from specjax.host import prefix_cache
-from specjax.host.prefix_cache import PromptIndex, SnapshotIndex, extend_keys
+from specjax.host.pages import PageAllocator
+from specjax.host.prefix_cache import PrefixCache, PromptIndex, SnapshotIndex, extend_keys
 
-# --- keys -----------------------------------------------------------------------------------------
+
+def keys_of(tokens, salt=b"", page_size=4):
+    keys = []
+    extend_keys(keys, list(tokens), page_size, salt)
+    return keys
 
 
 @pytest.mark.parametrize("num_tokens, num_keys", [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
@@ -41,12 +45,9 @@ def test_keys_are_made_step_by_step_and_each_page_is_hashed_once(monkeypatch, st
     assert not set(keys) & {*keys_of(tokens), *keys_of(tokens, b"st")}, "another salt, other keys"
 
 
-# --- pages ----------------------------------------------------------------------------------------
-
-
 def test_the_longest_run_of_pages_is_taken():
-    cache, pages = make_cache()
-    keys, owned = keys_of(range(13)), pages.allocate(3)
+    pages = PageAllocator(8)
+    cache, keys, owned = PrefixCache(pages), keys_of(range(13)), pages.allocate(3)
     cache.put(keys, owned, 1, 4)
     assert [pages.find(key) for key in keys] == [None, *owned[1:]], "only pages in the range"
     cache.put(keys, owned, 0, 1)
@@ -60,24 +61,13 @@ def test_the_longest_run_of_pages_is_taken():
     assert cache.take(keys) == ([], None)
 
 
-def test_another_next_token_is_another_prefix():
-    """A drafter's keys and values at a position are made with the token that follows."""
-    cache, pages = make_cache()
-    cache.put(keys_of(range(9)), owned := pages.allocate(2), 0, 2)
-    assert cache.take(keys_of([*range(8), 50])).pages == owned[:1]
-    assert cache.take(keys_of([*range(4), 50, 5, 6, 7, 8])).pages == []
-
-
 def test_a_run_ends_where_a_page_was_taken_for_something_else():
-    cache, pages = make_cache(3)
-    keys, owned = keys_of(range(13)), pages.allocate(3)
+    pages = PageAllocator(3)
+    cache, keys, owned = PrefixCache(pages), keys_of(range(13)), pages.allocate(3)
     cache.put(keys, owned, 0, 3)
     pages.release(owned[1:2])
     pages.allocate(1)
     assert cache.take(keys).pages == owned[:1]
-
-
-# --- snapshots ------------------------------------------------------------------------------------
 
 
 def put(index, key):
@@ -87,19 +77,9 @@ def put(index, key):
     return snapshot
 
 
-def test_the_longest_snapshot_is_found():
-    index, keys = SnapshotIndex(3), keys_of(range(21))
-    short, long = put(index, keys[0]), put(index, keys[2])
-    assert short != long and len(index) == 2
-    assert index.longest(keys) == index.longest(keys[:3]) == (3, long)
-    assert index.longest(keys[:2]) == (1, short)
-    assert index.longest([]) == (0, None)
-    assert index.longest(keys_of([50, *range(20)])) == (0, None)
-
-
 def test_a_prefix_ends_where_there_is_a_snapshot_and_its_pages():
-    cache, pages = make_cache(num_snapshots=2)
-    keys, owned = keys_of(range(17)), pages.allocate(4)
+    pages = PageAllocator(8)
+    cache, keys, owned = PrefixCache(pages, SnapshotIndex(2)), keys_of(range(17)), pages.allocate(4)
     cache.put(keys, owned, 0, 4)
     assert cache.take(keys) == ([], None)
     first = put(cache.snapshots, keys[1])

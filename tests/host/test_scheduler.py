@@ -1,62 +1,11 @@
-"""The scheduler as a whole: beginning anew, counters, and what a step costs."""
+"""The scheduler as a whole: requests that are held, and what a step costs."""
 
 from dataclasses import replace
 
-import pytest
 from support.cost import count_lines
-from support.scheduling import add, chunks, give, make_config, make_scheduler, run_to_the_end
+from support.scheduling import add, chunks, give, make_config, make_scheduler
 
 from specjax.host.sequence import RowOutput
-
-# --- beginning anew -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_read", [False, True], ids=["in-flight", "read"])
-@pytest.mark.parametrize("num_samples", [1, 3])
-@pytest.mark.parametrize("num_steps", range(8))
-def test_drop_all_frees_everything(num_steps, num_samples, is_read):
-    """Whether prompts are half prefilled, samples wait, or outputs are ending."""
-    config = make_config(shapes=((4, 32),))
-    scheduler = make_scheduler(config, 1)
-    for i in range(9):
-        add(scheduler, i, 20 + 30 * (i % 2), 5, num_samples=num_samples)
-    for _ in range(num_steps):
-        step = scheduler.schedule()
-        if step and is_read:
-            give(scheduler, step)
-    scheduler.drop_all()
-    assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
-    assert scheduler.pages.num_free == config.num_pages and scheduler.schedule() is None
-    samples = [add(scheduler, i, 10, 5)[0] for i in range(5)]
-    scheduler.schedule()
-    assert {sample.residency.slot for sample in samples[:4]} == set(range(4))
-
-
-@pytest.mark.parametrize("num_steps", range(7))
-def test_restart_lets_everyone_run_again(num_steps):
-    """What had come stays, what was in flight is lost; nothing is found in the pages."""
-    config = make_config(max_num_batched_tokens=20, num_pages=24, shapes=((4, 20),))
-    scheduler = make_scheduler(config, 3)
-    samples = [*add(scheduler, 0, 25, 9, num_samples=2), *add(scheduler, 1, 4, 20)]
-    step = None
-    for _ in range(num_steps):
-        previous, step = step, scheduler.schedule()
-        if previous:
-            give(scheduler, previous, 2)
-    lengths = [len(sample.token_ids) for sample in samples]
-    scheduler.restart()
-    assert scheduler.num_running == 0 and scheduler.pages.num_free == 24
-    assert all(s.num_in_flight == s.max_tokens_in_flight == 0 for s in samples)
-    assert [len(sample.token_ids) for sample in samples] == lengths
-    again = scheduler.schedule()
-    assert all(start == 0 for _, start, _ in chunks(again))
-    give(scheduler, again, 2)
-    run_to_the_end(scheduler, num_tokens=2)
-    assert [s.finish_reason for s in samples] == ["length"] * 3
-    assert [s.num_output for s in samples] == [9, 9, 20]
-
-
-# --- held requests --------------------------------------------------------------------------------
 
 
 def test_a_held_request_waits_until_it_is_let_in():
@@ -71,22 +20,6 @@ def test_a_held_request_waits_until_it_is_let_in():
     assert chunks(scheduler.schedule()) == [(1, 0, 3)]
     scheduler.abort(1)
     assert scheduler.demands.total() == 1
-
-
-# --- what happens to be counted -------------------------------------------------------------------
-
-
-def test_what_runs_and_what_waits_is_counted():
-    scheduler = make_scheduler(make_config(max_num_seqs=2))
-    for i in range(3):
-        add(scheduler, i, 3, num_samples=2)
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 6)
-    scheduler.schedule()
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 4)
-    assert scheduler.has_work
-
-
-# --- cost -----------------------------------------------------------------------------------------
 
 
 def costs(num_running, num_waiting=0):

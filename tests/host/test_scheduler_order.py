@@ -1,11 +1,10 @@
 """Which requests a step takes, in which shape, and with which pages."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 
 import pytest
 from support.scheduling import (
     STOP,
-    FewerWhenFull,
     add,
     admissions,
     chunks,
@@ -18,9 +17,7 @@ from support.scheduling import (
     run_to_the_end,
 )
 
-from specjax.host.speculation.policy import StaticPolicy
-
-# --- order ----------------------------------------------------------------------------------------
+from specjax.host.speculation.policy import DecodeLoad, PolicyRule
 
 
 def test_first_come_first_served():
@@ -41,21 +38,16 @@ def test_first_come_first_served():
 
 
 def test_the_least_priority_value_goes_first_and_equals_in_order_of_arrival():
+    """Nobody is sent away for a more urgent request."""
     scheduler = make_scheduler(make_config(max_num_seqs=1, scheduling_policy="priority"))
+    add(scheduler, 5, 3, 3, priority=5)
+    steps = [scheduler.schedule()]
     for i, priority in enumerate([1, 0, 1, -2, 0]):
         add(scheduler, i, 3, 2, priority=priority)
-    order = [i for i, _ in admissions(run_to_the_end(scheduler))]
-    assert order == [3, 1, 4, 0, 2]
-
-
-def test_nobody_is_sent_away_for_a_more_urgent_request():
-    scheduler = make_scheduler(make_config(max_num_seqs=1, scheduling_policy="priority"))
-    add(scheduler, 0, 3, 3, priority=5)
-    steps = [scheduler.schedule()]
-    add(scheduler, 1, 3, 3, priority=0)
     give(scheduler, steps[0])
     steps += run_to_the_end(scheduler)
-    assert admissions(steps) == [(0, 0), (1, 0)] and scheduler.num_preemptions == 0
+    assert [i for i, _ in admissions(steps)] == [5, 3, 1, 4, 0, 2]
+    assert scheduler.num_preemptions == 0
 
 
 def test_the_more_urgent_takes_every_turn():
@@ -78,16 +70,13 @@ def test_a_request_waits_for_its_pages_and_is_not_overtaken():
         add(scheduler, i, length)
     step = scheduler.schedule()
     assert chunks(step) == [(0, 0, 50)] and scheduler.pages.num_free == 3
-    later = scheduler.schedule()
-    assert chunks(later) == [] and scheduler.num_running == 1
+    assert chunks(scheduler.schedule()) == [] and scheduler.num_running == 1
     (first,) = commit(scheduler, step.prefill, [STOP])[1]
     assert first.output == [STOP]
     assert chunks(scheduler.schedule()) == [(1, 0, 50)]
 
 
-@pytest.mark.parametrize(
-    "size, num_admitted", [(8, 4), (7, 4), (6, 3), (5, 3), (4, 2), (3, 2), (2, 1)]
-)
+@pytest.mark.parametrize("size, num_admitted", [(8, 4), (7, 4), (6, 3), (4, 2), (3, 2), (2, 1)])
 def test_a_newcomer_leaves_a_page_for_each_that_runs(size, num_admitted):
     """Lest they preempt it at once: 8 tokens are one page, and one more for who is there."""
     config = make_config(max_model_len=16, num_pages=size, shapes=((4, 8),))
@@ -95,19 +84,6 @@ def test_a_newcomer_leaves_a_page_for_each_that_runs(size, num_admitted):
     for i in range(4):
         add(scheduler, i, 8)
     assert len(chunks(scheduler.schedule())) == num_admitted
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 3])
-def test_no_step_is_launched_that_could_give_nothing(max_tokens):
-    """The prompt gives one token, each round at least one."""
-    scheduler = make_scheduler(make_config(), 3)
-    (sequence,) = add(scheduler, 0, 3, max_tokens)
-    steps = [scheduler.schedule() for _ in range(max_tokens)]
-    assert chunks(steps[0]) == [(0, 0, 3)] and all(rounds(step) == [0] for step in steps[1:])
-    assert scheduler.schedule() is None and scheduler.has_work
-    for step in steps:
-        give(scheduler, step)
-    assert sequence.output == [9] * max_tokens and not scheduler.has_work
 
 
 def test_an_id_is_taken_until_its_request_has_finished():
@@ -120,9 +96,6 @@ def test_an_id_is_taken_until_its_request_has_finished():
     give(scheduler, step)
     add(scheduler, 0, 5)
     assert chunks(scheduler.schedule()) == [(0, 0, 5)]
-
-
-# --- shapes ---------------------------------------------------------------------------------------
 
 
 def test_chunks_take_the_shape_in_which_they_get_furthest():
@@ -151,111 +124,60 @@ def test_chunks_take_the_shape_in_which_they_get_furthest():
         assert [chunk.count for chunk in plan.chunks] == counts
 
 
-def test_a_prompt_that_takes_every_page_has_its_shape():
-    scheduler = make_scheduler(make_config(num_pages=8, shapes=((1, 8), (1, 64))))
-    add(scheduler, 0, 64, 0)
-    assert chunks(scheduler.schedule()) == [(0, 0, 64)]
+def test_a_prompt_that_takes_every_page_has_its_shape_and_so_has_its_rest():
+    for num_tokens, width, expected in (64, 64, [(0, 0, 64)]), (21, 16, [(0, 0, 16), (0, 16, 5)]):
+        scheduler = make_scheduler(make_config(num_pages=8, shapes=((1, 8), (1, width))))
+        add(scheduler, 0, num_tokens, 0)
+        steps = [scheduler.schedule() for _ in expected]
+        assert [chunk for step in steps for chunk in chunks(step)] == expected
+        assert [step.prefill.width for step in steps] == [width, 8][: len(steps)]
 
 
-def test_the_rest_of_a_prompt_goes_into_the_shape_that_holds_it():
-    scheduler = make_scheduler(make_config(shapes=((1, 8), (1, 16))))
-    add(scheduler, 0, 21)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert (first.prefill.width, second.prefill.width) == (16, 8)
-    assert chunks(first) + chunks(second) == [(0, 0, 16), (0, 16, 5)]
+@dataclass
+class Noting(PolicyRule):
+    """K falls with the batch size, to see that it is asked with the right one."""
+
+    weighs_requests: bool = True
+    choices: tuple[int, ...] = (0, 1, 2, 3)
+    loads: list[DecodeLoad] = field(default_factory=list)
+
+    def choose(self, load):
+        self.loads.append(load)
+        return max(0, 3 - load.num_sequences // 2)
 
 
-def test_k_is_chosen_by_who_decodes():
-    """Not by who is being prefilled, nor by who only waits for its last token."""
-    scheduler = make_scheduler(make_config(max_num_seqs=6, shapes=((6, 4),)), FewerWhenFull())
+def test_k_is_chosen_once_a_step_by_who_decodes():
+    """Not by who is being prefilled, nor by who only waits for its last token.
+
+    Replicas in lock step have to ask together, those too that have nothing to decode.
+    """
+    policy = Noting()
+    scheduler = make_scheduler(make_config(max_num_seqs=6, shapes=((6, 4),)), policy)
+    assert scheduler.schedule() is None
     for i in range(5):
         add(scheduler, i, 2, 2 if i else 8)
     add(scheduler, 5, 40)
     first = scheduler.schedule()
-    assert len(chunks(first)) == 6
+    assert len(chunks(first)) == 6 and first.decode is None
     second = scheduler.schedule()
     assert len(rounds(second)) == 5 and len(chunks(second)) == 1
     assert (second.decode.k, second.decode.num_drafts) == (1, 1)  # 3 - 5 // 2
     third = scheduler.schedule()  # for the others two steps in flight are enough
     assert rounds(third) == [0] and (third.decode.k, third.decode.num_drafts) == (3, 3)
-
-
-def test_k_is_asked_for_once_a_step_whether_or_not_somebody_decodes():
-    """Replicas in lock step have to ask together, those too that have nothing to decode."""
-    asked = []
-
-    def choose(load):
-        asked.append(load)
-        return 1
-
-    policy = SimpleNamespace(choices=(1,), weighs_requests=False, choose=choose)
-    scheduler = make_scheduler(make_config(), policy)
-    scheduler.schedule()
-    add(scheduler, 0, 3)
-    assert scheduler.schedule().decode is None
-    scheduler.schedule()
-    assert [load.num_sequences for load in asked] == [0, 0, 1]
+    assert [load.num_sequences for load in policy.loads] == [0, 0, 5, 1]
 
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
     """By group and drafts that are of use: of the last two tokens of a request, one."""
-    asked = []
-
-    def choose(load):
-        asked.append(load)
-        return 1
-
-    policy = SimpleNamespace(choices=(1, 3), weighs_requests=weighs, choose=choose)
+    policy = Noting(weighs)
     scheduler = make_scheduler(make_config(shapes=((4, 16),)), policy)
     for i, max_tokens in enumerate((9, 9, 3)):
         add(scheduler, i, 4 + i, max_tokens)
     give(scheduler, scheduler.schedule())
     scheduler.schedule()
     expected = (4 + 5 + 6 + 3, {(1.0, 3): 2, (1.0, 1): 1}) if weighs else (0, {})
-    assert (asked[-1].num_context, asked[-1].members) == expected
-    assert asked[-1].num_sequences == 3
-
-
-def test_exact_steps_all_have_one_shape():
-    config = make_config(exact=True)
-    scheduler = make_scheduler(config, FewerWhenFull())
-    (batch,), (prefill_shape,) = config.decode_batches, config.prefill_shapes
-    assert batch >= 4 and scheduler.shapes.decode == ((batch, 3),) and prefill_shape == (1, 32)
-    for i, length in enumerate([64 - 8, 1, 30]):
-        add(scheduler, i, length, 8)
-    steps = run_to_the_end(scheduler, is_async=False)
-    for plan in (step.prefill for step in steps if step.prefill):
-        assert (plan.batch, plan.width, len(plan.chunks)) == (*prefill_shape, 1)
-    plans = [step.decode for step in steps if step.decode]
-    assert all((plan.batch, plan.k) == (batch, 3) for plan in plans)
-    assert {(len(p.sequences), p.num_drafts) for p in plans} == {(1, 3), (2, 2), (3, 2)}
-    starts = {0: [(0, 32), (32, 24)], 1: [(0, 1)], 2: [(0, 30)]}
-    for i, expected in starts.items():
-        assert [c[1:] for step in steps for c in chunks(step) if c[0] == i] == expected
-
-
-@pytest.mark.parametrize("budget, expected", [(32, [[], []]), (36, [[(1, 0, 32)], [(1, 32, 8)]])])
-def test_an_exact_chunk_is_not_cut_to_the_budget(budget, expected):
-    """Rounds of 4 leave 28 of 32, too few for a chunk of 32: it waits until its turn comes."""
-    scheduler = make_scheduler(make_config(exact=True, max_num_batched_tokens=budget), 3)
-    add(scheduler, 0, 2, 20)
-    scheduler.schedule()
-    add(scheduler, 1, 40, 4)
-    steps = [scheduler.schedule() for _ in range(2)]
-    assert [chunks(step) for step in steps] == expected and rounds(steps[0]) == [0]
-
-
-def test_without_drafts_an_exact_round_still_has_room_for_them():
-    scheduler = make_scheduler(make_config(exact=True), FewerWhenFull())
-    scheduler.policy = StaticPolicy(0)
-    add(scheduler, 0, 3)
-    scheduler.schedule()
-    step = scheduler.schedule()
-    assert (step.decode.k, step.decode.num_drafts, step.num_tokens) == (3, 0, 4)
-
-
-# --- pages ----------------------------------------------------------------------------------------
+    assert policy.loads[-1] == DecodeLoad(3, expected[0], 64, expected[1])
 
 
 def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
@@ -273,54 +195,18 @@ def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
     assert grown == [2, 2, 3, 3, 4]  # 10, 14, 18, 22, 26
     assert sequence.num_in_flight == 5
     for step, num_tokens in zip(steps, [1, 1, 4, 1, 1], strict=True):
-        give(scheduler, step, num_tokens)
+        give(scheduler, step, [9] * num_tokens)
         most = len(sequence.token_ids) - 1 + sequence.max_tokens_in_flight
         trimmed.append((most, *num_pages(sequence)))
         assert scheduler.pages.num_free == 32 - trimmed[-1][1]
     assert trimmed == [(26, 4), (23, 3), (23, 3), (20, 3), (17, 3)]
-    assert sequence.num_in_flight == sequence.max_tokens_in_flight == 0
 
 
-@pytest.mark.parametrize("k, expected", [(4, 2), (5, 2), (6, 3)])
-def test_a_round_that_just_fits_takes_no_further_page(k, expected):
-    """10 + 5, 10 + 6, 10 + 7 tokens, in pages of 8."""
+@pytest.mark.parametrize("k, max_tokens, expected", [(5, 40, 2), (6, 40, 3), (3, 7, 2), (3, 8, 3)])
+def test_no_further_page_is_taken_for_what_just_fits(k, max_tokens, expected):
+    """10 + 6 or 10 + 7 tokens in pages of 8; of a request the last token is not run."""
     scheduler = make_scheduler(make_config(), k)
-    (sequence,) = add(scheduler, 0, 10, 40)
-    scheduler.schedule()
-    scheduler.schedule()
-    assert num_pages(sequence) == [expected]
-
-
-@pytest.mark.parametrize("max_tokens, expected", [(6, 2), (7, 2), (8, 3)])
-def test_the_last_token_of_a_request_needs_no_page(max_tokens, expected):
-    """10 + 7 tokens, of which 16 are run."""
-    scheduler = make_scheduler(make_config(), 3)
     (sequence,) = add(scheduler, 0, 10, max_tokens)
-    steps = [scheduler.schedule() for _ in range(5)]
+    for _ in range(5 if max_tokens < 40 else 2):
+        scheduler.schedule()
     assert num_pages(sequence) == [expected]
-    for step in steps[:-1]:
-        give(scheduler, step)
-        assert num_pages(sequence) <= [expected]
-
-
-def test_rounds_in_flight_count_with_the_drafts_they_were_planned_with():
-    """K 3, then K 1: 4 + 2 beyond the 10 of the prompt."""
-    scheduler = make_scheduler(make_config(), 3)
-    (sequence,) = add(scheduler, 0, 10, 40)
-    prompt, wide = scheduler.schedule(), scheduler.schedule()
-    scheduler.policy = StaticPolicy(1)
-    narrow = scheduler.schedule()
-    most = [sequence.max_tokens_in_flight]
-    for step in prompt, wide, narrow:
-        give(scheduler, step)
-        most.append(sequence.max_tokens_in_flight)
-    assert most == [7, 6, 2, 0]
-
-
-def test_an_exact_request_owns_all_its_pages_from_the_start():
-    scheduler = make_scheduler(make_config(exact=True), 3)
-    (sequence,) = add(scheduler, 0, 10, 40)
-    steps = [scheduler.schedule() for _ in range(3)]
-    for step in steps:
-        assert num_pages(sequence) == [7]  # 49 tokens
-        give(scheduler, step)

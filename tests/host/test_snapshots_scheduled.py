@@ -1,7 +1,7 @@
 """Snapshots through the scheduler. Pages hold 8 tokens."""
 
 import pytest
-from support.prefixes import add, chunks, give, make_scheduler, run, spans
+from support.scheduling import add, roomy_scheduler, run
 
 
 def taken(found):
@@ -9,26 +9,23 @@ def taken(found):
 
 
 def test_a_prompt_is_cut_at_its_last_page_for_a_snapshot():
-    """And whoever comes next goes on from there: where pages of the output end, states are not."""
-    scheduler = make_scheduler(num_snapshots=3)
-    sample = add(scheduler, 0, range(100, 120), 14)
+    """And whoever comes next goes on from there: where pages of the output end, states are not.
+
+    A prompt of one page, whose last token is always run, leaves no snapshot.
+    """
+    scheduler = roomy_scheduler(num_snapshots=3)
+    (sample,) = add(scheduler, 0, range(100, 120), 14)
     assert taken(run(scheduler)) == [(0, 16, None, 0), (16, 4, None, None)]
     add(scheduler, 1, [*sample.token_ids, 200])
     assert taken(run(scheduler)) == [(16, 16, 0, 1), (32, 3, None, None)]
     assert (scheduler.num_looked_up, scheduler.num_found) == (55, 16)
-
-
-@pytest.mark.parametrize("length", [1, 7, 8])
-def test_a_prompt_of_a_page_leaves_no_snapshot(length):
-    """Its last token is always run."""
-    scheduler = make_scheduler(num_snapshots=3)
-    add(scheduler, 0, range(100, 100 + length))
-    assert taken(run(scheduler)) == [(0, length, None, None)]
+    add(scheduler, 2, range(200, 208))
+    assert taken(run(scheduler)) == [(0, 8, None, None)]
 
 
 def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
     """The first 20 tokens are the same: 2 pages. The third one finds the branch."""
-    scheduler = make_scheduler(num_snapshots=4)
+    scheduler = roomy_scheduler(num_snapshots=4)
     for i, expected in enumerate(
         [
             [(0, 32, None, 0), (32, 8, None, None)],
@@ -40,20 +37,10 @@ def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
         assert taken(run(scheduler)) == expected
 
 
-def test_pages_without_a_snapshot_are_not_used():
-    scheduler = make_scheduler(num_snapshots=2)
-    add(scheduler, 0, range(100, 140))
-    run(scheduler)
-    add(scheduler, 1, range(100, 133))  # 4 pages, and the snapshot is there
-    assert run(scheduler)[0].start == 32
-    add(scheduler, 2, range(100, 132))  # 3 pages, and there is none
-    assert taken(run(scheduler)) == [(0, 24, None, 1), (24, 8, None, None)]
-
-
 @pytest.mark.parametrize("caching", [True, False])
 def test_samples_go_on_from_the_snapshot_of_the_first(caching):
     """Without prefix caching, a request of one sample takes none."""
-    scheduler = make_scheduler(num_snapshots=1, enable_prefix_caching=caching)
+    scheduler = roomy_scheduler(num_snapshots=1, enable_prefix_caching=caching)
     add(scheduler, 0, range(100, 120), num_samples=3)
     first = [(0, 16, None, 0), (16, 4, None, None)]
     assert taken(run(scheduler)) == [*first, (16, 4, 0, None), (16, 4, 0, None)]
@@ -61,85 +48,15 @@ def test_samples_go_on_from_the_snapshot_of_the_first(caching):
     assert taken(run(scheduler)) == (first if caching else [(0, 20, None, None)])
 
 
-def test_a_snapshot_may_be_restored_and_replaced_in_one_step():
-    """Within a step it is restored before others are taken, so its id may be used again."""
-    scheduler = make_scheduler(num_snapshots=1, max_model_len=32)
-    add(scheduler, 0, range(100, 120))
-    assert taken(run(scheduler))[0] == (0, 16, None, 0)
-    add(scheduler, 1, range(100, 120))
-    add(scheduler, 2, range(200, 220))
-    step = scheduler.schedule()
-    assert taken(step.prefill.chunks) == [(16, 4, 0, None), (0, 16, None, 0)]
-    assert scheduler.prefixes.snapshots.num_evictions == 1
-    give(scheduler, step)
-    run(scheduler)
-    for i, first, expected in [(3, 200, (16, 4, 0, None)), (4, 100, (0, 16, None, 0))]:
-        add(scheduler, i, range(first, first + 20))
-        assert taken(run(scheduler))[0] == expected
-
-
-def test_a_snapshot_is_restored_with_the_first_chunk_however_late_it_comes():
-    """The prompt of 100 tokens needs a shape of one row."""
-    scheduler = make_scheduler(num_snapshots=2, max_num_batched_tokens=128)
-    add(scheduler, 0, range(100, 120))
-    run(scheduler)
-    add(scheduler, 1, range(200, 300))
-    add(scheduler, 2, range(100, 120))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert taken(first.prefill.chunks) == [(0, 96, None, 1)]
-    assert taken(second.prefill.chunks) == [(96, 4, None, None), (16, 4, 0, None)]
-
-
-def test_without_snapshots_nothing_is_found_or_taken():
-    scheduler = make_scheduler(num_snapshots=0)
-    for i in range(3):
-        add(scheduler, i, range(100, 120), num_samples=2)
-        found = run(scheduler)
-        assert {(c.restored, c.taken) for c in found} == {(None, None)}
-        assert [c.start for c in found if c.is_first] == [0, 0]
-    assert scheduler.num_found == 0
-
-
-def test_a_preempted_request_goes_on_from_its_snapshot():
-    scheduler = make_scheduler(num_snapshots=2)
-    sample = add(scheduler, 0, range(100, 120), 30)
-    for _ in range(4):
-        give(scheduler, scheduler.schedule())
-    assert sample.num_output == 3
-    scheduler._preempt(sample)  # nobody else is there to do it
-    (chunk,) = scheduler.schedule().prefill.chunks
-    assert (chunk.start, chunk.count, chunk.restored, chunk.is_resumed) == (16, 6, 0, True)
-
-
-def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile():
-    scheduler = make_scheduler(
-        num_snapshots=2, max_num_scheduled_tokens=8, scheduling_policy="priority"
-    )
-    sample = add(scheduler, 0, range(100, 120))
-    step = scheduler.schedule()
-    assert chunks(step) == [(0, 0, 8)] and sample.residency.snapshot_points == [2]
-    give(scheduler, step)
-    scheduler._preempt(sample)
-    add(scheduler, 1, range(100, 120), priority=-1)
-    found = [(c.sequence.request.request_id, *span) for c in run(scheduler) for span in spans([c])]
-    assert found == [(1, 0, 8), (1, 8, 8), (1, 16, 4), (0, 16, 4)]
-
-
-@pytest.mark.parametrize(
-    "length, expected",
-    [
-        (65, [(0, 32, None, None), (32, 32, None, 0), (64, 1, None, None)]),
-        (72, [(0, 32, None, None), (32, 32, None, 0), (64, 8, None, None)]),
-        (80, [(0, 32, None, None), (32, 32, None, None), (64, 16, None, None)]),
-    ],
-)
-def test_exact_chunks_stay_on_their_grid(length, expected):
+@pytest.mark.parametrize("length, snapshot", [(65, 0), (72, 0), (80, None)])
+def test_exact_chunks_stay_on_their_grid(length, snapshot):
     """A snapshot is taken after 64 tokens, where a chunk ends anyway, and not after 72.
 
     Who goes on from it keeps to the grid as well.
     """
-    scheduler = make_scheduler(num_snapshots=2, exact=True)
+    scheduler = roomy_scheduler(num_snapshots=2, exact=True)
     add(scheduler, 0, range(100, 100 + length))
+    expected = [(0, 32, None, None), (32, 32, None, snapshot), (64, length - 64, None, None)]
     assert taken(run(scheduler)) == expected
     add(scheduler, 1, range(100, 200))
     if length == 65:

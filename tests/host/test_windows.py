@@ -4,7 +4,7 @@ Random schedules, with every cell that a row reads looked at, are in `tests/fuzz
 """
 
 import numpy as np
-from support.prefixes import add, chunks, give, make_scheduler, run, spans
+from support.scheduling import add, chunks, give, roomy_scheduler, run, spans
 
 from specjax.host.windows import WindowPages
 
@@ -17,15 +17,9 @@ def held(scheduler, sequence):
     return [place for place, page in enumerate(window.tolist()) if page >= 0]
 
 
-def forget(scheduler):
-    """Evict all that is cached of the window, and nothing else."""
-    (window,) = scheduler.residents.windows
-    window.pages.release(window.pages.allocate(window.pages.num_free))
-
-
 def test_a_chunk_has_pages_and_those_behind_the_window_go_with_the_next():
-    scheduler = make_scheduler(windows=(WINDOW,), max_num_batched_tokens=40)
-    first = add(scheduler, 0, range(100), 20)
+    scheduler = roomy_scheduler(windows=(WINDOW,), max_num_batched_tokens=40)
+    (first,) = add(scheduler, 0, range(100), 20)
     for span, places in ((0, 40), range(5)), ((40, 40), range(1, 10)), ((80, 20), range(6, 13)):
         step = scheduler.schedule()
         assert chunks(step) == [(0, *span)] and held(scheduler, first) == [*places]
@@ -33,15 +27,6 @@ def test_a_chunk_has_pages_and_those_behind_the_window_go_with_the_next():
         give(scheduler, step)
     scheduler.schedule()  # a round of the token at 100, which needs those from 81 on
     assert held(scheduler, first) == [9, 10, 11, 12]
-
-
-def test_all_pages_come_back():
-    scheduler = make_scheduler(k=3, windows=(WINDOW, 1))
-    for i in range(6):
-        add(scheduler, i, range(i, 60 + i), 30)
-    run(scheduler, tokens=(9, 9))
-    assert all(pool.num_free == pool.num_pages for pool in scheduler.residents.pools)
-    assert (scheduler.residents.page_tables == -1).all()
 
 
 def test_a_prefix_shorter_than_the_window_needs_all_its_pages():
@@ -55,41 +40,20 @@ def test_a_prefix_shorter_than_the_window_needs_all_its_pages():
 
 def test_a_window_keeps_what_can_be_continued():
     """The prompt's end and the output's are found, what is between them, or earlier, is not."""
-    scheduler = make_scheduler(windows=(WINDOW,))
-    first = add(scheduler, 0, range(64), 50)
+    scheduler = roomy_scheduler(windows=(WINDOW,))
+    (first,) = add(scheduler, 0, range(64), 50)
     run(scheduler)
     known = first.token_ids
     for length, found in (114, 112), (90, 56), (50, 0):
-        other = add(scheduler, length, [*known[:length], 99], 1)
+        (other,) = add(scheduler, length, [*known[:length], 99], 1)
         run(scheduler)
         assert other.num_cached_tokens == found, length
 
 
 def test_where_prompts_branch_the_third_goes_on():
-    scheduler = make_scheduler(windows=(WINDOW,))
+    scheduler = roomy_scheduler(windows=(WINDOW,))
     found = []
     for i in range(3):
         add(scheduler, i, [*range(48), *range(100 * i + 100, 100 * i + 140)], 3)
         found += spans(run(scheduler))
     assert found == [(0, 88), (0, 88), (40, 48)]  # another token follows 48
-
-
-def test_without_the_pages_of_the_window_a_prefix_is_not_found():
-    scheduler = make_scheduler(windows=(WINDOW,))
-    found = []
-    for number in range(4):
-        if number == 2:
-            forget(scheduler)
-        add(scheduler, number, range(64), 3)
-        found += spans(run(scheduler))
-    assert found == [(0, 64), (56, 8), (0, 64), (56, 8)]
-
-
-def test_a_preempted_request_finds_what_it_had():
-    scheduler = make_scheduler(windows=(WINDOW,))
-    first = add(scheduler, 0, range(64), 40)
-    for _ in range(30):
-        give(scheduler, scheduler.schedule())
-    scheduler._preempt(first)
-    (chunk,) = scheduler.schedule().prefill.chunks
-    assert (chunk.start, chunk.start + chunk.count) == (88, 93)

@@ -5,7 +5,7 @@ parameters run rounds of the real draws, edits and verdicts; the tokens they com
 with probabilities that loops and sorts in float64 make of the target's logits.
 
 What a test finds with probability .99, as the shift of a probability from one token to another in
-eight alike, for each kind of request by itself (`support.fits.detectable`): .058 with 1,000 of a
+eight alike, for each kind of request by itself: .058 with 1,000 of a
 kind and a fixed seed, .025 with 10,000 and .009 with 80,000 whose seeds are new in every run.
 SPECJAX_TEST_SEED repeats a run whose seed was printed.
 """
@@ -123,13 +123,23 @@ class Requests:
         self.tokens = np.zeros((num_rows, LENGTH), np.int32)
         self.tokens[:, :3] = [*PROMPT, *OUTPUT]
         self.lengths = np.full(num_rows, 3, np.int32)
+        self.stood = np.full(num_rows, K, np.int32)  # drafts of the last round
 
     def drawn(self):
         """The first tokens [R, count, NUM_TOKENS] of each kind."""
         return self.tokens[:, 3 : 3 + NUM_TOKENS].reshape(-1, self.count, NUM_TOKENS)
 
 
-def run(method, requests, tables, *, is_greedy, num_tokens=NUM_TOKENS):
+def everything(rows, stood, drafts):
+    return np.full(len(rows), K)
+
+
+def by_last_verdict(rows, stood, drafts):
+    """For half of the requests fewer once none has stood, as a policy may have it."""
+    return np.where(rows % 2, np.minimum(1 + 2 * stood, K), K)
+
+
+def run(method, requests, tables, *, is_greedy, may_stand=by_last_verdict, num_tokens=NUM_TOKENS):
     """Rounds until all requests have so many tokens: how many drafts stood in each, [rounds].
 
     Every step has as many rows, so that any number of requests is run by the same programs.
@@ -137,11 +147,12 @@ def run(method, requests, tables, *, is_greedy, num_tokens=NUM_TOKENS):
     stood, size = [], ROWS[tables[0].shape[1]]
     while len(waiting := np.flatnonzero(requests.lengths < 3 + num_tokens)):
         for rows in np.split(waiting, range(size, len(waiting), size)):
-            stood += step(method, requests, np.resize(rows, size), tables, is_greedy)[: len(rows)]
+            padded = np.resize(rows, size)
+            stood += step(method, requests, padded, tables, is_greedy, may_stand)[: len(rows)]
     return stood
 
 
-def step(method, requests, rows, tables, is_greedy):
+def step(method, requests, rows, tables, is_greedy, may_stand):
     """A round of some requests: how many drafts of each stood. Rows may come up twice."""
     target, guess = tables
     tokens, lengths = requests.tokens[rows], requests.lengths[rows]
@@ -150,13 +161,13 @@ def step(method, requests, rows, tables, is_greedy):
     draft = propose(guess, tokens, lengths, device, shares_noise=shares_noise, is_greedy=is_greedy)
     assert (draft.probs is None) == (method.shares_noise or is_greedy)
     logits = processed(target, tokens, lengths, device, draft.tokens)
-    most = np.full(len(rows), K, np.int32)
+    most = may_stand(rows, requests.stood[rows], np.asarray(draft.tokens)).astype(np.int32)
     verdict = verify(method, draft, Target(logits, device.sampling, lengths, most))
     accepted = np.asarray(verdict.num_accepted)
     for t, emitted in enumerate(np.asarray(verdict.tokens).T):
         stands = t <= accepted
         requests.tokens[rows[stands], lengths[stands] + t] = emitted[stands]
-    requests.lengths[rows] = lengths + accepted + 1
+    requests.lengths[rows], requests.stood[rows] = lengths + accepted + 1, accepted
     return accepted.tolist()
 
 
@@ -227,21 +238,11 @@ def test_rounds_emit_the_targets_distribution(vocab_size, count, method, is_gree
 @pytest.mark.parametrize(
     "vocab_size, count, method, is_greedy",
     [
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                *((SMALL, 10_000, *case) for case in EVERY),
-                (4096, 200, Rejection(), False),
-            ]
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in [
-                *((SMALL, 80_000, *case) for case in EVERY),
-                *((64, 50_000, *case) for case in EVERY),
-                *((4096, 3_000, method, False) for method in METHODS),
-            ]
-        ),
+        *(pytest.param(SMALL, 10_000, *case, marks=pytest.mark.slow) for case in EVERY),
+        pytest.param(4096, 200, Rejection(), False, marks=pytest.mark.slow),
+        *(pytest.param(SMALL, 80_000, *case, marks=pytest.mark.nightly) for case in EVERY),
+        *(pytest.param(64, 50_000, *case, marks=pytest.mark.nightly) for case in EVERY),
+        *(pytest.param(4096, 3_000, m, False, marks=pytest.mark.nightly) for m in METHODS),
     ],
 )
 def test_more_rounds_of_new_seeds(record_property, vocab_size, count, method, is_greedy):
@@ -254,9 +255,22 @@ def test_drafts_of_the_target_itself_all_stand(method):
     """Whatever requests ask of their logits: drafts are edited as their tokens will be."""
     target, _ = tables_of(SMALL)
     requests = Requests(SMALL, 1_000, first_seed=0)
-    stood = run(method, requests, (target, target), is_greedy=False, num_tokens=2 * (K + 1))
+    options = {"may_stand": everything, "num_tokens": 2 * (K + 1)}
+    stood = run(method, requests, (target, target), is_greedy=False, **options)
     # Rounding may turn down one in a million.
     assert set(stood) == {K} if method.shares_noise else np.mean(stood) > K - 1e-4
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_with_shared_noise_any_rule_may_say_which_drafts_stand(is_greedy):
+    """Even one by what a draft turned out to be: tokens are those without drafts."""
+    plain, served = Requests(SMALL, 250, first_seed=0), Requests(SMALL, 250, first_seed=0)
+    for requests, rule in (
+        (plain, lambda rows, stood, drafts: 0 * rows),
+        (served, lambda rows, stood, drafts: drafts[:, 0] % (K + 1)),
+    ):
+        run(SeedExact(), requests, tables_of(SMALL), is_greedy=is_greedy, may_stand=rule)
+    np.testing.assert_array_equal(plain.drawn(), served.drawn())
 
 
 NUM_PAIRS, NUM_DRAWS = 40, 150

@@ -41,14 +41,8 @@ class Asked:
         ids that a grammar permits.
         """
         tokens, counts = [*self.prompt, *self.output], Counter(self.output)
-        repetition, presence, frequency = map(
-            float32,
-            (
-                self.params.repetition_penalty,
-                self.params.presence_penalty,
-                self.params.frequency_penalty,
-            ),
-        )
+        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        repetition, presence, frequency = (float32(getattr(self.params, p)) for p in penalties)
         edited = [float(x) for x in logits]
         for twin in (twins or {}).get(self.processor, ()):
             edited = twin(tokens, edited)

@@ -24,16 +24,3 @@ def pvalue(counts: np.ndarray, probs: np.ndarray) -> float:
     kept = expected > 0
     assert kept.sum() > 1, "too few draws to tell anything"
     return stats.power_divergence(counts[kept], expected[kept], lambda_="log-likelihood").pvalue
-
-
-def detectable(count: int, num_cells: int, least: float, power: float = 0.99) -> float:
-    """The shift between two of `num_cells` equal cells that so many draws find with `power`.
-
-    A total variation: what one of the cells has too much and another too little.
-    """
-    df = num_cells - 1
-    bound, low, high = stats.chi2.isf(least, df), 0.0, 1e4
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if stats.ncx2.sf(bound, df, middle) < power else (low, middle)
-    return float(np.sqrt(high / (2 * num_cells * count)))

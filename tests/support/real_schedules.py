@@ -46,33 +46,26 @@ def run_real_schedule(llm: LLM, alone: LLM, seed: int) -> Found:
     rng = np.random.default_rng([seed, 4])
     requests = make_requests(llm, rng, seed)
     try:
-        found = _serve(llm.engine, requests, rng)
+        samples, tally = _serve(llm.engine, requests, rng)
     except Exception as error:
         error.add_note(
             f"Again: python benchmarks/fuzz_schedules.py --seed {seed} --schedules 0 --real 1"
         )
         raise
-    expected = [_serve_alone(alone.engine, request) for request in requests]
+    others = [sample for request in requests for sample in _serve_alone(alone.engine, request)]
     pairs, before, after = [], [], []
-    for request, samples, alone_samples in zip(requests, found.samples, expected, strict=True):
-        for sample, other in zip(samples, alone_samples, strict=True):
-            output, wanted = sample.output, other.output
-            if sample.finish_reason == "abort":
-                wanted = wanted[: len(output)]
-            elif output == wanted:
-                assert sample.finish_reason == other.finish_reason
-            pairs.append((request, sample.index))
-            before.append(wanted)
-            after.append(output)
+    for sample, other in zip(samples, others, strict=True):
+        output, wanted = sample.output, other.output
+        if sample.finish_reason == "abort":
+            wanted = wanted[: len(output)]
+        elif output == wanted:
+            assert sample.finish_reason == other.finish_reason
+        pairs.append((other.request, sample.index))
+        before.append(wanted)
+        after.append(output)
     identity = compare(llm.engine, pairs, before, after)
     marked = [f"schedule {seed}, {text}" for text in identity.mismatches]
-    return Found(replace(identity, mismatches=marked), found.tally)
-
-
-@dataclass
-class _Served:
-    samples: list[list[Sequence]]
-    tally: Counter
+    return Found(replace(identity, mismatches=marked), tally)
 
 
 def begin_anew(engine: Engine, rng: Rng) -> None:
@@ -106,13 +99,12 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
     engine._recorder = Recorder()
 
 
-def _serve(engine: Engine, requests: list[Request], rng: Rng) -> _Served:
+def _serve(engine: Engine, requests: list[Request], rng: Rng) -> tuple[list[Sequence], Counter]:
     """Serve requests as they come, some of which are aborted."""
     begin_anew(engine, rng)
     scheduler, config = engine.scheduler, engine.scheduler.config
     if config.scheduling_policy == "priority":
         requests = [replace(r, priority=int(rng.integers(-1, 2))) for r in requests]
-    tally = Counter(schedules=1, requests=len(requests))
     samples: list[list[Sequence]] = []
     delivered: dict[Sequence, list[int]] = {}
     rate, step = float(rng.choice([0.3, 2, 20])), 0
@@ -121,7 +113,7 @@ def _serve(engine: Engine, requests: list[Request], rng: Rng) -> _Served:
         for request in requests[len(samples) :][: rng.poisson(rate)]:
             samples.append(engine.add(request))
         if samples and chance(rng, 0.05):
-            tally["aborted"] += len(engine.abort(requests[rng.integers(len(samples))].request_id))
+            engine.abort(requests[rng.integers(len(samples))].request_id)
         for sequence in engine.step():
             told = delivered.get(sequence, [])
             assert sequence.output[: len(told)] == told and (
@@ -138,13 +130,18 @@ def _serve(engine: Engine, requests: list[Request], rng: Rng) -> _Served:
     assert not scheduler.has_work and scheduler.pages.num_free == config.num_pages
     assert len(scheduler.residents.free_slots) == config.max_num_seqs
     metrics = engine.metrics()
-    tally["steps"] = metrics.num_steps
-    tally["tokens"] = metrics.num_generation_tokens
-    tally["preemptions"] = metrics.num_preemptions
-    tally["prefix hits"] = metrics.prefix_cache_hits
-    tally["accepted"] = metrics.num_accepted_tokens
-    assert tally["tokens"] == sum(sequence.num_output for sequence in every)
-    return _Served(samples, tally)
+    assert metrics.num_generation_tokens == sum(sequence.num_output for sequence in every)
+    tally = {
+        "schedules": 1,
+        "requests": len(requests),
+        "aborted": metrics.requests_finished.get("abort", 0),
+        "steps": metrics.num_steps,
+        "tokens": metrics.num_generation_tokens,
+        "preemptions": metrics.num_preemptions,
+        "prefix hits": metrics.prefix_cache_hits,
+        "accepted": metrics.num_accepted_tokens,
+    }
+    return every, Counter(tally)
 
 
 def _serve_alone(engine: Engine, request: Request) -> list[Sequence]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -13,18 +13,7 @@ from support.schedules import Arrival, Expected, Rng, Schedule, chance, make_sch
 from specjax.host.sequence import Sequence
 from specjax.outputs import Logprob
 
-PROGRAMS = (
-    "admit",
-    "prefill",
-    "begin",
-    "decode",
-    "propose",
-    "extend",
-    "settle",
-    "observe",
-    "restore",
-    "read",
-)
+PROGRAMS = "admit prefill begin decode propose extend settle observe restore read".split()
 
 
 @dataclass
@@ -55,30 +44,40 @@ class Run:
 
     def disturb(self) -> None:
         """Do, perhaps, what may happen between steps."""
-        engine = self.engine
         for name, probability in self.schedule.disturbances.items():
             if not chance(self.rng, probability):
                 continue
-            if name == "abort":
-                ids: list[Hashable] = sorted({s.request.request_id for s in self.samples}, key=str)
-                if ids:
-                    self.end(engine.abort(ids[self.rng.integers(len(ids))]))
-            elif name == "preempt":  # as if pages had run out; they keep what they hold
-                running = list(engine.scheduler.residents.running)
-                if chance(self.rng, 0.5):  # with a prompt half run
-                    running = [s for s in running if not s.residency.is_prefilled] or running
-                if running:
-                    engine.scheduler._preempt(running[self.rng.integers(len(running))])
-            elif name == "clear":
-                engine.scheduler.prefixes.clear()
-            elif name == "fail":
-                engine.programs.to_fail.append(str(self.rng.choice(PROGRAMS)))
-            elif name == "reset":
-                live = [s for samples in engine.scheduler._live.values() for s in samples]
-                engine.reset()
-                self.end(live)
+            getattr(self, f"_{name}")()
             self.tally[name] += 1
-            engine.check()
+            self.engine.check()
+
+    def _abort(self) -> None:
+        if self.samples:
+            ids = sorted({s.request.request_id for s in self.samples}, key=str)
+            self.end(self.engine.abort(ids[self.rng.integers(len(ids))]))
+
+    def _preempt(self) -> None:
+        """As if pages had run out; as like as not with a prompt half run."""
+        running = list(self.engine.scheduler.residents.running)
+        if chance(self.rng, 0.5):
+            running = [s for s in running if not s.residency.is_prefilled] or running
+        if running:
+            self.engine.scheduler._preempt(running[self.rng.integers(len(running))])
+
+    def _clear(self) -> None:
+        self.engine.scheduler.prefixes.clear()
+
+    def _fail(self) -> None:
+        self.engine.programs.to_fail.append(str(self.rng.choice(PROGRAMS)))
+
+    def _reset(self) -> None:
+        live = self.live()
+        self.engine.reset()
+        self.end(live)
+
+    def live(self) -> list[Sequence]:
+        """The samples that have not finished."""
+        return [s for samples in self.engine.scheduler._live.values() for s in samples]
 
     def end(self, sequences: Iterable[Sequence]) -> None:
         """These are not to get any further."""
@@ -92,8 +91,7 @@ class Run:
 
     def step(self) -> None:
         """One step of the engine, and all that it delivered."""
-        live = [s for samples in self.engine.scheduler._live.values() for s in samples]
-        has_failed = False
+        live, has_failed = self.live(), False
         try:
             touched = self.engine.step()
         except jax.errors.JaxRuntimeError:
@@ -224,13 +222,8 @@ def check_schedule(seed: int) -> Counter:
 
 
 def _totals(run: Run) -> tuple[int, ...]:
-    metrics = run.engine.metrics()
-    return (
-        metrics.num_generation_tokens,
-        metrics.num_drafts,
-        metrics.num_draft_tokens,
-        metrics.num_accepted_tokens,
-    )
+    m = run.engine.metrics()
+    return m.num_generation_tokens, m.num_drafts, m.num_draft_tokens, m.num_accepted_tokens
 
 
 def _told(position: int, token: int) -> dict[int, Logprob]:

@@ -8,7 +8,7 @@ function of a few lines here.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from support.scripts import EMPTY, fold, mask_of, next_token
@@ -84,8 +84,7 @@ class Grammar:
         return np.array([[word] * self.num_words for word in words], np.int32)
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """What a sample comes to if it is not aborted."""
 
     tokens: list[int]
@@ -114,8 +113,8 @@ class Schedule:
     vocab_size: int
     arrivals: list[Arrival]
     disturbances: dict[str, float]  # how likely each is before a step
-    windows: tuple[int, ...] = ()  # of layers of the target
-    may_defer: bool = False  # whether the drafter may observe rounds without drafts later
+    windows: tuple[int, ...]  # of layers of the target
+    may_defer: bool  # whether the drafter may observe rounds without drafts later
 
     @property
     def is_undisturbed(self) -> bool:
@@ -130,20 +129,14 @@ class Schedule:
         return sum(a.request.max_length * len(a.request.seeds) for a in self.arrivals)
 
     def __str__(self) -> str:
+        sizes = replace(self, arrivals=[])
         lines = [
-            f"schedule {self.seed}: {self.config}",
-            f"K of {self.choices}, draft_slots={self.draft_slots}, "
-            f"is_recurrent={self.is_recurrent}, windows={self.windows}, "
-            f"may_defer={self.may_defer}, {self.disturbances}",
+            f"step {a.step}: request {a.request.request_id}, "
+            f"{len(a.request.prompt_token_ids)} tokens, max_tokens={a.request.max_tokens}, "
+            + ", ".join(f"{len(e.tokens)} {e.reason}" for e in a.expected)
+            for a in self.arrivals
         ]
-        for arrival in self.arrivals:
-            r = arrival.request
-            lines.append(
-                f"step {arrival.step}: request {r.request_id}, {len(r.prompt_token_ids)} tokens, "
-                f"max_tokens={r.max_tokens}, seeds={r.seeds}, priority={r.priority}: "
-                + ", ".join(f"{len(e.tokens)} {e.reason}" for e in arrival.expected)
-            )
-        return "\n".join(lines)
+        return "\n".join([repr(sizes), *lines])
 
 
 def run_alone(request: Request, seed: int, vocab_size: int) -> Expected:
@@ -181,24 +174,22 @@ def make_schedule(seed: int) -> Schedule:
     if chance(rng, 0.6):
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
-    # By a generator of their own, so that schedules without windows stay as they were.
-    windows_rng = np.random.default_rng([seed, 9])
-    windows = make_windows(windows_rng, config)
-    if windows and chance(windows_rng, 0.3):  # they may run out first
+    windows = make_windows(rng, config)
+    if windows and chance(rng, 0.3):  # they may run out first
         one = max(pages_in_use(config, window, max(choices), 1) for window in windows)
-        config = replace(config, max_window_pages=one + int(windows_rng.integers(3)))
+        config = replace(config, max_window_pages=one + int(rng.integers(3)))
     return Schedule(
         seed,
         config,
         choices,
         draft_slots,
-        is_recurrent,
-        chance(rng, 0.2),
-        vocab_size,
-        arrivals,
-        disturbances,
-        windows,
-        may_defer=bool(chance(np.random.default_rng([seed, 10]), 0.7)),
+        is_recurrent=is_recurrent,
+        drafts_fewer=chance(rng, 0.2),
+        vocab_size=vocab_size,
+        arrivals=arrivals,
+        disturbances=disturbances,
+        windows=windows,
+        may_defer=chance(rng, 0.7),
     )
 
 
@@ -257,13 +248,7 @@ def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) 
     return arrivals
 
 
-def make_prompt(
-    rng: Rng,
-    config: EngineConfig,
-    vocab_size: int,
-    families: list[list[int]],
-    arrivals: list[Arrival],
-) -> list[int]:
+def make_prompt(rng, config, vocab_size, families, arrivals: list[Arrival]) -> list[int]:
     """A prompt of its own, or one that begins as another does, or as prompt and output did."""
     most = config.max_model_len - 1
     # Where pages are few, short prompts get in side by side, and outputs then run out of them.
@@ -288,25 +273,18 @@ def make_prompt(
     return known[:most]
 
 
-def make_request(
-    rng: Rng,
-    config: EngineConfig,
-    vocab_size: int,
-    number: int,
-    prompt: list[int],
-    fails: bool,
-) -> Request:
+def make_request(rng, config, vocab_size, number, prompt: list[int], fails: bool) -> Request:
     """A request for a continuation of `prompt`."""
     room = config.max_model_len - len(prompt)
     max_tokens = room if chance(rng, 0.5) else int(rng.integers(1, room + 1))
     count = int(rng.integers(2, 5)) if chance(rng, 0.25) else 1
-    ends = partial(int, rng.integers(1, max_tokens + 1)), chance(rng, 0.3)
+    last, ends_badly = int(rng.integers(1, max_tokens + 1)), chance(rng, 0.3)
     watch = grammar = structured = None
     if chance(rng, 0.15):
-        watch = partial(Watch, ends[0](), ends[1])
+        watch = partial(Watch, last, ends_badly)
     elif chance(rng, 0.1):
-        fails_late = not ends[1] and chance(rng, 0.3)
-        grammar = partial(Grammar, ends[0](), ends[1], -(-vocab_size // 32), fails_late)
+        fails_late = not ends_badly and chance(rng, 0.3)
+        grammar = partial(Grammar, last, ends_badly, -(-vocab_size // 32), fails_late)
         structured = StructuredOutputs(choice=["a"])
     wants_prompt = chance(rng, 0.1) and not config.exact
     has_processor = fails and chance(rng, 0.5) and not config.exact
@@ -317,15 +295,14 @@ def make_request(
         structured_outputs=structured,
         logits_processors=[unchanged] if has_processor else (),
     )
+    num_stops = int(rng.integers(1, 3)) * chance(rng, 0.3)
     return Request(
         number,
         tuple(prompt),
         params,
         max_tokens,
-        tuple(int(seed) for seed in rng.integers(0, 2**32, count)),
-        tuple({int(i) for i in rng.integers(0, vocab_size, rng.integers(1, 3))})
-        if chance(rng, 0.3)
-        else (),
+        tuple(rng.integers(0, 2**32, count).tolist()),
+        tuple(set(rng.integers(0, vocab_size, num_stops).tolist())),
         processor=0 if params.logits_processors else -1,
         watch_text=watch,
         follow_grammar=grammar,

@@ -5,7 +5,7 @@ gives what they give. In place of keys and values, a cell of its pool holds the 
 that they would depend on: up to its position for the target, and one further for the drafter. A
 round, or a chunk, looks at every cell below its start through its own page table, so that a page
 that is shared wrongly, stale, or overwritten is found when it is read. Which token follows a
-history, and what is drafted, a `Script` says.
+history, and what is drafted, a `Script` says. Methods of the port do what `Programs` says of them.
 """
 
 import zlib
@@ -16,36 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 from support.scripts import EMPTY, HashScript, Script, fold
-from support.simulated_memory import SimulatedMemory
 from support.simulated_outputs import Draft, Extension, HostArray, Outputs
-from support.simulated_slots import Row, Slot
+from support.simulated_slots import Pools, Row, Slot, write
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
-from specjax.device.inputs import (
-    AdmitInputs,
-    DecodeInputs,
-    PrefillInputs,
-    SnapshotInputs,
-)
 from specjax.device.layout import Layout
 from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.metrics import Compilations
-from specjax.engine.programs import (
-    Admit,
-    Begin,
-    Decode,
-    Extend,
-    Joined,
-    Observe,
-    Prefill,
-    ProcessFirst,
-    ProcessRound,
-    Propose,
-    Restore,
-    Settle,
-    Take,
-)
+from specjax.engine.programs import Prefill
 from specjax.engine.tracing import Program
 from specjax.host.speculation.step_cost import StepCost
 from specjax.host.windows import window_pages
@@ -53,7 +32,7 @@ from specjax.host.windows import window_pages
 MAX_DEFERRED_ROWS = 7
 
 
-class SimulatedPrograms(SimulatedMemory):
+class SimulatedPrograms:
     """`Programs` on a device that is not there; as `make_programs` of an engine.
 
     Args:
@@ -97,21 +76,6 @@ class SimulatedPrograms(SimulatedMemory):
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
         self._packings: dict[Program, list[Any]] = {}  # with shapes, of the packed arguments
-        self._programs: dict[type, Callable[..., Any]] = {
-            Admit: self._admit,
-            Restore: self._restore,
-            Take: self._take,
-            Prefill: self._prefill,
-            Begin: self._begin,
-            Decode: self._decode,
-            Propose: self._propose,
-            Extend: self._extend,
-            Settle: self._settle,
-            Observe: self._observe,
-            Joined: self._joined,
-            ProcessFirst: lambda key, inputs, logits: logits | dict(key.processors).keys(),
-            ProcessRound: lambda key, inputs, draft, logits: logits | dict(key.processors).keys(),
-        }
         self.renew()
 
     # --- the port ---------------------------------------------------------------------------------
@@ -129,28 +93,23 @@ class SimulatedPrograms(SimulatedMemory):
 
     @property
     def compilations(self) -> Compilations:
-        """Programs asked for."""
         return Compilations(len(self.ready), self._num_late, len(self.pending), 0.0)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether any are pending."""
         return bool(self.pending)
 
     def max_deferred(self, batch: int) -> int:
-        """As many rounds as there is room for."""
         count = self._max_deferred_rows // batch
         return count if count > 1 else 0
 
     def compile_ahead(
         self, programs: Iterable[Program], *, then: Iterable[Program] = (), show_progress: bool
     ) -> None:
-        """Remember what was asked for."""
         self.ready |= set(programs)
         self.compile_behind(then, is_urgent=False)
 
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
-        """Ready at once, unless it is slow."""
         missing = [one for one in programs if one not in self.ready and one not in self.failures]
         self._num_late += is_urgent * len(missing)
         if self.is_slow:
@@ -160,17 +119,14 @@ class SimulatedPrograms(SimulatedMemory):
             self.ready |= set(missing)
 
     def finish(self, *, show_progress: bool) -> None:
-        """All are ready."""
         self.ready |= set(self.pending)
         self.pending = []
 
     def wait(self, seconds: float) -> None:
-        """Until the next is ready."""
         if self.pending:
             self.ready.add(self.pending.pop(0))
 
     def run(self, program: Program, *arguments: Any) -> Any:
-        """Run a program at once."""
         name = type(program).__name__.lower()
         if name in self.to_fail:
             self.to_fail.remove(name)
@@ -190,7 +146,7 @@ class SimulatedPrograms(SimulatedMemory):
         for (packing, shape), packed in zip(self._packings[program], arguments, strict=False):
             assert packed.shape == shape and packed.dtype == np.int32
             inputs.append(packing.views(packed))
-        return self._programs[type(program)](program, *inputs, *arguments[len(inputs) :])
+        return getattr(self, f"_{name}")(program, *inputs, *arguments[len(inputs) :])
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
@@ -200,27 +156,23 @@ class SimulatedPrograms(SimulatedMemory):
         return StepCost({b: {k: 1 + 0.1 * b * (k + 1) for k in ks} for b in batches})
 
     def release(self) -> None:
-        """Nothing can be run until `renew`."""
         self.slots: list[Slot] = []
 
     def close(self) -> None:
-        """Nothing is left to run."""
         del self.slots
 
     def renew(self) -> None:
         """Begin with empty slots, and pools that hold anything."""
-        num_cells = self.config.num_pages * self.config.page_size
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
-        self.target, self.drafter = self._garbage(num_cells), self._garbage(num_cells)
-        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and what it is to hold
         sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
-        self.windows = {w: self._garbage(n * self.config.page_size) for w, n in sizes.items()}
-        self.snapshots = self._garbage(self._num_snapshots or 0).tolist()
+        self.pools = Pools(self.config, sizes, self._rng, self.tally)
+        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and what it is to hold
+        self.snapshots = self.pools.garbage(self._num_snapshots or 0).tolist()
         self._error = None
 
-    # --- programs ---------------------------------------------------------------------------------
+    # --- programs, each by its name, with the inputs and results that `engine.programs` has -------
 
-    def _admit(self, key: Admit, admitted: AdmitInputs) -> None:
+    def _admit(self, key, admitted):
         for row, slot in self._known(admitted.slots):
             requests = admitted.requests.at(row)
             tokens = [token for token in admitted.tokens[row].tolist() if token >= 0]
@@ -238,46 +190,37 @@ class SimulatedPrograms(SimulatedMemory):
             slot.stop_ids = frozenset(requests.stop_ids.tolist()) - {-1}
             slot.length, slot.is_active, slot.pending = None, False, 0
 
-    def _restore(self, key: Restore, moves: SnapshotInputs) -> None:
+    def _restore(self, key, moves):
         for row, slot in self._known(moves.slots):
-            snapshot, end = int(moves.ids[row]), int(moves.ends[row])
-            slot.state = self.snapshots[snapshot]
-            assert slot.state == slot.digests[end], f"snapshot {snapshot} is not of these {end}"
+            slot.state, end = self.snapshots[moves.ids[row]], int(moves.ends[row])
+            assert slot.state == slot.digests[end], f"the snapshot is not of these {end} tokens"
             self.tally["snapshots restored"] += 1
 
-    def _take(self, key: Take, moves: SnapshotInputs) -> None:
-        taken = [int(moves.ids[row]) for row, _ in self._known(moves.slots)]
-        assert len(set(taken)) == len(taken), f"a snapshot is twice in {taken}"
-        for row, slot in self._known(moves.slots):
-            snapshot, end = int(moves.ids[row]), int(moves.ends[row])
-            assert not slot.pending and slot.state == slot.digests[end]
-            assert 0 <= snapshot < len(self.snapshots)
+    def _take(self, key, moves):
+        known = self._known(moves.slots)
+        taken = [int(moves.ids[row]) for row, _ in known]
+        assert len(set(taken)) == len(taken) and min(taken) >= 0, f"snapshots {taken}"
+        for snapshot, (row, slot) in zip(taken, known, strict=True):
+            assert not slot.pending and slot.state == slot.digests[moves.ends[row]]
             self.snapshots[snapshot] = slot.state
             self.tally["snapshots taken"] += 1
 
-    def _prefill(self, key: Prefill, chunks: PrefillInputs) -> Extension:
+    def _prefill(self, key, chunks):
         known = self._known(chunks.slots)
         for row, slot in known:  # what a step writes is there for later ones only
             self._check_chunk(slot, chunks, row, key.width)
             tables = self._tables(chunks.page_tables[row])
-            self._check_reads(slot, int(chunks.starts[row]), tables)
+            self.pools.check_reads(slot, int(chunks.starts[row]), tables)
         for row, slot in known:
             start, count = int(chunks.starts[row]), int(chunks.counts[row])
             self._fold_pending(slot, start)
             slot.state = fold(slot.state, slot.tokens[start : start + count])
             values = slot.digests[start + 1 : start + count + 1]
-            self._write_target(self._tables(chunks.page_tables[row]), start, values, count)
+            self.pools.write_target(self._tables(chunks.page_tables[row]), start, values, count)
             self.tally["prompt tokens run"] += count
         return Extension()
 
-    def _begin(
-        self,
-        key: Begin,
-        chunks: PrefillInputs,
-        extension: Any,
-        logits: frozenset[int],
-        masks: np.ndarray | None,
-    ) -> HostArray:
+    def _begin(self, key, chunks, extension, logits, masks):
         extras = self._extras(chunks)
         outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, extras=extras)
         for row, slot in self._known(chunks.slots):
@@ -292,39 +235,37 @@ class SimulatedPrograms(SimulatedMemory):
             following = slot.digests[start + 2 : end + 2].copy()
             if key.variant.num_prompt_logprobs is not None:
                 outputs.put_prompt(row, start + 1, slot.tokens[start + 1 : end + 1])
-            self._write(self.drafter, self._cells(table, start, end), following)
+            write(self.pools.drafter, self.pools.cells(table, start, end), following)
             slot.length = slot.observed = end
             is_finished = slot.tokens[-1] in slot.stop_ids or slot.limit - end <= 1
             slot.is_active = bool(is_last and (is_resumed or not is_finished))
         return self._out(outputs.packed)
 
-    def _decode(self, key: Decode, round_: DecodeInputs) -> HostArray:
+    def _decode(self, key, round_):
         rows = self._rows(key.k, round_)
         self._extend_rows(key.k, rows)
         return self._out(self._settle_rows(key, rows, round_, frozenset(), None))
 
-    def _observe(self, key: Observe, round_: DecodeInputs) -> None:
+    def _observe(self, key, round_):
         width = self.max_deferred(key.batch)
         for number, slot in self._known(round_.slots):
             start, end = slot.observed, slot.length or 0
             if start == end:  # it ended before these rounds, or the state is a new one
                 continue
-            cells = self._cells(self._tables(round_.page_tables[number])[0], start, end)
+            cells = self.pools.cells(self._tables(round_.page_tables[number])[0], start, end)
             places = range(number * width, number * width + len(cells))
             kept = [self.deferred.pop(place) for place in places]
             expected = zip(cells, slot.digests[start + 2 : end + 2], strict=True)
             assert kept == list(expected), "not what was left to be observed"
-            self._write(self.drafter, cells, slot.digests[start + 2 : end + 2])
+            write(self.pools.drafter, cells, slot.digests[start + 2 : end + 2])
             slot.observed = end
             self.tally["rounds observed later"] += len(cells)
 
-    def _joined(
-        self, key: Joined, chunks: PrefillInputs, round_: DecodeInputs
-    ) -> tuple[HostArray, HostArray]:
+    def _joined(self, key, chunks, round_):
         begin, decode = key.begin, key.decode
         rows = self._rows(decode.k, round_)
         for row in rows.values():  # neither may read what the other writes
-            self._check_reads(row.slot, row.start, row.tables)
+            self.pools.check_reads(row.slot, row.start, row.tables)
         extension = self._prefill(Prefill(begin.batch, begin.width), chunks)
         self._extend_rows(decode.k, rows)
         outputs = self._settle_rows(decode, rows, round_, frozenset(), None, may_defer=False)
@@ -332,31 +273,29 @@ class SimulatedPrograms(SimulatedMemory):
         begun = self._begin(begin, chunks, extension, frozenset(), None)
         return begun, self._out(outputs)
 
-    def _propose(self, key: Propose, round_: DecodeInputs) -> Draft:
+    def _propose(self, key, round_):
         self._proposed = self._rows(key.k, round_)
         drafts = np.zeros((key.batch, key.k), np.int32)
         for number, row in self._proposed.items():
             drafts[number] = row.drafts
         return Draft(HostArray(drafts))
 
-    def _extend(self, key: Extend, round_: DecodeInputs, draft: Draft) -> Extension:
+    def _extend(self, key, round_, draft):
         self._extend_rows(key.k, self._proposed)
         return Extension()
 
-    def _settle(
-        self,
-        key: Settle,
-        round_: DecodeInputs,
-        draft: Draft,
-        extension: Any,
-        logits: frozenset[int],
-        masks: np.ndarray,
-    ) -> HostArray:
+    def _settle(self, key, round_, draft, extension, logits, masks):
         return self._out(self._settle_rows(key, self._proposed, round_, logits, masks))
+
+    def _processfirst(self, key, inputs, logits):
+        return logits | dict(key.processors).keys()
+
+    def _processround(self, key, inputs, draft, logits):
+        return logits | dict(key.processors).keys()
 
     # --- rounds -----------------------------------------------------------------------------------
 
-    def _rows(self, k: int, round_: DecodeInputs) -> dict[int, Row]:
+    def _rows(self, k, round_):
         """Every row of a round that goes on, with its drafts and what will come of them."""
         rows = {}
         for number, slot in self._known(round_.slots):
@@ -372,31 +311,22 @@ class SimulatedPrograms(SimulatedMemory):
             rows[number] = Row(slot, start, tables, num_drafts, tokens, drafts)
         return rows
 
-    def _extend_rows(self, k: int, rows: dict[int, Row]) -> None:
+    def _extend_rows(self, k, rows):
         for row in rows.values():
-            self._check_reads(row.slot, row.start, row.tables, may_be_behind=not k)
+            self.pools.check_reads(row.slot, row.start, row.tables, may_be_behind=not k)
         for row in rows.values():
             slot, start = row.slot, row.start
             self._fold_pending(slot, start)
             slot.ring = [slot.tokens[start], *row.drafts]
             for token in row.tokens:
                 slot.append(token)
-            values = self._garbage(k + 1)
+            values = self.pools.garbage(k + 1)
             stands = len(row.tokens)
             values[:stands] = slot.digests[start + 1 : start + 1 + stands]
             remaining = slot.limit - start - 1
-            self._write_target(row.tables, start, values, min(stands, remaining))
+            self.pools.write_target(row.tables, start, values, min(stands, remaining))
 
-    def _settle_rows(
-        self,
-        key: Decode | Settle,
-        rows: dict[int, Row],
-        round_: DecodeInputs,
-        logits: frozenset[int],
-        masks: np.ndarray | None,
-        *,
-        may_defer: bool = True,
-    ) -> np.ndarray:
+    def _settle_rows(self, key, rows, round_, logits, masks, *, may_defer=True):
         extras, width = self._extras(round_), self.max_deferred(key.batch)
         outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, extras=extras)
         for number, row in rows.items():
@@ -404,15 +334,15 @@ class SimulatedPrograms(SimulatedMemory):
             assert slot.processor in {-1, *logits}, "unprocessed logits"
             for place in range(stands):
                 self._check_mask(masks, number, place, slot, start + 1 + place)
-            cells = self._cells(row.tables[0], start, start + key.k + 1)
-            values = self._garbage(key.k + 1)
+            cells = self.pools.cells(row.tables[0], start, start + key.k + 1)
+            values = self.pools.garbage(key.k + 1)
             values[:stands] = slot.digests[start + 2 : start + 2 + stands]
             if may_defer and not key.k and width:
                 assert start - slot.observed < width, "no room for what is to be observed later"
                 place = number * width + start - slot.observed
                 self.deferred[place] = int(cells[0]), int(values[0])
             else:
-                self._write(self.drafter, cells, values)
+                write(self.pools.drafter, cells, values)
                 slot.observed = start + stands
             remaining = slot.limit - start - 1
             tokens = row.tokens[:remaining]
@@ -426,7 +356,7 @@ class SimulatedPrograms(SimulatedMemory):
             self.tally["rounds"] += 1
         return outputs.packed
 
-    def _next(self, slot: Slot, more: list[int]) -> int:
+    def _next(self, slot, more):
         """The token that follows the slot's, and `more` of which nothing is kept."""
         digest = fold(int(slot.digests[len(slot.tokens)]), more)
         tokens = [*slot.tokens, *more]
@@ -438,13 +368,17 @@ class SimulatedPrograms(SimulatedMemory):
 
     # --- what it is given -------------------------------------------------------------------------
 
-    def _extras(self, inputs: PrefillInputs | DecodeInputs) -> int:
+    def _tables(self, table):
+        """The page tables of a row."""
+        return table.reshape(self.layout.num_tables, -1)
+
+    def _extras(self, inputs):
         """What all requests of a step want together."""
         extras = inputs.extras
         assert (extras == extras[0]).all()
         return int(extras[0])
 
-    def _known(self, slots: Any) -> list[tuple[int, Slot]]:
+    def _known(self, slots):
         """The rows that are no padding, with their slots."""
         real = [(row, int(slot)) for row, slot in enumerate(slots) if slot != len(self.slots)]
         assert all(0 <= slot < len(self.slots) for _, slot in real), f"slots {slots}"
@@ -452,7 +386,7 @@ class SimulatedPrograms(SimulatedMemory):
         assert [row for row, _ in real] == list(range(len(real))), f"padding first in {slots}"
         return [(row, self.slots[slot]) for row, slot in real]
 
-    def _fold_pending(self, slot: Slot, start: int) -> None:
+    def _fold_pending(self, slot, start):
         if self._num_snapshots is None:
             return
         slot.state = fold(slot.state, slot.ring[: slot.pending])
@@ -461,7 +395,7 @@ class SimulatedPrograms(SimulatedMemory):
             slot.state = self._empty
         assert slot.state == slot.digests[start], f"the state is not of the first {start} tokens"
 
-    def _check_chunk(self, slot: Slot, chunks: PrefillInputs, row: int, width: int) -> None:
+    def _check_chunk(self, slot, chunks, row, width):
         start, count = int(chunks.starts[row]), int(chunks.counts[row])
         is_last, is_resumed = int(chunks.is_last[row]), int(chunks.is_resumed[row])
         assert 0 < count <= width
@@ -470,14 +404,7 @@ class SimulatedPrograms(SimulatedMemory):
         assert start + count <= goal and is_last == (start + count == goal)
         assert is_resumed == (len(slot.tokens) > slot.prompt_length)
 
-    def _check_mask(
-        self,
-        masks: np.ndarray | None,
-        row: int,
-        place: int,
-        slot: Slot,
-        length: int | None = None,
-    ) -> None:
+    def _check_mask(self, masks, row, place, slot, length=None):
         """The grammar's mask must be that after the first `length` tokens."""
         if self.masked_slots is None:
             return
@@ -489,7 +416,7 @@ class SimulatedPrograms(SimulatedMemory):
         assert masks[row, place, 0] == self.script.mask(known), "the mask is of other tokens"
         self.tally["masks"] += 1
 
-    def _out(self, packed: np.ndarray) -> HostArray:
+    def _out(self, packed):
         if "read" in self.to_fail:
             self.to_fail.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")

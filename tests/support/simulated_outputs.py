@@ -29,7 +29,7 @@ class HostArray:
         """Not until it is read."""
         return False
 
-    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
+    def __array__(self, *arguments, **options):
         if self.error is not None:
             raise self.error
         return self.array
@@ -49,17 +49,7 @@ class Outputs:
     are the n ids that follow it.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        num_rows: int,
-        width: int,
-        variant: Variant,
-        vocab_size: int,
-        has_raw: bool,
-        *,
-        extras: int,
-    ):
+    def __init__(self, batch, num_rows, width, variant: Variant, vocab_size, has_raw, *, extras):
         self._has_logprobs = extras & Extras.LOGPROBS > 0
         self._num_rows, self._width, self._variant = num_rows, width, variant
         self._vocab_size, self._has_raw = vocab_size, has_raw
@@ -81,12 +71,10 @@ class Outputs:
         assert num_top is not None
         self._put(row, self._prompt, self._width, num_top, start, following)
 
-    def _size(self, num_rows: int, num_top: int | None) -> int:
+    def _size(self, num_rows, num_top):
         return 0 if num_top is None else num_rows * (2 + 2 * num_top + self._has_raw)
 
-    def _put(
-        self, row: int, at: int, num_rows: int, num_top: int, start: int, tokens: list[int]
-    ) -> None:
+    def _put(self, row, at, num_rows, num_top, start, tokens):
         count, out = len(tokens), self.packed[row]
         own = -np.arange(start, start + count, dtype=np.float32)
         ids = (np.array(tokens, np.int32)[:, None] + 1 + np.arange(num_top)) % self._vocab_size

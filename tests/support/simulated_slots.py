@@ -1,10 +1,17 @@
-"""What a simulated device knows of the requests in its slots, and of the rows of a round."""
+"""What a simulated device knows of the requests in its slots, and the pools that they read.
 
+A cell of a pool holds a digest. Those of a request are found by its page tables, and checked when
+they are read.
+"""
+
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from support.scripts import EMPTY, fold
+
+from specjax.config import EngineConfig
 
 
 @dataclass
@@ -44,3 +51,74 @@ class Row:
     num_drafts: int
     tokens: list[int]  # that stand: accepted drafts, and the one after them
     drafts: list[int]
+
+
+class Pools:
+    """Keys and values: those of the target, of each window of its layers, and of the drafter."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        windows: dict[int, int],
+        rng: np.random.Generator,
+        tally: Counter,
+    ):
+        """`windows` have so many pages each. What no step has written is anything."""
+        self._config, self._rng, self._tally = config, rng, tally
+        self.target, self.drafter, *others = (
+            self.garbage(pages * config.page_size)
+            for pages in (config.num_pages, config.num_pages, *windows.values())
+        )
+        self.windows = dict(zip(windows, others, strict=True))
+
+    def garbage(self, count: int) -> np.ndarray:
+        """So many digests of nothing."""
+        return self._rng.integers(-(2**62), 2**62, count)
+
+    def cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
+        """The cells of positions [start, end); -1 where no page is assigned."""
+        size = self._config.page_size
+        positions = np.arange(start, end)
+        places = positions // size
+        pages = np.where(places < len(table), table[np.minimum(places, len(table) - 1)], -1)
+        assert (pages < self._config.num_pages).all(), f"no such page in {table}"
+        return np.where(pages >= 0, pages * size + positions % size, -1)
+
+    def check_reads(
+        self, slot: Slot, start: int, tables: np.ndarray, *, may_be_behind: bool = False
+    ) -> None:
+        """What a row at `start` reads must be what its own tokens left."""
+        if not start:
+            return
+        table, *others = tables
+        read = [("target", self.target, table, 1, 0)]
+        if not may_be_behind:
+            assert slot.length is None or slot.observed == start, "the drafter is behind"
+            read.append(("drafter", self.drafter, table, 2, 0))
+        for (window, pool), own in zip(self.windows.items(), others, strict=True):
+            # The row at `start` is the first of its window's tokens to be read as others are.
+            read.append((f"window {window}", pool, own, 1, max(0, start - window + 1)))
+        for name, pool, own, ahead, first in read:
+            cells = self.cells(own, first, start)
+            held = np.where(cells >= 0, pool[cells], 0)
+            is_wrong = held != slot.digests[first + ahead : start + ahead]
+            assert not is_wrong.any(), (
+                f"position {first + int(is_wrong.argmax())} of {start}, {name}: not what was left "
+                f"there, {int(is_wrong.sum())} wrong, pages {own}"
+            )
+            self._tally["cells read"] += len(cells)
+
+    def write_target(
+        self, tables: np.ndarray, start: int, values: np.ndarray, num_needed: int
+    ) -> None:
+        """What all layers of the target leave from `start` on; so much of it must have pages."""
+        for table, pool in zip(tables, (self.target, *self.windows.values()), strict=True):
+            cells = self.cells(table, start, start + len(values))
+            assert cells[:num_needed].min() >= 0, f"no page for what is written from {start} on"
+            write(pool, cells, values)
+
+
+def write(pool: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
+    """Leave values in the cells that there are."""
+    is_mapped = cells >= 0
+    pool[cells[is_mapped]] = values[is_mapped]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from specjax.host.speculation.methods import adaptive_policy, profile_policy
 from specjax.host.speculation.policy import (
     DecodeLoad,
-    GoodputPolicy,
     Policy,
     Round,
     StaticPolicy,
@@ -81,26 +80,6 @@ class Scenario:
     def cost(self) -> StepCost:
         """Its times, of padded rounds."""
         return StepCost(GRIDS[self.grid], ks=KS, batches=BATCHES)
-
-
-class MisledPolicy(GoodputPolicy):
-    """Adaptive, but its replays say that rounds with drafts take less than they do."""
-
-    FACTOR = 0.8
-
-    def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Spoil the replays."""
-        measured = replay()
-        points = {
-            batch: {k: measured.ms(batch, k) * (self.FACTOR if k else 1.0) for k in measured.ks}
-            for batch in measured.batches
-        }
-        super().begin(lambda: StepCost(points, batches=measured.batches))
-
-    @classmethod
-    def make(cls) -> "MisledPolicy":
-        """One that has learned nothing."""
-        return cls(KS, None, adaptive_policy(MAX_DRAFTS).acceptance)
 
 
 class _Slot:
@@ -185,7 +164,6 @@ def _table(grid: str) -> TablePolicy:
 MAKERS: Mapping[str, Callable[[Scenario], Policy | None]] = {
     "oracle": lambda scenario: None,
     "adaptive": lambda scenario: adaptive_policy(MAX_DRAFTS),
-    "misled": lambda scenario: MisledPolicy.make(),
     "profile, online": lambda scenario: profile_policy(_profile(scenario.grid), BATCHES),
     "table": lambda scenario: _table(scenario.grid),
     "table of the seed": lambda scenario: _table("seed"),

@@ -81,7 +81,7 @@ def serve(
             policy.observe(late)
         rates = LAWS[law](i / num_rounds)
         ms = times[k] * _factor(rng)
-        late = Round(batch, k, 0, _verdicts(rng, rates, k, batch), ms)
+        late = Round(batch, k, 0, draw_verdicts(rng, rates, k, batch), ms)
         ks.append(k)
         tokens.append(1 + sum(rates[:k]))
     return Served(np.array(ks), np.array([times[k] for k in ks]), np.array(tokens))
@@ -104,10 +104,10 @@ def _factor(rng: np.random.Generator) -> float:
     return spike * math.exp(NOISE * rng.standard_normal())
 
 
-def _verdicts(
+def draw_verdicts(
     rng: np.random.Generator, rates: Sequence[float], k: int, batch: int
 ) -> Counter[DraftOutcome]:
-    """What becomes of k drafts of each request."""
+    """What becomes of k drafts of each request, by unconditional rates."""
     verdicts, left, before = Counter(), batch, 1.0
     for i, rate in enumerate(rates[:k]):
         stood = int(rng.binomial(left, rate / before)) if left else 0

@@ -6,29 +6,20 @@ import math
 from pathlib import Path
 
 import pytest
+from host.speculation.baselines import SEED_MS, SEED_RATES
+from support.refusals import label, refusal
 
 from specjax.host.speculation.profile import MAX_BATCH, Profile
 
-# Printed in vLLM #32374: Llama-3.1-8B with an EAGLE head on one H100.
-KS = ("0", "1", "3", "5")
-TIMES = {
-    "1": (6.520589930005372, 7.367628160864115, 8.84066498838365, 10.32649097032845),
-    "4": (6.601515458896756, 7.472813129425049, 8.981170016340911, 10.400271974503994),
-    "16": (6.898819003254175, 7.852344075217843, 9.518282022327185, 11.196403065696359),
-    "64": (7.774091092869639, 9.656429989263415, 13.497876934707165, 16.831180080771446),
-    "256": (14.491415582597256, 27.138127014040947, 41.848431108519435, 57.40421102382243),
-}
+PER_TOKEN = "ms_per_context_token"
+RATES, MOST = "acceptance_rate_per_pos", "max_num_speculative_tokens"
 H100 = {
     "is_online": False,
-    "batch_stats": {batch: dict(zip(KS, times, strict=True)) for batch, times in TIMES.items()},
-    "max_num_speculative_tokens": 5,
-    "acceptance_rate_per_pos": [
-        *(0.6811801775995416, 0.3914351188771126, 0.20352334574620454),
-        *(0.1014036092810083, 0.051417931824692065),
-    ],
+    "batch_stats": {str(b): {str(k): ms for k, ms in row.items()} for b, row in SEED_MS.items()},
+    MOST: 5,
+    RATES: list(SEED_RATES),
 }
-SHARED = Path(__file__).parents[4] / "shared/data/dynamic_sd/llama-3.1-8b-eagle-h100.json"
-# Of Ks 0 to 5, by batch size; 128 is between two that were measured.
+# Printed in vLLM #32374, of Ks 0 to 5, by batch size; 128 is between two that were measured.
 TPOT = {
     1: [6.52, 4.38, 3.91, 3.88, 4.03, 4.25],
     4: [6.60, 4.44, 3.97, 3.95, 4.08, 4.28],
@@ -40,25 +31,12 @@ TPOT = {
 BEST = {1: 3, 4: 3, 16: 3, 64: 2, 128: 1, 256: 0}
 
 
-@pytest.fixture
-def h100():
-    return Profile.of(H100, "here")
-
-
-def test_time_per_token_of_the_published_profile(h100):
-    compared = h100.table(list(TPOT))
+def test_the_published_profile():
+    profile = Profile.of(H100, "here")
+    compared = profile.table(list(TPOT))
     rounded = {b: [round(row[k], 2) for k in range(6)] for b, row in compared.tpot_ms.items()}
     assert rounded == TPOT and compared.best_k == BEST
-
-
-@pytest.mark.skipif(not SHARED.is_file(), reason="the data does not come with the package")
-def test_the_published_profile_is_the_one_here(h100):
-    assert Profile.read(SHARED) == h100
-
-
-def test_table_of_best_ks(h100):
-    assert h100.as_table() == ((1, 17, 3), (18, 110, 2), (111, 169, 1), (170, 256, 0))
-    assert json.loads(json.dumps(h100.as_table()))[0] == [1, 17, 3]
+    assert profile.as_table() == ((1, 17, 3), (18, 110, 2), (111, 169, 1), (170, 256, 0))
 
 
 def test_the_smallest_of_equal_ks_is_best():
@@ -73,120 +51,13 @@ def test_the_smallest_of_equal_ks_is_best():
 @pytest.mark.parametrize(
     "measured", [None, {}, {"model": "ab12", "device": "an H200", "seconds": [1, 2.5]}]
 )
-def test_read_what_was_written(tmp_path, h100, measured):
+def test_read_what_was_written(tmp_path, measured):
     content = H100 if measured is None else H100 | {"measured": measured}
     profile = Profile.of(content, "here")
-    assert profile.measured == measured
-    assert profile.as_json() == content
+    assert profile.measured == measured and profile.as_json() == content
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile.as_json()))
     assert Profile.read(path) == Profile.read(str(path)) == profile
-    assert profile.step_ms == h100.step_ms and profile.rates == h100.rates
-    assert (profile.max_drafts, profile.is_online) == (5, False)
-
-
-# --- what is not a profile ------------------------------------------------------------------------
-
-
-def small(**changes):
-    """The content of a valid profile, with changes."""
-    return {
-        "is_online": False,
-        "batch_stats": {"1": {"0": 2.0, "1": 3.0}, "64": {"0": 4.0, "2": 6.0}},
-        "max_num_speculative_tokens": 2,
-        "acceptance_rate_per_pos": [0.6, 0.3],
-        "measured": {"model": "ab12"},
-    } | changes
-
-
-def batch_64(**changes):
-    """The same with changes to the times of one batch size."""
-    content = copy.deepcopy(small())
-    content["batch_stats"]["64"] |= changes
-    return content
-
-
-def without(key):
-    content = small()
-    del content[key]
-    return content
-
-
-nan, inf = math.nan, math.inf
-PER_TOKEN = "ms_per_context_token"
-RATES, MOST = "acceptance_rate_per_pos", "max_num_speculative_tokens"
-BAD = [
-    *(
-        (x, ["must hold a JSON object", "batch_stats"])
-        for x in ([], [small()], "text", 5, None, True)
-    ),
-    *(
-        (without(key), [f"lacks {key}", "profile again"])
-        for key in ("is_online", "batch_stats", MOST, RATES)
-    ),
-    ({}, ["lacks is_online, batch_stats, max_num_speculative_tokens, acceptance_rate_per_pos"]),
-    (small(step_ms={}), ["unknown keys ['step_ms']", "known keys are is_online"]),
-    *((small(is_online=x), [f"is_online={x!r}", "true"]) for x in (1, 0, "true", None, [])),
-    *(
-        (small(**{MOST: x}), [f"{MOST}={x!r}", "at least 1"])
-        for x in (0, -1, 2.0, True, "2", None, nan)
-    ),
-    *(
-        (small(batch_stats=x), [f"batch_stats={x!r}", "milliseconds"])
-        for x in ({}, [], None, 3, "text")
-    ),
-    *(
-        (small(batch_stats={x: {"0": 1.0, "1": 2.0}}), [f'batch_stats["{x}"]', "integer in 1.."])
-        for x in ("0", "-1", "1.0", "1.5", "01", " 1", "+1", "1_0", "", "one", "nan", "٣", "²")
-    ),
-    (small(batch_stats={str(MAX_BATCH + 1): {}}), [f'["{MAX_BATCH + 1}"]', str(MAX_BATCH)]),
-    (small(batch_stats={"9" * 5000: {}}), ["integer in 1.."]),
-    (small(batch_stats={"1": {"0": 1, "1": 2}, "01": {"0": 1, "1": 2}}), ['["01"]', "digits"]),
-    *(
-        (small(batch_stats={"64": x}), [f'batch_stats["64"]={x!r}', "must be an object"])
-        for x in ([], None, 3.0, "text")
-    ),
-    *(
-        (batch_64(**{"2": x}), [f'batch_stats["64"]["2"]={x!r}', "above 0", "milliseconds"])
-        for x in (-1.0, 0, 0.0, -0.0, nan, inf, -inf, True, False, "6.0", None, [6.0])
-    ),
-    (batch_64(**{"2": 10**400}), ['batch_stats["64"]["2"]=1', "above 0"]),
-    *(
-        (batch_64(**{x: 5.0}), [f'batch_stats["64"]["{x}"]=5.0', "0..2", MOST])
-        for x in ("3", "-1", "1.0", "01", "00", "", "one")
-    ),
-    (small(batch_stats={"64": {}}), ['batch_stats["64"]', "lacks K=0"]),
-    (small(batch_stats={"64": {"1": 2.0}}), ['batch_stats["64"]', "lacks K=0"]),
-    (small(batch_stats={"64": {"0": 2.0}}), ['batch_stats["64"]', "only K=0"]),
-    *(
-        (small(**{RATES: x}), [f"{RATES}={x!r}", "must list 2 rates", MOST])
-        for x in ([], [0.5], [0.5, 0.4, 0.3], None, 0.5, "ab", {})
-    ),
-    *(
-        (small(**{RATES: [0.5, x]}), [f"{RATES}[1]={x!r}", "[0, 1]"])
-        for x in (-0.1, 1.1, nan, inf, True, "0.3", None)
-    ),
-    (small(**{RATES: [nan, 0.5]}), [f"{RATES}[0]=nan", "[0, 1]"]),
-    # The usual mistake: of the steps that accept the draft before, the part that accepts this one.
-    (small(**{RATES: [0.6, 0.7]}), [f"{RATES}[1]=0.7", "exceeds the 0.6", "unconditional"]),
-    *((small(measured=x), [f"measured={x!r}", "object"]) for x in (None, [], "text", 5)),
-    *(
-        (small(measured={"model": x}), [f'measured["model"]={x!r}', "fingerprint"])
-        for x in (5, None, ["ab"])
-    ),
-    (small(measured={"device": 80}), ['measured["device"]=80', "kind of the device"]),
-    *(
-        (small(measured={PER_TOKEN: x}), [f'measured["{PER_TOKEN}"]={x!r}', "at least 0"])
-        for x in (-1e-4, nan, None, "0.1")
-    ),
-]
-
-
-def refusal(do):
-    """The message of the ValueError that `do` must raise."""
-    with pytest.raises(ValueError) as error:
-        do()
-    return str(error.value)
 
 
 def test_times_are_of_steps_without_context_if_it_says_what_that_adds():
@@ -199,45 +70,107 @@ def test_times_are_of_steps_without_context_if_it_says_what_that_adds():
     assert times == pytest.approx([6.0, 6.0, 6.0, 11.0])
 
 
-@pytest.mark.parametrize("content, words", BAD, ids=lambda x: str(x)[:60])
+def small(**changes):
+    """The content of a valid profile, with changes."""
+    return {
+        "is_online": False,
+        "batch_stats": {"1": {"0": 2.0, "1": 3.0}, "64": {"0": 4.0, "2": 6.0}},
+        MOST: 2,
+        RATES: [0.6, 0.3],
+        "measured": {"model": "ab12"},
+    } | changes
+
+
+def batch_64(**changes):
+    """The same with changes to the times of one batch size."""
+    content = copy.deepcopy(small())
+    content["batch_stats"]["64"] |= changes
+    return content
+
+
+nan, inf = math.nan, math.inf
+KEYS = {"0": 1.0, "1": 2.0}
+BAD = [
+    *((x, ["must hold a JSON object", "batch_stats"]) for x in ([small()], "text", 5, None)),
+    ({}, [f"lacks is_online, batch_stats, {MOST}, {RATES}", "profile again"]),
+    (small(step_ms={}), ["unknown keys ['step_ms']", "known keys are is_online"]),
+    *((small(is_online=x), [f"is_online={x!r}", "true"]) for x in (1, "true", None)),
+    *((small(**{MOST: x}), [f"{MOST}={x!r}", "at least 1"]) for x in (0, 2.0, True, "2", None)),
+    *((small(batch_stats=x), [f"batch_stats={x!r}", "milliseconds"]) for x in ({}, [], 3)),
+    *(
+        (small(batch_stats={x: KEYS}), [f'batch_stats["{x}"]', "integer in 1.."])
+        for x in ("0", "-1", "1.0", "01", " 1", "1_0", "", "٣", "²")
+    ),
+    (small(batch_stats={str(MAX_BATCH + 1): {}}), [f'["{MAX_BATCH + 1}"]', str(MAX_BATCH)]),
+    (small(batch_stats={"9" * 5000: {}}), ["integer in 1.."]),
+    *(
+        (small(batch_stats={"64": x}), [f'batch_stats["64"]={x!r}', "must be an object"])
+        for x in ([], None, "text")
+    ),
+    *(
+        (batch_64(**{"2": x}), [f'batch_stats["64"]["2"]={x!r}', "above 0", "milliseconds"])
+        for x in (-1.0, 0, -0.0, nan, inf, True, "6.0", None)
+    ),
+    (batch_64(**{"2": 10**400}), ['batch_stats["64"]["2"]=1', "above 0"]),
+    *(
+        (batch_64(**{x: 5.0}), [f'batch_stats["64"]["{x}"]=5.0', "0..2", MOST])
+        for x in ("3", "-1", "1.0", "01", "")
+    ),
+    (small(batch_stats={"64": {"1": 2.0}}), ['batch_stats["64"]', "lacks K=0"]),
+    (small(batch_stats={"64": {"0": 2.0}}), ['batch_stats["64"]', "K=0 alone"]),
+    *(
+        (small(**{RATES: x}), [f"{RATES}={x!r}", "must list 2 rates", MOST])
+        for x in ([0.5], [0.5, 0.4, 0.3], None, "ab")
+    ),
+    *(
+        (small(**{RATES: [0.5, x]}), [f"{RATES}[1]={x!r}", "[0, 1]"])
+        for x in (-0.1, 1.1, nan, True, "0.3")
+    ),
+    # The usual mistake: of the steps that accept the draft before, the part that accepts this one.
+    (small(**{RATES: [0.6, 0.7]}), [f"{RATES}[1]=0.7", "exceeds the 0.6", "unconditional"]),
+    *((small(measured=x), [f"measured={x!r}", "object"]) for x in (None, [])),
+    (small(measured={"model": 5}), ['measured["model"]=5', "fingerprint"]),
+    (small(measured={"device": 80}), ['measured["device"]=80', "kind of the device"]),
+    *(
+        (small(measured={PER_TOKEN: x}), [f'measured["{PER_TOKEN}"]={x!r}', "at least 0"])
+        for x in (-1e-4, nan, None)
+    ),
+]
+
+
+@pytest.mark.parametrize("content, words", BAD, ids=label)
 def test_bad_entries_are_named(tmp_path, content, words):
-    message = refusal(lambda: Profile.of(content, "made.json"))
+    message = refusal(lambda: Profile.of(content, "made.json"), *words)
     assert message.startswith("made.json: ") and len(message) < 400
-    assert all(word in message for word in words), message
     # Through a file it is the same, for Python writes and reads NaN and Infinity.
     path = tmp_path / "made.json"
     path.write_text(json.dumps(content))
-    assert refusal(lambda: Profile.read(path)) == message.replace("made.json", str(path), 1)
+    refusal(lambda: Profile.read(path), message.replace("made.json", str(path), 1))
 
 
 @pytest.mark.parametrize(
     "text, word",
     [
         ("", "is not JSON"),
-        ("{", "is not JSON"),
-        ("batch_stats: 1", "is not JSON"),
         (json.dumps(small())[:-1], "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"a": ' + "1" * 5000 + "}", "is not JSON"),
-        ('{"is_online": true, "is_online": false}', '"is_online" is twice'),
         (json.dumps(small()).replace('"64"', '"1"'), '"1" is twice'),
         (json.dumps(small()).replace('"2": 6.0', '"0": 6.0'), '"0" is twice in one object, as 4.0'),
         (json.dumps(small()).replace("6.0", "1e999"), '["64"]["2"]=inf'),
     ],
-    ids=lambda x: x[:40],
+    ids=label,
 )
 def test_bad_texts(tmp_path, text, word):
     path = tmp_path / "made.json"
     path.write_text(text)
-    message = refusal(lambda: Profile.read(path))
-    assert message.startswith(f"{path}: ") and word in message
+    assert refusal(lambda: Profile.read(path), word).startswith(f"{path}: ")
 
 
 def test_files_that_cannot_be_read(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe{}")
-    for path in (tmp_path, tmp_path / "none", binary, "a\0b", "$(touch x)", "; touch x |"):
-        message = refusal(lambda path=path: Profile.read(path))
+    for path in (tmp_path, tmp_path / "none", binary, "a\0b", "$(touch x)"):
+        message = refusal(lambda path=path: Profile.read(path), "`specjax profile`")
         assert message.startswith(f"{path}: cannot be read as a profile (")
-        assert "`specjax profile`" in message
     assert not Path("x").exists()

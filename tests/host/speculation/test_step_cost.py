@@ -5,20 +5,11 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from host.speculation.baselines import BATCHES, KS
+from host.speculation.baselines import SEED_MS as GRID
 
 from specjax.host.speculation import step_cost
 from specjax.host.speculation.step_cost import StepCost, _monotone, _rising
-
-# Llama-3.1-8B with an EAGLE drafter on an H100 (vLLM #32374).
-GRID = {
-    1: {0: 6.520590, 1: 7.367628, 3: 8.840665, 5: 10.326491},
-    4: {0: 6.601515, 1: 7.472813, 3: 8.981170, 5: 10.400272},
-    16: {0: 6.898819, 1: 7.852344, 3: 9.518282, 5: 11.196403},
-    64: {0: 7.774091, 1: 9.656430, 3: 13.497877, 5: 16.831180},
-    256: {0: 14.491416, 1: 27.138127, 3: 41.848431, 5: 57.404211},
-}
-KS = range(6)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def bilinear(batch, k):
@@ -31,32 +22,20 @@ def factor(rng, noise=0.03):
     return max(0.1, 1 + noise * rng.gauss(0, 1))
 
 
-# --- between points -------------------------------------------------------------------------------
-
-
-def test_linear_in_both_directions():
-    cost = StepCost(GRID)
-    for batch, k in product(range(1, 300), KS):
-        assert cost.ms(batch, k) == pytest.approx(bilinear(batch, k), rel=1e-12)
-
-
-def test_a_padded_round_costs_what_the_larger_one_does():
-    cost = StepCost(GRID, ks=KS, batches=BATCHES)
+def test_linear_in_both_directions_or_that_of_the_round_that_it_is_padded_to():
+    exact, padded = StepCost(GRID), StepCost(GRID, ks=KS, batches=BATCHES)
     for batch, k in product(range(1, 257), KS):
         larger = min(b for b in BATCHES if b >= batch)
-        assert cost.padded(batch) == larger
-        assert cost.ms(batch, k) == pytest.approx(bilinear(larger, k), rel=1e-12)
-    assert cost.ms(17, 3) > cost.ms(16, 3) == cost.ms(9, 3)
+        assert padded.padded(batch) == larger
+        assert exact.ms(batch, k) == pytest.approx(bilinear(batch, k), rel=1e-12)
+        assert padded.ms(batch, k) == pytest.approx(bilinear(larger, k), rel=1e-12)
 
 
 def test_beyond_the_points():
     """Flat in the batch size and below the Ks, and a line above them."""
     cost = StepCost({4: {1: 10.0, 3: 14.0}, 8: {1: 12.0, 3: 20.0}})
     assert [cost.ms(batch, 1) for batch in (1, 3, 4, 8, 9, 10**6)] == [10, 10, 10, 12, 12, 12]
-    assert cost.ms(4, 0) == 10.0
-    assert [cost.ms(4, k) for k in (4, 5, 9)] == [16, 18, 26]
-    of_three = StepCost({4: {0: 9.0, 1: 10.0, 3: 14.0}})
-    assert of_three.ms(4, 5) == 18
+    assert [cost.ms(4, k) for k in (0, 4, 5, 9)] == [10, 16, 18, 26]
     assert cost.ms(6, 5) == pytest.approx((18 + 28) / 2)
     padded = StepCost({4: {1: 10.0}, 8: {1: 12.0}}, batches=(2, 6))
     assert (padded.ms(1, 1), padded.ms(100, 1), padded.padded(100)) == (10, 11, 6)
@@ -66,13 +45,22 @@ def test_beyond_the_points():
     "points, expected",
     [
         ({8: {3: 10.0}}, {(1, 0): 10, (8, 3): 10, (64, 7): 10}),
+        ({4: {0: 9.0, 1: 10.0, 3: 14.0}}, {(4, 5): 18}),
         ({8: {0: 6.0, 2: 10.0}}, {(1, 1): 8, (64, 1): 8, (8, 3): 12}),
         ({2: {0: 6.0, 2: 7.0}}, {(2, 1): 6.5, (2, 3): 7.5, (2, 7): 9.5}),
         ({1: {2: 6.0}, 3: {2: 10.0}}, {(2, 0): 8, (2, 5): 8, (9, 2): 10}),
         ({1: {0: 5.0, 4: 5.0}, 9: {0: 5.0, 4: 5.0}}, {(5, 2): 5, (1, 4): 5, (20, 9): 5}),
         ({1: {0: 6.0, 4: 10.0}, 3: {0: 8.0, 2: 11.0, 4: 12.0}}, {(1, 2): 8, (2, 2): 9.5}),
     ],
-    ids=["one point", "one batch size", "a flat line", "one K", "all alike", "different Ks"],
+    ids=[
+        "one point",
+        "uneven Ks",
+        "one batch size",
+        "a flat line",
+        "one K",
+        "all alike",
+        "different Ks",
+    ],
 )
 @pytest.mark.parametrize("is_learned", [False, True])
 def test_few_points(points, expected, is_learned):
@@ -113,9 +101,6 @@ def test_both_directions_rise(seed):
     assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()
     np.testing.assert_allclose(_monotone(found.tolist()), found)
     assert np.mean(found) == pytest.approx(rows.mean())
-
-
-# --- learning -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -162,9 +147,8 @@ def test_what_was_never_served_lies_between_what_was():
 def test_other_batch_sizes_share_what_all_points_of_one_show():
     """As the part of the host, which replays do not see."""
     cost = StepCost(GRID, ks=KS, batches=BATCHES)
-    for _ in range(3):
-        for k in KS:
-            cost.observe(16, k, 0, 1.1 * bilinear(16, k))
+    for k in [*KS] * 3:
+        cost.observe(16, k, 0, 1.1 * bilinear(16, k))
     for batch, k in product(BATCHES, KS):
         assert 1.06 < cost.ms(batch, k) / bilinear(batch, k) < 1.11
 
@@ -227,7 +211,7 @@ def test_an_outlier_moves_nothing_much(num_before, times):
         assert cost.ms(b, k) == pytest.approx(ms, rel=0.06 if (b, k) == (16, 3) else 0.03)
 
 
-@pytest.mark.parametrize("num_before", range(5))
+@pytest.mark.parametrize("num_before", [0, 4])
 def test_an_outlier_is_forgotten_even_if_it_comes_first(num_before):
     rng, cost = random.Random(3), StepCost(GRID, ks=KS, batches=BATCHES)
     for i in range(400):
@@ -235,12 +219,6 @@ def test_an_outlier_is_forgotten_even_if_it_comes_first(num_before):
         cost.observe(16, i % 6, 0, ms)
     for k in KS:
         assert cost.ms(16, k) == pytest.approx(bilinear(16, k), rel=0.1)
-
-
-def test_context_costs_the_same_at_any_k():
-    cost = StepCost(GRID, ks=KS, ms_per_context_token=1e-4)
-    for k in KS:
-        assert cost.ms(16, k, 30000) - cost.ms(16, k) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -253,3 +231,6 @@ def test_context_is_not_mistaken_for_drift(is_known):
         cost.observe(16, i % 6, num_context, ms)
     close = [cost.ms(16, k) == pytest.approx(bilinear(16, k), rel=1e-9) for k in KS]
     assert all(close) if is_known else not any(close)
+    for k in KS:  # it costs the same at any of them
+        more = cost.ms(16, k, 30000) - cost.ms(16, k)
+        assert more == pytest.approx(3.0 * is_known)
