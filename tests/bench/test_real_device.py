@@ -23,19 +23,15 @@ def model(checkpoints):
 
 
 def test_bench(capsys, tmp_path, model):
-    sizes = ["--k", "2", "--num-prompts", "2", "--max-tokens", "24", "--batch-size", "2"]
+    sizes = "--k 2 --num-prompts 2 --max-tokens 24 --batch-size 2".split()
     report = run(capsys, tmp_path / "report.json", "bench", *model, *sizes)
     assert report["outputs_identical"] is True and report["num_compiles_while_measuring"] == 0
     plain, drafted = report["configurations"]
     assert plain["num_tokens"] == drafted["num_tokens"] > 0
-    for figures in plain, drafted:
-        length = 1 + sum(figures["acceptance_per_position"])
-        assert figures["mean_acceptance_length"] == pytest.approx(length)
 
 
 def test_profile_and_sweep(capsys, tmp_path, model):
-    sizes = ["--k", "0,2", "--batch-size", "2", "--max-tokens", "16", "--rounds", "1"]
-    sizes += ["--max-model-len", "384"]
+    sizes = "--k 0,2 --batch-size 2 --max-tokens 16 --rounds 1 --max-model-len 384".split()
     profile, plot = tmp_path / "profile.json", tmp_path / "plot.png"
     measured = run(capsys, profile, "profile", *model, *sizes)
     assert measured["measured"]["num_rounds_timed"]["2"]["0"] >= 5
