@@ -17,8 +17,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support.engines import VOCAB
-from support.tunix_stub import CONFIG, EOS, OPTIONS, PAD, Letters
+from support.engines import SIZES, VOCAB
+from support.tunix_stub import CONFIG, EOS, PAD, Letters, made
 
 from specjax.rl import tunix as adapter
 from specjax.rl.tunix import RolloutOutput, TunixRollout
@@ -58,15 +58,15 @@ def promotes():
 def test_tunix_takes_it_for_one_of_its_own(tunix, target):
     assert issubclass(TunixRollout, tunix.BaseRollout)
     config = tunix.RolloutConfig(max_tokens_to_generate=5, max_prompt_length=8)
-    made = TunixRollout(None, Letters(), None, config, model=target.folder, **OPTIONS)
-    with made.engine:
-        assert all(callable(getattr(made, name)) for name in tunix.BaseRollout.__abstractmethods__)
-        assert isinstance(made.generate(["a", "b"], config), tunix.RolloutOutput)
+    rollout = made(target, config)
+    with rollout.engine:
+        abstract = tunix.BaseRollout.__abstractmethods__
+        assert all(callable(getattr(rollout, name)) for name in abstract)
+        assert isinstance(rollout.generate(["a", "b"], config), tunix.RolloutOutput)
     ours, theirs = fields(RolloutOutput), fields(tunix.RolloutOutput)
     assert [one.name for one in ours] == [one.name for one in theirs]
     with pytest.raises(ValueError, match="rollout_vllm_model_version='x'"):
-        config = tunix.RolloutConfig(rollout_vllm_model_version="x")
-        TunixRollout(None, Letters(), None, config, model=target.folder)
+        made(target, tunix.RolloutConfig(rollout_vllm_model_version="x"))
 
 
 def tunix_actor(files, module, name):
@@ -95,9 +95,9 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, module, name, kind):
     files = checkpoints.target(kind, vocab_size=VOCAB, head_dim=8, rope_parameters=ROPE)
     actor = tunix_actor(files, module, name)
-    made = TunixRollout(actor, Letters(), None, CONFIG, model=files.folder, **OPTIONS)
-    with made.engine:
-        ids, output = Letters().encode("real"), made.generate(["real"], CONFIG)
+    rollout = made(files, rollout_actor=actor)
+    with rollout.engine:
+        ids, output = Letters().encode("real"), rollout.generate(["real"], CONFIG)
     tokens = jnp.array([[*ids, *output.tokens[0].tolist()]])
     length = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, length, length), bool))
@@ -119,7 +119,7 @@ def test_tunixs_cluster_generates_scores_and_syncs(tunix, checkpoints):
     roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
     config = clusters.ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, mesh),
-        rollout_engine=partial(TunixRollout, model=files.folder, **OPTIONS),
+        rollout_engine=partial(TunixRollout, model=files.folder, **SIZES),
         training_config=clusters.RLTrainingConfig(
             actor_optimizer=optax.sgd(0.1), eval_every_n_steps=1, max_steps=1
         ),
