@@ -1,9 +1,9 @@
 """Rollout engines on one tiny target and its head, whichever device they run on."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from support.engines import VOCAB, K
 from support.rollouts import Build, copied, engine_builder
@@ -59,35 +59,4 @@ def engine(shared_engine, original) -> Iterator[RolloutEngine]:
 @pytest.fixture
 def hf(target) -> Any:
     """A copy of the transformers model, free to change."""
-    import copy
-
     return copy.deepcopy(target.hf)
-
-
-@pytest.fixture(scope="session")
-def logits_of() -> Callable[..., np.ndarray]:
-    """transformers' logits f64[T, V] of the tokens of an output, each after those before it."""
-    import torch
-
-    def score(hf: Any, rollout: Any) -> np.ndarray:
-        tokens = [*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
-        with torch.no_grad():
-            logits = hf(torch.tensor([tokens])).logits[0].double().numpy()
-        return logits[len(rollout.prompt_token_ids) - 1 : -1]
-
-    return score
-
-
-@pytest.fixture(scope="session")
-def changed() -> Callable[[Any, int], Any]:
-    """Moves the weights of a transformers model, and gives their state_dict."""
-    import torch
-
-    def change(hf: Any, seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for tensor in hf.parameters():
-                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
-        return hf.state_dict()
-
-    return change

@@ -53,15 +53,16 @@ def open_engine(checkpoints, build, target, module, tmp_path):
     """Engines on tiny checkpoints, by method of drafting."""
 
     def open_one(method):
+        config, folder = {"method": method, "num_speculative_tokens": K}, target.folder
         if method == "eagle3":
             return build()
-        config = {"method": method, "num_speculative_tokens": K}
         if method == "mtp":
-            return build(module.folder, drafts=config)
-        if method in PARALLEL:
-            return build(drafts=config | {"model": str(untrained(method, target, tmp_path))})
-        head = checkpoints.eagle(target, embedding="own")
-        return build(drafts=config | {"model": str(head.folder)})
+            folder = module.folder
+        elif method in PARALLEL:
+            config["model"] = str(untrained(method, target, tmp_path))
+        else:
+            config["model"] = str(checkpoints.eagle(target, embedding="own").folder)
+        return build(folder, drafts=config)
 
     return open_one
 

@@ -29,8 +29,7 @@ def test_a_loop_lets_others_in():
 
 def test_one_at_a_time_and_nothing_is_missed():
     """Four threads pass a number on; each waits for its own to come up."""
-    turns, number, seen = Turns(), [0], []
-    inside = [0]
+    turns, number, seen, inside = Turns(), [0], [], [0]
 
     def take(mine):
         for round_number in range(50):

@@ -47,18 +47,12 @@ def _step_of(function: Any, args: tuple, keywords: tuple, optimizer: Any, seed: 
 
 def distiller(engine: RolloutEngine, **settings: Any) -> OnlineDistiller:
     """A distiller of the shape that all tests have."""
-    shape = {
-        "batch_size": len(LENGTHS),
-        "length": LENGTH,
-        "num_unrolled": NUM_UNROLLED,
-        "learning_rate": RATE,
-    }
-    return OnlineDistiller(engine, **{**shape, **settings})
+    shape = {"batch_size": len(LENGTHS), "length": LENGTH, "num_unrolled": NUM_UNROLLED}
+    return OnlineDistiller(engine, **shape | {"learning_rate": RATE} | settings)
 
 
 def moved(params: Any, scale: float = 0.05) -> Any:
     """Weights, a step of training further."""
-    leaves, tree = jax.tree.flatten(copied(params))
     rng = np.random.default_rng(7)
 
     def move(x: np.ndarray) -> jax.Array:
@@ -66,7 +60,7 @@ def moved(params: Any, scale: float = 0.05) -> Any:
             x = x + (scale * x.std() * rng.normal(size=x.shape)).astype(np.float32)
         return jnp.array(x)
 
-    return jax.tree.unflatten(tree, [move(x) for x in leaves])
+    return jax.tree.map(move, copied(params))
 
 
 def give_drafter(engine: RolloutEngine) -> None:

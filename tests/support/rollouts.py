@@ -1,5 +1,6 @@
 """What the tests of rollouts share: one set of sizes, prompts, and what makes rollouts the same."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support.engines import SIZES
+from support.logits import hf_logits
 
 from specjax import SamplingParams
 from specjax.rl import Rollout, RolloutEngine
@@ -63,6 +65,23 @@ def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
 def copied(tree: Any) -> Any:
     """The same arrays in the host's memory."""
     return jax.tree.map(np.array, tree)
+
+
+def changed(hf: Any, seed: int) -> dict[str, Any]:
+    """A copy of the state_dict of a transformers model, after its weights have moved."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in hf.parameters():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    return copy.deepcopy(hf.state_dict())
+
+
+def logits_of(hf: Any, rollout: Rollout) -> np.ndarray:
+    """transformers' logits f64[T, V] of the tokens of an output, each after those before it."""
+    tokens = [*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
+    return hf_logits(hf, [tokens])[0, len(rollout.prompt_token_ids) - 1 : -1].astype(np.float64)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
