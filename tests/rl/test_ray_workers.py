@@ -115,6 +115,13 @@ def test_outputs_are_those_of_one_engine(workers, single, ragged_prompts):
     assert_same(workers.stream({"prompt_token_ids": [1, 2]}), single.stream([[1, 2]]))
     assert sum(m.num_generation_tokens > 0 for m in workers.metrics()) == 2
     assert all(by_version[-1].num_tokens for by_version in workers.acceptance())
+    rollouts = single.generate(prompts, PARAMS)
+    pairs = [(one.prompt_token_ids, one.token_ids) for one in rollouts]
+    for samples, given in (rollouts, None), (pairs, SamplingParams(temperature=0.5)):
+        found = workers.score(samples, given, features=True)
+        for one, other in zip(found, single.score(samples, given, features=True), strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+            np.testing.assert_allclose(one.hidden, other.hidden, atol=1e-4)
 
 
 def test_aborted_rollouts_go_on_as_in_one_engine(workers, single, ragged_prompts):
@@ -128,16 +135,6 @@ def test_aborted_rollouts_go_on_as_in_one_engine(workers, single, ragged_prompts
     assert_same(workers.generate(partial), single.generate(partial))
     workers._num_prompts += len(prompts)  # as by itself; what goes on takes no numbers
     assert_same(workers.generate(prompts, params), single.generate(prompts, params))
-
-
-def test_scores_are_those_of_one_engine(workers, single, ragged_prompts):
-    rollouts = single.generate(ragged_prompts(5, 3, 6), PARAMS)
-    pairs = [(one.prompt_token_ids, one.token_ids) for one in rollouts]
-    for samples, params in (rollouts, None), (pairs, SamplingParams(temperature=0.5)):
-        found = workers.score(samples, params, features=True)
-        for one, other in zip(found, single.score(samples, params, features=True), strict=True):
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-            np.testing.assert_allclose(one.hidden, other.hidden, atol=1e-4)
 
 
 def test_bad_input_is_told_of_as_by_one_engine(workers, single):
@@ -169,7 +166,11 @@ def test_weights_reach_all_workers_and_those_that_replace_them(
     assert update.version == workers.version == single.version
     assert workers.checksums() == [single.checksum()] * 2
     workers.update_drafter(single.params.drafter)
+    workers.sleep(2)
     ray.kill(workers._pool.workers[1])
+    with pytest.raises(RuntimeError, match="asleep; call wake_up"):
+        workers.generate([[1]], PARAMS)
+    workers.wake_up()
     assert workers.checksums() == [single.checksum()] * 2
     prompts = ragged_prompts(5, 6, 7, 8)
     assert_same(workers.generate(prompts, PARAMS), single.generate(prompts, PARAMS))
@@ -215,27 +216,6 @@ def test_leaving_a_stream_leaves_the_others(workers, single, ragged_prompts):
     found += kept
     assert all(m.num_requests_running == 0 for m in workers.metrics())
     assert_same(sorted(found, key=lambda one: one.prompt_index), expected)
-
-
-def test_workers_sleep_and_wake(ray, workers, ragged_prompts):
-    before, prompts, found = workers.checksums(), ragged_prompts(3, 4, 5, 6, 7, 8, 9, 10), []
-    with pytest.raises(RuntimeError, match="asleep; call wake_up"):
-        for rollout in workers.stream(prompts, PARAMS):
-            found.append(rollout)
-            workers.sleep(2)
-    assert 0 < len(found) < len(prompts)
-    ray.kill(workers._pool.workers[0])
-    with pytest.raises(RuntimeError, match="asleep; call wake_up"):
-        workers.generate([[1]], PARAMS)
-    workers.wake_up()
-    assert workers.checksums() == before
-    assert all(m.num_requests_running == 0 for m in workers.metrics())
-    found = []
-    for rollout in workers.stream(prompts, PARAMS):
-        found.append(rollout.prompt_index)
-        workers.sleep()
-        workers.wake_up()
-    assert sorted(found) == list(range(len(prompts)))
 
 
 def test_what_workers_or_the_cluster_refuse_is_refused_at_construction(ray, folder):

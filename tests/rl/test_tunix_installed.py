@@ -8,17 +8,15 @@ import importlib.util
 import sys
 import warnings
 from dataclasses import fields
-from functools import partial
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from support.engines import SIZES, VOCAB
-from support.tunix_stub import CONFIG, EOS, PAD, Letters, made
+from support.engines import VOCAB
+from support.tunix_stub import CONFIG, Letters, made
 
 from specjax.rl import tunix as adapter
 from specjax.rl.tunix import RolloutOutput, TunixRollout
@@ -105,42 +103,3 @@ def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, modul
     logps = jax.nn.log_softmax(logits[0, len(ids) - 1 : -1] / CONFIG.temperature)
     chosen = jnp.take_along_axis(logps, tokens[0, len(ids) :, None], axis=1)[:, 0]
     np.testing.assert_allclose(output.logprobs[0], chosen, atol=1e-3)
-
-
-@pytest.mark.usefixtures("promotes")
-def test_tunixs_cluster_generates_scores_and_syncs(tunix, checkpoints):
-    try:
-        clusters = importlib.import_module("tunix.rl.rl_cluster")
-        utils = importlib.import_module("tunix.rl.utils")
-    except ImportError as error:
-        pytest.skip(f"the cluster needs all that google-tunix depends on: {error}")
-    files = checkpoints.target("qwen2", vocab_size=VOCAB, head_dim=8, rope_parameters=ROPE)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
-    config = clusters.ClusterConfig(
-        role_to_mesh=dict.fromkeys(roles, mesh),
-        rollout_engine=partial(TunixRollout, model=files.folder, **SIZES),
-        training_config=clusters.RLTrainingConfig(
-            actor_optimizer=optax.sgd(0.1), eval_every_n_steps=1, max_steps=1
-        ),
-        rollout_config=tunix.RolloutConfig(
-            max_tokens_to_generate=8, max_prompt_length=8, return_logprobs=True
-        ),
-    )
-    cluster = clusters.RLCluster(
-        actor=tunix_actor(files, "qwen2", "Qwen2"), tokenizer=Letters(), cluster_config=config
-    )
-    with cluster.rollout.engine as engine:
-        output = cluster.generate(["hello", "hello", "world"], micro_batch_size=2)
-        tokens = np.full((3, 8), PAD)
-        for row, found in zip(tokens, output.tokens, strict=True):
-            row[: len(found)] = found
-        given = jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(tokens)
-        recomputed = cluster.get_old_per_token_logps(*given)
-        trainers = cluster.get_actor_per_token_logps(*given, PAD, EOS, temperature=0.9)
-        for i, logprobs in enumerate(output.logprobs):
-            np.testing.assert_allclose(recomputed[i, : len(logprobs)], logprobs, atol=1e-4)
-            np.testing.assert_allclose(trainers[i, : len(logprobs)], logprobs, atol=1e-3)
-        assert not utils.is_sharing_weights(cluster.actor_trainer.model, cluster.rollout.model())
-        cluster.sync_weights()
-        assert engine.version == 2
