@@ -38,25 +38,14 @@ def simulated():
 
 
 @pytest.fixture(scope="module")
-def drafters(checkpoints, files):
-    """Options that name a drafter of each kind."""
+def options(checkpoints, files, folder):
+    """The command's options for a tiny target, and a drafter of each kind."""
     return [
+        *("bench", "--model", str(folder), "--k", "2,0"),
+        *("--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(MAX_TOKENS)),
         *("--drafter", f"eagle={checkpoints.eagle(files).folder}"),
         *("--drafter", f"eagle3={checkpoints.eagle3(files, draft_vocab=200).folder}"),
     ]
-
-
-@pytest.fixture(scope="module")
-def plain_options(folder):
-    """The command's options for a tiny target, without drafters."""
-    sizes = ["--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(MAX_TOKENS)]
-    return ["bench", "--model", str(folder), "--k", "2,0", *sizes]
-
-
-@pytest.fixture(scope="module")
-def options(plain_options, drafters):
-    """The same with both drafters."""
-    return [*plain_options, *drafters]
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +91,9 @@ def test_the_report_says_what_it_is_of(result):
     assert report["setup_seconds"] > 0 and report["measuring_seconds"] > 0
 
 
-def test_a_batch_decodes_together_above_temperature_0(plain_options, drafters, capsys):
+def test_a_batch_decodes_together_above_temperature_0(options, capsys):
     batch = ["--batch-size", "2", "--temperature", "1", "--k", "1", "--json"]
-    assert main([*plain_options, *drafters[:2], *batch]) == 0
+    assert main([*options[:-2], *batch]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["num_rounds"] == 1 and report["outputs_identical"] is True
     for figures in report["configurations"]:
@@ -113,12 +102,12 @@ def test_a_batch_decodes_together_above_temperature_0(plain_options, drafters, c
         assert figures["num_steps"] < figures["num_tokens"]
 
 
-def test_a_large_batch_has_room_for_what_drafting_adds(plain_options, checkpoints, files):
+def test_a_large_batch_has_room_for_what_drafting_adds(checkpoints, files, folder):
     """Rows of 24 requests with 11 drafts, and 10 more for drafting: over 512."""
     k, batch = 11, 24
     head = checkpoints.p_eagle(files, mask_token_id=0).folder
-    sizes = ["--k", str(k), "--batch-size", str(batch)]
-    argv = [*plain_options[1:3], "--drafter", f"p_eagle={head}", *sizes]
+    argv = ["--model", str(folder), "--drafter", f"p_eagle={head}", "--k", str(k)]
+    argv += ["--batch-size", str(batch)]
     settings = speculation.read_settings(build_parser().parse_args(["bench", *argv]))
     setup = read_setup(build_parser().parse_args(["bench", "sweep", *argv]))
     with (
@@ -172,9 +161,8 @@ def test_rows_and_work_are_told_in_turn_without_a_terminal(options, capsys, capl
     assert "eagle3 K=2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_an_interrupt_shows_what_has_been_measured(options, monkeypatch, capsys, as_json):
-    measure, calls = comparison.measure, []
+def test_an_interrupt_shows_what_has_been_measured(options, monkeypatch, capsys, tmp_path):
+    measure, calls, file = comparison.measure, [], tmp_path / "report.json"
 
     def interrupted(engines, configurations, batches):
         calls.append(len(configurations))
@@ -184,13 +172,10 @@ def test_an_interrupt_shows_what_has_been_measured(options, monkeypatch, capsys,
             yield one
 
     monkeypatch.setattr(comparison, "measure", interrupted)
-    assert main([*options, *["--json"] * as_json]) == 130
-    out = capsys.readouterr().out
-    if as_json:
-        report = json.loads(out)
-        assert report["is_interrupted"] is True and len(report["configurations"]) == 3
-        assert [f["num_outputs"] for f in report["configurations"]] == [2, 1, 1]
-        return
+    assert main([*options, "--output", str(file)]) == 130
+    report, out = json.loads(file.read_text()), capsys.readouterr().out
+    assert report["is_interrupted"] is True and len(report["configurations"]) == 3
+    assert [f["num_outputs"] for f in report["configurations"]] == [2, 1, 1]
     rows = [line.split("  ")[0] for line in out.split("\n\n")[0].splitlines()]
     assert rows == ["", "plain", "eagle K=0", "eagle K=2"]
     assert "interrupted after 2 rounds; not measured: eagle3 K=0, eagle3 K=2\n" in out

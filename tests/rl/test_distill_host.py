@@ -164,7 +164,6 @@ def test_whole_features_of_a_batch_at_most_are_there_at_a_time(open_engine, prom
         wholes.extend((one.hidden.copy(), one.auxiliary.copy()) for one in scores)
         return scores
 
-    monkeypatch.setattr(engine, "score", counted)
     refits = distiller(engine, batch_size=4, length=8)
 
     def observed(state, frozen, batch):
@@ -179,6 +178,7 @@ def test_whole_features_of_a_batch_at_most_are_there_at_a_time(open_engine, prom
                 np.testing.assert_array_equal(part[row, : len(expected)], expected)
         return state, {"loss": 0.0}
 
+    monkeypatch.setattr(engine, "score", counted)
     monkeypatch.setattr(refits, "_train_step", observed)
     refits.refit(rollouts, steps=1)
     assert sizes == [4, 4, 2]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.rollouts import PROMPTS, SAMPLED, SETTINGS, assert_same
+from support.rollouts import PROMPTS, SAMPLED, SETTINGS
 
 from specjax import SamplingParams
 from specjax.rl import RolloutEngine, Span
@@ -37,13 +37,6 @@ def test_samples_share_the_pages_of_their_prompt(engine):
     after = engine.metrics()
     assert after.prefix_cache_hits - before.prefix_cache_hits == 3 * 24
     assert after.num_prompt_tokens - before.num_prompt_tokens == 28 + 3 * 4
-
-
-def test_a_stream_gives_what_a_batch_does(build):
-    batch = build().generate(PROMPTS, SAMPLED)
-    streamed = list(build().stream(PROMPTS, SAMPLED))
-    streamed.sort(key=lambda one: (one.prompt_index, one.sample_index))
-    assert_same(streamed, batch)
 
 
 def test_calls_that_cannot_be_served(engine):
