@@ -31,14 +31,6 @@ def test_rollouts_keep_the_parameters_they_were_drawn_under(engine):
     assert {one.params.max_tokens for one in batch} == {3}
 
 
-def test_samples_share_the_pages_of_their_prompt(engine):
-    before = engine.metrics()
-    engine.generate([list(range(1, 29))], replace(SAMPLED, n=4))
-    after = engine.metrics()
-    assert after.prefix_cache_hits - before.prefix_cache_hits == 3 * 24
-    assert after.num_prompt_tokens - before.num_prompt_tokens == 28 + 3 * 4
-
-
 def test_calls_that_cannot_be_served(engine):
     def refused(words, do, *arguments):
         with pytest.raises(ValueError, match=words):

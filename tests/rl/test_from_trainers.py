@@ -124,45 +124,32 @@ def test_heads_that_one_side_ties(checkpoints, engine, hf):
     refusal(lambda: engine.update_weights(own_head), "missing: lm_head", "under both names")
 
 
+def save(kind, folder, engine, params, source):
+    """Weights as trainers save them; their folder."""
+    state = nnx.state(PolicyModule(engine.target, params), nnx.Param)
+    if kind == "hugging face":
+        save_model(folder, engine.target, params, source)
+    elif kind == "standard":
+        with ocp.StandardCheckpointer() as saver:
+            saver.save(folder, state)
+    elif kind == "step":
+        with ocp.CheckpointManager(folder) as steps:
+            steps.save(3, args=ocp.args.StandardSave(state))
+        return folder / "3"
+    else:
+        save_orbax(folder, params if kind == "engine's tree" else state)
+    return folder
+
+
 def save_orbax(folder, tree):
     ocp.PyTreeCheckpointer().save(folder, tree)
     return folder
 
 
-def save_standard(folder, tree):
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(folder, tree)
-    return folder
-
-
-def save_step(folder, tree):
-    with ocp.CheckpointManager(folder) as steps:
-        steps.save(3, args=ocp.args.StandardSave(tree))
-    return folder / "3"
-
-
-def save_policy(save):
-    """Saves weights as the state of a policy."""
-
-    def save_state(folder, engine, params, source):
-        return save(folder, nnx.state(PolicyModule(engine.target, params), nnx.Param))
-
-    return save_state
-
-
-FOLDERS = {
-    "hugging face": lambda folder, engine, params, source: (
-        save_model(folder, engine.target, params, source) or folder
-    ),
-    "engine's tree": lambda folder, engine, params, source: save_orbax(folder, params),
-    **{save.__name__: save_policy(save) for save in (save_orbax, save_standard, save_step)},
-}
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", ["hugging face", "engine's tree", "state", "standard", "step"])
 def test_weights_in_a_folder(engine, own, target, tmp_path, kind):
     params = noisy(own, 5)
-    folder = FOLDERS[kind](tmp_path / "saved", engine, params, target.folder)
+    folder = save(kind, tmp_path / "saved", engine, params, target.folder)
     for path in (folder, str(folder)):
         engine.update_weights(own)
         engine.update_weights(path)

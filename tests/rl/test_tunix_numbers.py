@@ -12,7 +12,6 @@ from support.tunix_stub import CONFIG, EOS, PAD, Letters, Mode, made, reference_
 from specjax.device.models.registry import load_model
 from specjax.rl.nnx import PolicyModule
 from specjax.rl.tunix import RolloutOutput
-from specjax.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +26,23 @@ def rollout(target, policy):
     opened.close()
 
 
-def test_the_output_is_tunixs(rollout, target):
-    prompts = ["hello", "a longer one", "x"]
-    output = rollout.generate(prompts, CONFIG)
+def test_outputs_are_tunixs_and_equal_prompts_are_samples_of_one_request(
+    rollout, target, monkeypatch
+):
+    calls, generate = [], rollout.engine.generate
+    monkeypatch.setattr(
+        rollout.engine, "generate", lambda *given: calls.append(given) or generate(*given)
+    )
+    prompts = ["one", "a longer", "one", "one", "a longer", "x"]
+    output = rollout.generate(prompts, replace(CONFIG, seed=3))
+    ((asked, params),) = calls
+    assert asked == [Letters().encode(text) for text in ("one", "a longer", "x")]
+    assert [one.n for one in params] == [3, 2, 1]
+    assert len({tuple(tokens) for tokens in output.tokens}) == 6  # all drawn differently
     assert output.logits is None
     assert [field.name for field in fields(output)] == [one.name for one in fields(RolloutOutput)]
     padded = output.left_padded_prompt_tokens
-    assert padded.shape == (3, 16) and padded.dtype == np.int32
+    assert padded.shape == (6, 16) and padded.dtype == np.int32
     for i, prompt in enumerate(prompts):
         ids, tokens = Letters().encode(prompt), output.tokens[i]
         assert padded[i].tolist() == [PAD] * (16 - len(ids)) + ids
@@ -41,26 +50,6 @@ def test_the_output_is_tunixs(rollout, target):
         assert len(tokens) == 12 or tokens[-1] == EOS
         expected = reference_logps(target, ids, tokens.tolist(), 0.9)
         np.testing.assert_allclose(output.logprobs[i], expected, atol=1e-4)
-
-
-def test_equal_prompts_are_samples_of_one_request(rollout, monkeypatch):
-    calls = []
-    generate = rollout.engine.generate
-    monkeypatch.setattr(
-        rollout.engine, "generate", lambda *given: calls.append(given) or generate(*given)
-    )
-    prompts = ["one", "two", "one", "one", "two", "three"]
-    output = rollout.generate(prompts, replace(CONFIG, seed=3))
-    ((asked, params),) = calls
-    assert asked == [Letters().encode(text) for text in ("one", "two", "three")]
-    assert [one.n for one in params] == [3, 2, 1]
-    assert len({tuple(tokens) for tokens in output.tokens}) == 6  # all drawn differently
-    for i, prompt in enumerate(prompts):
-        ids = Letters().encode(prompt)
-        assert output.left_padded_prompt_tokens[i, -len(ids) :].tolist() == ids
-        sample = ids, output.tokens[i].tolist()
-        (score,) = rollout.engine.score([sample], SamplingParams(temperature=0.9))
-        np.testing.assert_allclose(score.logprobs, output.logprobs[i], atol=1e-4)
 
 
 def test_calls_may_ask_for_anything_without_compiling(rollout, compilations):
