@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 from support.engines import SIZES, K
-from support.rollouts import assert_same
+from support.rollouts import assert_same, copied
 
-from specjax.device.models.registry import load_model
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.ray_workers import RayRollouts
 from specjax.sampling_params import SamplingParams
@@ -18,7 +17,6 @@ from specjax.sampling_params import SamplingParams
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {**SIZES, "seed": 5}
 PARAMS = SamplingParams(max_tokens=20)
 
 
@@ -48,37 +46,28 @@ def ray():
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints):
+def engines(ray, checkpoints):
+    """One engine and two workers, and the weights that all began with."""
     target = checkpoints.target()
-    return checkpoints.with_letters(target.folder)
-
-
-@pytest.fixture(scope="module")
-def speculation(checkpoints):
-    head = checkpoints.eagle3(checkpoints.target())
-    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": K}
-
-
-@pytest.fixture(scope="module")
-def original(folder):
-    return load_model(folder, np.dtype("float32"))[1]
-
-
-@pytest.fixture(scope="module")
-def engines(ray, folder, speculation):
+    folder, head = checkpoints.with_letters(target.folder), checkpoints.eagle3(target).folder
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+    options = {**SIZES, "seed": 5, "speculative_config": config}
     with (
-        RolloutEngine(folder, speculative_config=speculation, **OPTIONS) as single,
-        RayRollouts(
-            folder, num_workers=2, group_size=2, speculative_config=speculation, **OPTIONS
-        ) as workers,
+        RolloutEngine(folder, **options) as single,
+        RayRollouts(folder, num_workers=2, group_size=2, **options) as workers,
     ):
-        yield single, workers
+        yield single, workers, copied(single.params.target)
+
+
+@pytest.fixture
+def original(engines):
+    return engines[2]
 
 
 @pytest.fixture
 def single(engines, original):
     """One engine as if it were new, but for its version."""
-    engine, workers = engines
+    engine, workers, _ = engines
     engine.update_weights(original, max(engine.version, workers.version) + 1)
     engine._starts.num_prompts = 0
     return engine
@@ -205,7 +194,8 @@ def test_leaving_a_stream_leaves_the_others(workers, single, ragged_prompts):
     assert_same(sorted(found, key=lambda one: one.prompt_index), expected)
 
 
-def test_what_workers_or_the_cluster_refuse_is_refused_at_construction(ray, folder):
+def test_what_workers_or_the_cluster_refuse_is_refused_at_construction(ray, checkpoints):
+    folder = checkpoints.target().folder
     with pytest.raises(ValueError, match="max_num_seqs=0"):
         RayRollouts(folder, num_workers=1, ray_options={"num_cpus": 0}, max_num_seqs=0)
     with pytest.raises(ValueError, match=r"has \{'CPU': 2.0\} on 1 node\(s\), enough for 2"):

@@ -19,9 +19,12 @@ def policy(target):
     return PolicyModule(*load_model(target.folder, np.dtype("float32")))
 
 
+LONGER = replace(CONFIG, max_tokens_to_generate=40, temperature=0.3)  # to evaluate
+
+
 @pytest.fixture(scope="module")
 def rollout(target, policy):
-    opened = made(target, rollout_actor=policy)
+    opened = made(target, {Mode.EVAL: LONGER, Mode.TRAIN: CONFIG}, rollout_actor=policy)
     yield opened
     opened.close()
 
@@ -52,21 +55,15 @@ def test_outputs_are_tunixs_and_equal_prompts_are_samples_of_one_request(
         np.testing.assert_allclose(output.logprobs[i], expected, atol=1e-4)
 
 
-def test_calls_may_ask_for_anything_without_compiling(rollout, compilations):
-    rollout.generate(["warm up"], replace(CONFIG, top_k=3, top_p=0.9))
-    config = replace(CONFIG, max_tokens_to_generate=5, temperature=0.3, top_k=7, top_p=None)
-    with compilations.none_expected():
-        output = rollout.generate(["shorter", "and another"], config)
-        assert all(len(tokens) <= 5 for tokens in output.tokens)
-        rollout.generate(["q"], replace(CONFIG, top_k=-1, max_prompt_length=3, seed=1))
-    output = rollout.generate(["bias"], CONFIG, logit_bias={20: 1e4})  # of SamplingParams
+def test_more_of_sampling_params_may_be_asked_for(rollout):
+    output = rollout.generate(["bias"], replace(CONFIG, top_p=None, top_k=-1), logit_bias={20: 1e4})
     assert set(output.tokens[0].tolist()) == {20}
 
 
 @pytest.mark.parametrize("pad", [PAD, EOS])
 def test_logps_are_recomputed_at_the_temperature_of_training(target, rollout, monkeypatch, pad):
     monkeypatch.setattr(rollout._tokenizer, "pad", pad)
-    rollout.generate(["x"], replace(CONFIG, temperature=0.3, top_k=5))  # to evaluate
+    rollout.generate(["x"], replace(LONGER, top_k=5))
     prompts = [[3, pad, 5], [7], [9, 8, 7, 6, 5], [3]]
     completions = [[10, 11, EOS], [12, 13, 14, 15], [EOS], []]
     padded = np.array([[pad] * (6 - len(p)) + p for p in prompts])
@@ -99,12 +96,3 @@ def test_every_update_is_a_new_version_and_passes_tunixs_guard(rollout, policy, 
         rollout.update_params(state, (nnx.Param,))
     assert logprobs() == before != changed
     assert rollout.engine.version == version + 2
-
-
-def test_training_counts_for_the_temperature_of_logps(target):
-    longer = replace(CONFIG, max_tokens_to_generate=40, temperature=0.3)
-    modes = made(target, {Mode.EVAL: longer, Mode.TRAIN: CONFIG})
-    with modes.engine:
-        modes.generate(["x" * 16], longer)
-        found = modes.get_per_token_logps(np.array([[PAD, 3]]), np.array([[4, 5]]))
-        np.testing.assert_allclose(found[0], reference_logps(target, [3], [4, 5], 0.9), atol=1e-4)
