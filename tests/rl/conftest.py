@@ -1,12 +1,13 @@
 """Rollout engines on one tiny target and its head, whichever device they run on."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import VOCAB, K
-from support.rollouts import Build, copied, engine_builder
+from support.rollouts import SETTINGS, copied
 from support.weights import HeadFiles, TargetFiles
 
 from specjax.rl import RolloutEngine
@@ -30,10 +31,23 @@ def speculation(checkpoints, target) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def build(target, speculation) -> Iterator[Build]:
-    """Engines over the target, closed at the end of the module."""
-    with engine_builder(target.folder, speculation) as make:
-        yield make
+def build(target, speculation) -> Iterator[Callable[..., RolloutEngine]]:
+    """Engines over the target, or over a folder, closed at the end of the module.
+
+    Those that draft report raw log-probabilities as well, and others do not: to have both of each
+    would compile everything twice.
+    """
+    engines: list[RolloutEngine] = []
+
+    def make(folder: Path = target.folder, *, drafts: Any = True) -> RolloutEngine:
+        config = speculation if drafts is True else drafts or None
+        options = {**SETTINGS, "raw_logprobs": drafts is True, "speculative_config": config}
+        engines.append(RolloutEngine(folder, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """What the tests of rollouts share: one set of sizes, prompts, and what makes rollouts the same."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,35 +11,12 @@ from support.engines import SIZES
 from support.logits import hf_logits
 
 from specjax import SamplingParams
-from specjax.rl import Rollout, RolloutEngine
+from specjax.rl import Rollout
 
 TOLERANCE = 1e-4
 SETTINGS: Mapping[str, Any] = {**SIZES, "seed": 3}
 PROMPTS = [[4, 9, 1], [7, 2, 2, 8, 11, 3, 5, 1, 6], [30], list(range(20))]
 SAMPLED = SamplingParams(n=2, temperature=1.2, top_p=0.9, max_tokens=20)
-
-# (folder, drafts=speculation or None, options) -> an engine, closed when the module ends
-Build = Callable[..., RolloutEngine]
-
-
-@contextmanager
-def engine_builder(folder: Path, speculation: Mapping[str, Any]) -> Iterator[Build]:
-    """Makes engines of `SETTINGS`; all are closed at the end.
-
-    Those that draft report raw log-probabilities as well, and others do not: to have both of each
-    would compile everything twice.
-    """
-    engines: list[RolloutEngine] = []
-
-    def build(folder: Path = folder, *, drafts: Any = True, **options: Any) -> RolloutEngine:
-        config = speculation if drafts is True else drafts or None
-        options = {**SETTINGS, "raw_logprobs": drafts is True, **options}
-        engines.append(RolloutEngine(folder, speculative_config=config, **options))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 def lasting(*lengths: int) -> list[SamplingParams]:
@@ -51,7 +26,6 @@ def lasting(*lengths: int) -> list[SamplingParams]:
 
 def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
     """Other weights, as after a step of training."""
-    leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
 
     def move(x: Any) -> jax.Array:
@@ -59,7 +33,7 @@ def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
         is_float = np.issubdtype(x.dtype, np.floating)
         return jnp.array(x + scale * rng.normal(size=x.shape).astype(x.dtype) if is_float else x)
 
-    return tree.unflatten([move(x) for x in leaves])
+    return jax.tree.map(move, params)
 
 
 def copied(tree: Any) -> Any:
