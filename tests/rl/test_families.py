@@ -82,7 +82,7 @@ def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
     one, two = two_targets(checkpoints, kind)
     untrained(drafter, one.folder, tmp_path)
     speculation = {"method": drafter, "model": str(tmp_path), "num_speculative_tokens": K}
-    params = SamplingParams(temperature=0, max_tokens=20)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     with RolloutEngine(one.folder, speculative_config=speculation, **SIZES) as engine:
         for target in one, two:
             if target is two:
