@@ -19,8 +19,9 @@ LONG = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
 @pytest.fixture
 def beside():
     """Runs functions in other threads: beside(function, ...) -> a future."""
-    with ThreadPoolExecutor(4) as pool:
-        yield pool.submit
+    pool = ThreadPoolExecutor(4)
+    yield pool.submit
+    pool.shutdown(wait=False)  # a thread that hangs has failed its test already
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from specjax.rl.turns import Turns
 
@@ -16,14 +15,15 @@ def test_a_loop_lets_others_in():
             with turns:
                 time.sleep(0.002)
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(loop)
-        start = time.perf_counter()
-        for _ in range(20):
-            with turns:
-                pass
-        seconds = time.perf_counter() - start
-        stop.set()
+    thread = threading.Thread(target=loop)
+    thread.start()
+    start = time.perf_counter()
+    for _ in range(20):
+        with turns:
+            pass
+    seconds = time.perf_counter() - start
+    stop.set()
+    thread.join()
     assert seconds < 20 * 0.02  # each waits for one round of the loop, give or take
 
 
@@ -41,13 +41,19 @@ def test_one_at_a_time_and_nothing_is_missed():
                 number[0] += 1
                 inside[0] -= 1
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(take, range(4), timeout=30))
+    threads = [threading.Thread(target=take, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
     assert seen == [0, 1, 2, 3] * 50
 
 
 def test_whose_turn_it_is():
-    turns = Turns()
-    with turns, ThreadPoolExecutor(1) as pool:
-        assert turns.is_mine and not pool.submit(lambda: turns.is_mine).result()
-    assert not turns.is_mine
+    turns, found = Turns(), []
+    with turns:
+        assert turns.is_mine
+        thread = threading.Thread(target=lambda: found.append(turns.is_mine))
+        thread.start()
+        thread.join()
+    assert found == [False] and not turns.is_mine
