@@ -142,7 +142,8 @@ def test_what_a_round_costs_and_what_follows():
     one = summarise(Configuration("eagle3", 3), [run(accepted=(6, 3, 0))], base)
     line = cost_line([summarise(PLAIN_ONE, base, base), one], batch_size=1, platform="cpu")
     assert line.startswith("a round of 4 rows (eagle3 K=3) costs 1.0 plain steps on this CPU")
-    assert "1.90 tokens instead of 1: 2.00x plain; an H100 takes 1.3" in line
+    assert "1.90 tokens instead of 1: 2.00x plain; an H100 takes 1.3 (" in line
+    assert "EAGLE-1: 7.49 ms after 5.86 ms)" in line
     assert line.endswith("would give 1.5x")  # 1.9 tokens by 7.49 / 5.86
     for options in {"batch_size": 8, "platform": "cpu"}, {"batch_size": 1, "platform": "gpu"}:
         assert "H100" not in cost_line([one], **options)

@@ -137,14 +137,16 @@ def test_every_head_of_medusa_learns_its_own_distance(target_params, features):
     @jax.jit
     def run(own, batch):
         hidden = batch.hidden.reshape(2 * LENGTH, -1)
-        loss, _ = medusa_loss(TARGET, heads, own, Frozen(target_params, {}), batch, KEY)
-        return loss, heads.logits(own, 2, hidden), TARGET.logits(target_params, hidden)
+        loss = medusa_loss(TARGET, heads, own, Frozen(target_params, {}), batch, KEY)
+        return *loss, heads.logits(own, 2, hidden), TARGET.logits(target_params, hidden)
 
-    loss, drafted, teacher = float64(run(own, batch))
+    loss, metrics, drafted, teacher = float64(run(own, batch))
     teacher, total = teacher.reshape(2, LENGTH, -1), 0.0
     for i in range(2):
         logits = drafted[:, i].reshape(2, LENGTH, -1)
         spots = [(b, p) for b in range(2) for p in range(2 - i, 18 - i)]  # p + 2 + i is an answer's
-        losses = [cross_entropy(teacher[b, p + 1 + i], logits[b, p]) for b, p in spots]
-        total += 0.8**i * np.mean(losses)
+        pairs = [(teacher[b, p + 1 + i], logits[b, p]) for b, p in spots]
+        total += 0.8**i * np.mean([cross_entropy(*pair) for pair in pairs])
+        right = np.mean([one.argmax() == other.argmax() for one, other in pairs])
+        np.testing.assert_allclose(metrics[f"accuracy_{i + 1}"], right, atol=1e-6)
     np.testing.assert_allclose(loss, total, rtol=1e-4)
