@@ -17,10 +17,8 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
 from specjax.device.drafters.drafter import Params
-from specjax.device.drafters.medusa import MedusaDrafter, MedusaHeads, MedusaParams
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
-from specjax.device.weights.matrix import Dense
 from specjax.llm import LLM
 from specjax.text.tokenizer import load_tokenizer
 from specjax.train.context import CausalRows
@@ -55,42 +53,6 @@ def test_a_draft_model_that_is_the_target_is_always_right():
         assert found.reference.is_counted.all() == is_greedy
     with pytest.raises(ValueError, match="no answer is longer than 4"):
         check(target, both, drafter, [Text(drawn, 22)], K)
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_medusa_heads_pass_unless_they_are_of_the_token_before(is_late):
-    """Of a target that knows but one follower of every token, and heads that know those after."""
-    vocab_size, length = 64, 24
-    target = demo_llama(vocab_size, 2, 64)
-    params = random_params(target.specs(), 0)
-    for layer in params.layers:
-        layer.attention.out.values[:] = layer.mlp.down.values[:] = 0
-    following = np.random.default_rng(1).permutation(vocab_size).astype(np.int32)
-    after = [np.arange(vocab_size)]  # each token, by how much later
-    while len(after) < length:
-        after.append(following[after[-1]])
-
-    def scores(ids):  # [D, V], highest at the token of `ids` after the one that is embedded
-        found = np.zeros((64, vocab_size), np.float32)
-        found[:, ids] = params.embedding.values.T
-        return found
-
-    params = replace(params, norm=np.ones(64, np.float32), lm_head=Dense(scores(after[1])))
-    heads = MedusaHeads(
-        num_heads=K, num_blocks=0, hidden_size=64, draft_vocab_size=vocab_size, has_bias=False
-    )
-    own = MedusaParams(
-        blocks=((),) * K,
-        lm_heads=tuple(Dense(scores(after[i + 2 - is_late])) for i in range(K)),
-        target_ids=None,
-    )
-    text = Text(np.array([ids[5] for ids in after], np.int32), 6)
-    found = check(target, jax.device_put(Params(params, own)), MedusaDrafter(heads), [text], K)
-    if is_late:
-        (fault,) = found.faults
-        assert "features of the row after are better (acceptance length 4" in fault
-    else:
-        assert not found.faults and found.reference.rates == [1, 1, 1]
 
 
 class Demo(NamedTuple):

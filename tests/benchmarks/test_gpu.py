@@ -14,6 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FOLDER = BENCHMARKS / "gpu"
+DEFAULTS = {"about": "", "least": 1.0}
 CASES = """
 import os
 import subprocess
@@ -62,14 +63,8 @@ def results(runner, tmp_path, monkeypatch):
 
     def go(*given, budget=60.0, roots=(run.ROOT,)):
         made = [
-            cases.Case(
-                name=name,
-                function=f"made_up:{function}",
-                about="",
-                seconds=seconds,
-                **{"least": 1.0} | others,
-            )
-            for name, function, seconds, others in given
+            cases.Case(name=name, function=f"made_up:{made}", seconds=seconds, **DEFAULTS | others)
+            for name, made, seconds, others in given
         ]
         output = tmp_path / "lines.jsonl"
         file = run.Results(output, machine.describe(is_cpu=True))
@@ -95,19 +90,13 @@ def test_cases_that_fail_lose_nothing(results):
         ("absent", "nobody", 30.0, {}),
         ("good", "good", 30.0, {"arguments": {"value": 7}, "environment": {"FLAG": "set"}}),
     )
-    assert endings(lines) == {
-        "hangs": "timeout",
-        "raises": "failed",
-        "dies": "failed",
-        "absent": "failed",
-        "good": "done",
-    }
-    found = {(line["case"], line.get("what")): line for line in lines}
+    failed = dict.fromkeys(("raises", "dies", "absent"), "failed")
+    assert endings(lines) == {"hangs": "timeout", **failed, "good": "done"}
+    found = {(line["case"], line.get("what")): line for line in lines}  # None: how it ended
     assert ("hangs", "before") in found and ("dies", "before") in found
-    by_case = {line["case"]: line for line in lines if line["status"] != "result"}
-    assert "the reason why" in by_case["raises"]["stderr"]
-    assert "nobody" in by_case["absent"]["stderr"]
-    assert by_case["hangs"]["seconds"] < 20
+    assert "the reason why" in found["raises", None]["stderr"]
+    assert "nobody" in found["absent", None]["stderr"]
+    assert found["hangs", None]["seconds"] < 20
     other = found["good", "other"]
     assert (other["value"], other["flag"]) == (7, "set")
     assert not is_running(found["hangs", "before"]["pid"])
@@ -189,97 +178,70 @@ def test_cases_by_name_and_group(runner):
 
 
 @pytest.fixture
-def section(monkeypatch):
+def report(monkeypatch):
+    """benchmarks/report.py, imported as it runs."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("gpu.section"), importlib.import_module("gpu.plot")
-    for name in [name for name in sys.modules if name == "gpu" or name.startswith("gpu.")]:
+    yield importlib.import_module("report")
+    for name in [name for name in sys.modules if name in ("gpu", "report") or name[:4] == "gpu."]:
         del sys.modules[name]
 
 
-def test_without_results_the_report_says_so(section, tmp_path):
-    made, _ = section
-    assert "Prepared, not run" in made.render_section(made.read_lines(tmp_path / "absent.jsonl"))
+def test_the_report_is_of_what_was_recorded(report, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "FOLDER", tmp_path)
+    (tmp_path / "plots").mkdir()
+    report.main()
+    assert (tmp_path / "RESULTS.md").read_text() == (BENCHMARKS / "RESULTS.md").read_text()
+    assert (tmp_path / "plots" / "gpu.png").stat().st_size > 1000
 
 
-def sample_lines(device="NVIDIA H200"):
-    source = {
-        "command": "python benchmarks/gpu/run.py",
-        "commit": "abc",
-        "versions": {"jax": "0.0"},
-        "device": device,
-        "gpu": None,
-    }
-    ms = {"median": 2.0, "p10": 1.0, "p90": 3.0, "count": 10}
-    rows = [
-        ("card", {"what": "kernels", "chosen": {"route": "triton"}}),
-        (
-            "smoke",
-            {"what": "smoke", "shape": ["route", "16"], "dtype": "bfloat16"}
-            | {"error": 1e-3, "tolerance": 0.05, "passes": True, "is_repeatable": False},
-        ),
-        ("tokens", {"what": "same outputs", "model": "m", "dtype": "float32", "absent": "no m"}),
-        (
-            "tokens",
-            {"what": "same outputs", "model": "m", "dtype": "float32", "way": "plain"}
-            | {"differ": 1, "outputs": 16},
-        ),
-        (
-            "watch/updates",
-            {"what": "graph updates", "model": "m", "batch": 1, "k": 3}
-            | {"steps_ms": ms | {"p99": 9.0}, "updates_per_step": 1.5},
-        ),
-        ("card", {"what": "copy", "ms": ms, "gbps": 4000.0, "of_copy": 1.0}),
-        (
-            "kernels/attention",
-            {"what": "paged_attention", "model": "Llama-8B", "batch": 64, "rows": 1}
-            | {"context": 4096, "wall_us": ms, "gbps": 3000.0, "of_copy": 0.75},
-        ),
-        (
-            "kernels/attention",
-            {"what": "paged_attention", "model": "Llama-8B", "batch": 1, "rows": 1}
-            | {"context": 512, "error": "ValueError: a | b"},
-        ),
-        (
-            "grid/1",
-            {"what": "step", "model": "Llama-3.1-8B", "batch": 1, "k": 0, "ms_per_step": 5.0}
-            | {"ms_per_token": 5.0, "h100_ms_per_step": 6.5, "gbps": 3000.0, "of_copy": 0.75},
-        ),
-        (
-            "early_launch",
-            {"what": "early launch", "model": "Llama-1B", "k": 3, "ms_per_step": 1.5}
-            | {"ratio": {"median": 1.125, "p10": 1.1, "p90": 1.2, "count": 5}, "is_same": True},
-        ),
-        ("peers/attention", {"what": "peer attention", "peer": "other", "absent": "no other"}),
-    ]
-    common = {"seconds": 1.0, "date": "2026-01-01", "provenance": source}
-    lines = [{"case": case, "status": "result", **row, **common} for case, row in rows]
-    failed = {"case": "grid/64", "status": "failed", "stderr": "first\nRuntimeError: why"}
-    return [*lines, failed | common]
+MS = {"median": 2.0, "p10": 1.0, "p90": 3.0, "p99": 9.0}
+SOURCE = {"command": "run", "commit": "abc", "versions": {}, "device": "another card"}
+ROWS = {
+    # What was recorded has no such cells: case, fields, and the row that is shown.
+    "| smoke | route 16 | bfloat16 | 0.001 | 0.05 | yes | NO |": (
+        *("smoke", {"what": "smoke", "shape": ["route", "16"], "dtype": "bfloat16"}),
+        {"error": 1e-3, "tolerance": 0.05, "passes": True, "is_repeatable": False},
+    ),
+    "| m | float32 |  | no m |": (
+        *("tokens", {"what": "same outputs", "model": "m", "dtype": "float32"}),
+        {"absent": "no m"},
+    ),
+    "| graph updates | m | 1 | 3 |  | 1.5 |  | 2 (1 to 3) | 9 |": (
+        *("watch/updates", {"what": "graph updates", "model": "m", "batch": 1, "k": 3}),
+        {"steps_ms": MS, "updates_per_step": 1.5},
+    ),
+    "| Llama-1B | 3 | 1.5 | 2 (1 to 3) | yes |": (
+        *("early_launch", {"what": "early launch", "model": "Llama-1B", "k": 3}),
+        {"ms_per_step": 1.5, "ratio": MS, "is_same": True},
+    ),
+    "| paged_attention m B=1 |  | ValueError: a \\| b |  |  |": (
+        *("kernels/attention", {"what": "paged_attention", "model": "m", "batch": 1}),
+        {"error": "ValueError: a | b"},
+    ),
+    "| step | m 1 | other | no other |  |": (
+        *("peers/step", {"what": "step", "model": "m", "batch": 1, "k": 0, "peer": "other"}),
+        {"absent": "no other"},
+    ),
+}
 
 
-def test_the_report_of_a_run(section, tmp_path):
-    made, plotted = section
-    lines = sample_lines()
-    text = made.render_section(lines)
-    assert "| paged_attention Llama-8B B=64 T=1 c=4096, of copy | 0.75 | >= 0.7 | yes |" in text
-    # 5 ms against 6.5 of an H100 times 3.35 / 4.8
-    assert "0 of 1" in text and "1.1" in text
+def sample_lines():
+    common = {"seconds": 1.0, "date": "2026-01-01", "provenance": SOURCE}
+    for case, what, fields in ROWS.values():
+        yield {"case": case, "status": "result", **what, **fields, **common}
+    yield {"case": "grid/64", "status": "failed", "stderr": "first\nRuntimeError: why"} | common
+
+
+def test_rows_of_a_report(report, tmp_path):
+    lines = list(sample_lines())
+    text = report.render_section(lines)
+    assert all(row in text for row in ROWS)
     assert "| grid/64 | failed | 1 | RuntimeError: why |" in text
-    assert "ValueError: a \\| b" in text and "no other" in text
-    assert "| smoke | route 16 | bfloat16 | 0.001 | 0.05 | yes | NO |" in text
-    assert "| m | float32 | plain | 1 of 16 |" in text and "| m | float32 |  | no m |" in text
-    assert "| graph updates | m | 1 | 3 |  | 1.5 |  | 2 (1 to 3) | 9 |" in text
-    assert "| Llama-1B | 3 | 1.5 | 1.12 (1.1 to 1.2) | yes |" in text
-    plotted.plot(lines, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_a_figure_measured_again_counts_once(section):
-    made, _ = section
-    lines = sample_lines()
-    again = next(line for line in lines if "gbps" in line) | {"gbps": 4321.0}
-    assert "4321" in made.render_section([*lines, again])
-    assert "4000" not in made.render_section([*lines, again])
+    assert "cells of the seed" not in text  # which are held against the bandwidth of known cards
+    again = lines[0] | {"error": 0.025}  # a figure measured again counts once
+    text = report.render_section([*lines, again])
+    assert "| 0.025 | 0.05 |" in text and "| 0.001 | 0.05 |" not in text
+    assert "Prepared, not run" in report.render_section(report.read_lines(tmp_path / "absent"))
 
 
 def test_the_readme_shows_what_was_recorded():
@@ -299,11 +261,6 @@ def test_the_readme_shows_what_was_recorded():
         figures = [steps[int(batch), k] for k in (0, 1, 3, 5)]
         shown = [f"{x['ms_per_step']:.2f} ({x['h100_ms_per_step']:.2f})" for x in figures]
         assert [cell.strip() for cell in cells.split("|")[:-1]] == shown
-
-
-def test_other_cards_are_not_held_against_the_h200s_bandwidth(section):
-    made, _ = section
-    assert "cells of the seed" not in made.render_section(sample_lines("another card"))
 
 
 def test_the_profiler_is_given_what_it_does_not_jit(runner, monkeypatch):

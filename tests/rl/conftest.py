@@ -1,12 +1,13 @@
 """Rollout engines on one tiny target and its head, whichever device they run on."""
 
+import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.engines import VOCAB, K
-from support.rollouts import Build, copied, engine_builder
+from support.rollouts import SETTINGS, copied
 from support.weights import HeadFiles, TargetFiles
 
 from specjax.rl import RolloutEngine
@@ -30,10 +31,23 @@ def speculation(checkpoints, target) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def build(target, speculation) -> Iterator[Build]:
-    """Engines over the target, closed at the end of the module."""
-    with engine_builder(target.folder, speculation) as make:
-        yield make
+def build(target, speculation) -> Iterator[Callable[..., RolloutEngine]]:
+    """Engines over the target, or over a folder, closed at the end of the module.
+
+    Those that draft report raw log-probabilities as well, and others do not: to have both of each
+    would compile everything twice.
+    """
+    engines: list[RolloutEngine] = []
+
+    def make(folder: Path = target.folder, *, drafts: Any = True) -> RolloutEngine:
+        config = speculation if drafts is True else drafts or None
+        options = {**SETTINGS, "raw_logprobs": drafts is True, "speculative_config": config}
+        engines.append(RolloutEngine(folder, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,35 +73,4 @@ def engine(shared_engine, original) -> Iterator[RolloutEngine]:
 @pytest.fixture
 def hf(target) -> Any:
     """A copy of the transformers model, free to change."""
-    import copy
-
     return copy.deepcopy(target.hf)
-
-
-@pytest.fixture(scope="session")
-def logits_of() -> Callable[..., np.ndarray]:
-    """transformers' logits f64[T, V] of the tokens of an output, each after those before it."""
-    import torch
-
-    def score(hf: Any, rollout: Any) -> np.ndarray:
-        tokens = [*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
-        with torch.no_grad():
-            logits = hf(torch.tensor([tokens])).logits[0].double().numpy()
-        return logits[len(rollout.prompt_token_ids) - 1 : -1]
-
-    return score
-
-
-@pytest.fixture(scope="session")
-def changed() -> Callable[[Any, int], Any]:
-    """Moves the weights of a transformers model, and gives their state_dict."""
-    import torch
-
-    def change(hf: Any, seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for tensor in hf.parameters():
-                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
-        return hf.state_dict()
-
-    return change

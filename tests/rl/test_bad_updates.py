@@ -5,17 +5,20 @@ import warnings
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy as safetensors
 from support.engines import SIZES, simulated_engines
 from support.refusals import label, refusal
+from support.rollouts import copied
 from support.texts import letters_folder
 
 from specjax import LLM, SamplingParams
 from specjax.device.models.registry import load_model
 from specjax.rl import RolloutEngine, save_model
 from specjax.rl.nnx import PolicyModule, hf_named
+from specjax.rl.weights import paths
 from specjax.train.drafter import KINDS, HeadSizes, train_drafter
 from specjax.train.loop import Schedule
 
@@ -41,24 +44,14 @@ def engine(folder):
         yield engine
 
 
-def without_norms(weights):
-    return {name: array for name, array in weights.items() if "norm" not in name}
+@pytest.fixture(autouse=True)
+def unchanged(engine):
+    def rollout():
+        return engine.generate([[1, 2, 3]], PARAMS)[0].token_ids.tolist()
 
-
-BAD_WEIGHTS = [
-    (without_norms, ["missing", NORM, "nothing was changed"]),
-    (lambda w: w | {"extra": np.zeros(2, np.float32)}, ["unexpected", "extra", "nothing was"]),
-    (lambda w: w | {NORM: np.zeros(3, np.float32)}, [NORM, "expected [32], found [3]"]),
-    (lambda w: w | {NORM: np.zeros(32, np.int32)}, [NORM, "found int32"]),
-    (lambda w: w | {NORM: np.full(32, math.nan, np.float32)}, ["NaN", NORM, "nothing was"]),
-    (lambda w: w | {NORM: np.full(32, math.inf, np.float32)}, ["infinity", NORM]),
-    (lambda w: w | {NORM: "x"}, [f"{NORM} of the weights is 'x'", "not an array"]),
-    (lambda w: {}, ["missing", NORM]),
-    (lambda w: None, ["weights must be a tree of arrays", "NoneType"]),
-    (lambda w: 5, ["weights must be a tree of arrays", "int"]),
-    (lambda w: "folder", ["no such folder: 'folder'"]),
-    (lambda w: [1, 2], ["weights must be a tree of arrays", "int"]),
-]
+    expected, version = rollout(), engine.version
+    yield
+    assert rollout() == expected and engine.version == version
 
 
 class Elsewhere:
@@ -71,10 +64,6 @@ class Elsewhere:
 
     def __dlpack__(self, **_):
         raise BufferError("of another device")
-
-
-def on_meta():
-    return torch.ones(32, device="meta")
 
 
 def without_values():
@@ -95,10 +84,23 @@ def quantised():
         return torch.quantize_per_tensor(torch.ones(32), 0.1, 0, torch.qint8)
 
 
-# What cannot be an array, or whose values cannot be read, and the remedy that is named.
-UNREADABLE = {
+def deleted():
+    array = jnp.ones(32)
+    array.delete()
+    return array
+
+
+# What a norm may be instead: of another shape, type or value, or none whose values can be read;
+# and words of the error, the remedy among them.
+NORMS = {
+    "shape": (lambda: np.zeros(3, np.float32), "expected [32], found [3]"),
+    "dtype": (lambda: np.zeros(32, np.int32), "found int32", "nothing was changed"),
+    "nan": (lambda: np.full(32, math.nan, np.float32), "NaN", "nothing was changed"),
+    "infinity": (lambda: np.full(32, math.inf, np.float32), "infinity"),
+    "text": (lambda: "x", "of the weights is 'x'", "not an array"),
+    "deleted": (deleted, "deleted, or donated"),
     "sparse": (lambda: torch.ones(32).to_sparse(), "sparse", "to_dense()"),
-    "meta": (on_meta, "meta device", "load the weights"),
+    "meta": (lambda: torch.ones(32, device="meta"), "meta device", "load the weights"),
     "fake": (without_values, "no values", "load the weights"),
     "quantised": (quantised, "torch.qint8", "dequantize()"),
     "dtensor": (sharded, "DTensor", "full_tensor()"),
@@ -108,52 +110,61 @@ UNREADABLE = {
     "wide": (lambda: np.ones(32, np.longdouble), "cannot be read", "float128"),
     "objects": (lambda: np.full(32, None), "cannot be read", "object"),
     "key": (lambda: jax.random.key(0), "random key", "nnx.Param"),
-    "shape": (lambda: jax.ShapeDtypeStruct((32,), np.float32), "not an array"),
+    "abstract": (lambda: jax.ShapeDtypeStruct((32,), np.float32), "not an array"),
+    "complex": (lambda: torch.ones(32, dtype=torch.complex64).conj(), "found complex64"),
+    "packed": (lambda: torch.ones(32, dtype=torch.int8), "found int8", "dequantise"),
+    "float8": (lambda: torch.ones(32).to(torch.float8_e4m3fn), "float8_e4m3fn", "dequantise"),
 }
-# Arrays that are read and do not fit, names among them that tell where they are from.
-UNFITTING = {
-    "complex": ({NORM: torch.ones(32, dtype=torch.complex64).conj()}, "found complex64"),
-    "packed": ({NORM: torch.ones(32, dtype=torch.int8)}, "found int8", "dequantise"),
-    "float8": ({NORM: torch.ones(32).to(torch.float8_e4m3fn)}, "float8_e4m3fn", "dequantise"),
-    "lora": ({"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 2)}, "merge"),
-    "peft": ({"base_model.model.lm_head.weight": torch.ones(2)}, "merge_and_unload()"),
-    "ddp": ({"module.lm_head.weight": torch.ones(2)}, "wrapped model"),
-    "compiled": ({"_orig_mod.lm_head.weight": torch.ones(2)}, "wrapped model"),
-}
-NAMES = "missing extra shape dtype nan infinity text none None number path list".split()
-BAD_ARGUMENTS = [
-    ({"version": 0}, ["version=0", "above"]),
-    *(({"version": value}, [f"version={value!r}", "integer"]) for value in ("1", 1.5, True)),
-    *(({"pause": value}, [f"pause={value!r}", "abort, wait, keep"]) for value in ("x", None)),
-    ({"drafter": {}}, ["no drafter with weights", "eagle3"]),
-]
 
 
-@pytest.fixture(autouse=True)
-def unchanged(engine):
-    def rollout():
-        return engine.generate([[1, 2, 3]], PARAMS)[0].token_ids.tolist()
-
-    expected, version = rollout(), engine.version
-    yield
-    assert rollout() == expected and engine.version == version
-
-
-@pytest.mark.parametrize("change, words", BAD_WEIGHTS, ids=NAMES)
-def test_weights_that_do_not_fit(engine, weights, change, words):
-    refusal(lambda: engine.update_weights(change(weights)), *words)
-
-
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_arrays_that_cannot_be_read_are_named(engine, weights, case):
-    make, *words = UNREADABLE[case]
+@pytest.mark.parametrize("case", NORMS)
+def test_an_array_that_does_not_fit(engine, weights, case):
+    make, *words = NORMS[case]
     refusal(lambda: engine.update_weights(weights | {NORM: make()}), NORM, *words)
 
 
-@pytest.mark.parametrize("case", UNFITTING)
-def test_origins_of_arrays_that_do_not_fit(engine, weights, case):
-    change, *words = UNFITTING[case]
-    refusal(lambda: engine.update_weights(weights | change), *change, *words)
+# Names that no array of the engine has, and what the error says of where they are from.
+NAMES = {
+    "extra": "unexpected",
+    "model.layers.0.self_attn.q_proj.lora_A.default.weight": "merge",
+    "base_model.model.lm_head.weight": "merge_and_unload()",
+    "module.lm_head.weight": "wrapped model",
+    "_orig_mod.lm_head.weight": "wrapped model",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_not_known(engine, weights, name):
+    given = weights | {name: np.zeros(2, np.float32)}
+    refusal(lambda: engine.update_weights(given), name, NAMES[name])
+
+
+WEIGHTS = {
+    "missing": (lambda w: {n: x for n, x in w.items() if "norm" not in n}, "missing", NORM),
+    "none": (lambda w: None, "weights must be a tree of arrays", "NoneType"),
+    "list": (lambda w: [1, 2], "weights must be a tree of arrays", "int"),
+    "path": (lambda w: "folder", "no such folder: 'folder'"),
+    "twice": (lambda w: [*w.items(), (NORM, w[NORM])], NORM, "twice"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_that_do_not_fit(engine, weights, case):
+    change, *words = WEIGHTS[case]
+    refusal(lambda: engine.update_weights(change(weights)), *words)
+
+
+def test_all_that_is_wrong_is_named_at_once(engine):
+    bad = dict(paths(copied(engine.params.target)))
+    names = list(bad)
+    lost = [names[0], names[7]]
+    for name in lost:
+        del bad[name]
+    bad[names[3]] = np.zeros((3, 5), np.float32)
+    bad[names[4]] = bad[names[4]].astype(np.int32)
+    bad["layers.99.attention.qkv"] = np.zeros(3, np.float32)
+    words = *lost, "layers.99.attention.qkv", f"{names[3]} (expected", "found [3, 5]"
+    refusal(lambda: engine.update_weights(bad), *words, f"{names[4]} (expected float32, found int")
 
 
 def test_weights_that_are_traced(engine, weights):
@@ -165,20 +176,27 @@ def test_every_door_for_arrays_names_them(folder, tmp_path):
     bad = replace(params, norm=torch.ones(32).to_sparse())
     schedule = Schedule(steps=1, batch_size=1, length=8, learning_rate=1e-3, seed=0)
     head = KINDS["eagle1"].make(target, HeadSizes(), [])
-    doors = [
+    for door in (
         lambda: LLM(target, params=bad, **SIZES),
         lambda: RolloutEngine(target, params=bad, **SIZES),
         lambda: save_model(tmp_path, target, bad, folder),
         lambda: PolicyModule(target, bad),
         lambda: hf_named({"norm": bad.norm}, {"norm": "model.norm.weight"}),
         lambda: train_drafter(target, bad, head, [], tmp_path, schedule),
-    ]
-    for door in doors:
+    ):
         refusal(door, "norm of the", "is sparse", "to_dense()")
     policy = PolicyModule(target, replace(params, norm=torch.nn.Parameter(torch.ones(32))))
     np.testing.assert_array_equal(policy.params().norm, np.ones(32))
 
 
-@pytest.mark.parametrize("options, words", BAD_ARGUMENTS, ids=label)
+ARGUMENTS = [
+    ({"version": 0}, ["version=0", "above"]),
+    *(({"version": value}, [f"version={value!r}", "integer"]) for value in ("1", 1.5, True)),
+    ({"pause": "x"}, ["pause='x'", "abort, wait, keep"]),
+    ({"drafter": {}}, ["no drafter with weights", "eagle3"]),
+]
+
+
+@pytest.mark.parametrize("options, words", ARGUMENTS, ids=label)
 def test_bad_arguments_of_an_update(engine, weights, options, words):
     refusal(lambda: engine.update_weights(weights, **options), *words)

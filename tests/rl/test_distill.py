@@ -1,7 +1,5 @@
 """Refits: the step is optax's on the current target's features, and a drafter catches up by it."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +16,16 @@ from support.refits import (
     distiller,
     moved,
     shared_steps,
+    untrained,
 )
 from support.rollouts import copied
 
 from specjax import SamplingParams
-from specjax.checkpoint.save import save_checkpoint
-from specjax.device.drafters.drafter import Params
-from specjax.device.models.model import Features
-from specjax.device.models.registry import load_model
-from specjax.train.context import CausalRows, UnrolledRows
-from specjax.train.data import Document
-from specjax.train.drafter import KINDS, HeadSizes
-from specjax.train.losses import split_frozen
-from specjax.train.target import init_params
-from specjax.train.teacher import shift
+from specjax.train.context import CausalRows
+from specjax.train.data import Document, padded_rows
+from specjax.train.features import Batch
+from specjax.train.losses import drafter_loss, split_frozen
+from specjax.train.teacher import Frozen
 
 CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
 PARALLEL = "dflash", "medusa", "p_eagle"
@@ -53,29 +47,18 @@ def open_engine(checkpoints, build, target, module, tmp_path):
     """Engines on tiny checkpoints, by method of drafting."""
 
     def open_one(method):
+        config, folder = {"method": method, "num_speculative_tokens": K}, target.folder
         if method == "eagle3":
             return build()
-        config = {"method": method, "num_speculative_tokens": K}
         if method == "mtp":
-            return build(module.folder, drafts=config)
-        if method in PARALLEL:
-            return build(drafts=config | {"model": str(untrained(method, target, tmp_path))})
-        head = checkpoints.eagle(target, embedding="own")
-        return build(drafts=config | {"model": str(head.folder)})
+            folder = module.folder
+        elif method in PARALLEL:
+            config["model"] = str(untrained(method, target.folder, tmp_path))
+        else:
+            config["model"] = str(checkpoints.eagle(target, embedding="own").folder)
+        return build(folder, drafts=config)
 
     return open_one
-
-
-def untrained(method, target, folder):
-    """The folder of a head with random weights, as `specjax train` begins with."""
-    model, _ = load_model(target.folder, np.dtype("float32"))
-    sizes = HeadSizes(aux_layers=(0, 1), mask_token_id=0, num_heads=K, draft_vocab_size=16)
-    kind, words = KINDS[method], Document(np.arange(VOCAB), 0)
-    start = kind.make(model, sizes, [words])
-    params, dtype = init_params(start.head.specs(), jax.random.key(0)), np.dtype("float32")
-    extra = kind.vocabulary(start.head, replace(params, **start.frozen))
-    save_checkpoint(folder, start.head.specs(), params, start.config, dtype=dtype, extra=extra)
-    return folder
 
 
 @pytest.fixture
@@ -106,35 +89,15 @@ def test_a_refit_learns_and_changes_no_output(open_engine, prompts, method):
     assert min(jax.tree.leaves(changed)) > 0.9
 
 
-def plain_loss(target, head, drafter, target_params, rollouts, length):
-    """What a refit minimises, of all rollouts at once, on features of a forward without a cache."""
-    size = len(rollouts)
-    tokens, is_answer = np.zeros((size, length), np.int32), np.zeros((size, length), bool)
-    for row, one in enumerate(rollouts):
-        both = np.concatenate([one.prompt_token_ids, one.token_ids])[:length]
-        tokens[row, : len(both)] = both
-        is_answer[row, len(one.prompt_token_ids) : len(both)] = True
-    rows = CausalRows.of(size, length)
-    features, _ = target.extend(target_params, tokens.reshape(-1), rows, None, head.aux_layers)
-    features = jax.lax.stop_gradient(Features(features.hidden, features.auxiliary))
-    teacher = target.logits(target_params, features.hidden)
-    ids = head.target_ids(drafter)
-    counted = jnp.ones(size * length, bool)
-    if ids is not None:
-        counted, teacher = jnp.isin(teacher.argmax(-1), ids), teacher[:, ids]
-    teacher = jax.nn.softmax(teacher).reshape(size, length, -1)
-    params = Params(target_params, drafter)
-    hidden, kv, total = head.fuse(drafter, features), (), 0.0
-    for step in range(NUM_UNROLLED):
-        fed = shift(jnp.array(tokens), step + 1).reshape(-1)
-        rows = UnrolledRows.of(size, length, step)
-        hidden, kv = head.extend(target, params, fed, hidden, rows, kv)
-        logits = head.logits(target, params, hidden).reshape(size, length, -1)
-        which = shift(jnp.array(is_answer), step + 2)
-        which &= shift(counted.reshape(size, length), step + 1)
-        losses = -(shift(teacher, step + 1) * jax.nn.log_softmax(logits)).sum(-1)
-        total += 0.8**step * jnp.where(which, losses, 0).sum() / which.sum()
-    return total
+def batch_of(target, params, rollouts, aux_layers):
+    """All rollouts at once, with features of a forward without a cache."""
+    pairs = [(one.prompt_token_ids, one.token_ids) for one in rollouts]
+    documents = [Document(np.concatenate(pair), len(pair[0])) for pair in pairs]
+    tokens, is_answer = padded_rows(documents, LENGTH)
+    rows = CausalRows.of(*tokens.shape)
+    features, _ = target.extend(params, tokens.reshape(-1), rows, None, aux_layers)
+    parts = features.hidden, features.hidden[:, :0] if aux_layers == () else features.auxiliary
+    return Batch(tokens, is_answer, *(x.reshape(*tokens.shape, -1) for x in parts))
 
 
 @pytest.mark.parametrize("method", CHAINS)
@@ -149,24 +112,21 @@ def test_a_step_is_optax_on_what_the_current_target_makes_of_the_rollouts(
     target, head = engine.target, engine.drafter.head
     report = distiller(engine).refit(rollouts, steps=1)
 
-    ids = getattr(start, "target_ids", None)
-    floats = start if ids is None else replace(start, target_ids=None)
+    floats, frozen = split_frozen(start)
     adamw = optax.adamw(RATE / 10, b2=0.95, weight_decay=0.01)  # the rate rises in ten steps
+    loss = jax.value_and_grad(drafter_loss(target, head, num_unrolled=NUM_UNROLLED), has_aux=True)
 
     @jax.jit
-    def step(floats, ids, target_params):
-        def loss(floats):
-            whole = floats if ids is None else replace(floats, target_ids=ids)
-            return plain_loss(target, head, whole, target_params, rollouts, LENGTH)
-
-        value, gradient = jax.value_and_grad(loss)(floats)
+    def step(floats, frozen):
+        batch = batch_of(target, frozen.target, rollouts, head.aux_layers)
+        (value, _), gradient = loss(floats, frozen, batch, jax.random.key(0))
         norm = optax.tree.norm(gradient)
         gradient = jax.tree.map(lambda g: g / jnp.maximum(1, norm), gradient)
         updates, _ = adamw.update(gradient, adamw.init(floats), floats)
         return value, norm, optax.apply_updates(floats, updates)
 
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        value, norm, expected = step(floats, ids, target_params)
+        value, norm, expected = step(floats, Frozen(target_params, frozen))
     np.testing.assert_allclose(report.first["loss"], value, rtol=1e-4)
     np.testing.assert_allclose(report.first["grad_norm"], norm, rtol=1e-3)
     new = engine.params.drafter

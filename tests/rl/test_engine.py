@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.rollouts import PROMPTS, SAMPLED, SETTINGS, assert_same
+from support.rollouts import PROMPTS, SAMPLED, SETTINGS
 
 from specjax import SamplingParams
 from specjax.rl import RolloutEngine, Span
@@ -31,72 +31,45 @@ def test_rollouts_keep_the_parameters_they_were_drawn_under(engine):
     assert {one.params.max_tokens for one in batch} == {3}
 
 
-def test_samples_share_the_pages_of_their_prompt(engine):
-    before = engine.metrics()
-    engine.generate([list(range(1, 29))], replace(SAMPLED, n=4))
-    after = engine.metrics()
-    assert after.prefix_cache_hits - before.prefix_cache_hits == 3 * 24
-    assert after.num_prompt_tokens - before.num_prompt_tokens == 28 + 3 * 4
+def test_calls_that_cannot_be_served(engine):
+    def refused(words, do, *arguments):
+        with pytest.raises(ValueError, match=words):
+            do(*arguments)
 
-
-def test_a_stream_gives_what_a_batch_does(build):
-    batch = build().generate(PROMPTS, SAMPLED)
-    streamed = list(build().stream(PROMPTS, SAMPLED))
-    streamed.sort(key=lambda one: (one.prompt_index, one.sample_index))
-    assert_same(streamed, batch)
-
-
-@pytest.mark.parametrize("version", [0, -1, 1.5, "2", True])
-def test_versions_rise(engine, original, version):
-    now = engine.version
-    with pytest.raises(ValueError, match="version"):
-        engine.update_weights(original, version)
-    with pytest.raises(ValueError, match=f"version={now}"):
-        engine.update_weights(original, now)
-    assert engine.version == now
-
-
-def test_parameters_that_are_not_for_rollouts(engine):
     for name in "logprobs", "prompt_logprobs":
-        with pytest.raises(ValueError, match=name):
-            engine.generate(PROMPTS, SamplingParams(**{name: 1}))
-    with pytest.raises(ValueError, match="SamplingParams"):
-        engine.generate(PROMPTS, {"temperature": 1})
-    with pytest.raises(ValueError, match="pause='stop'"):
-        engine.pause("stop")
-    with pytest.raises(ValueError, match="level=3"):
-        engine.sleep(3)
+        refused(name, engine.generate, PROMPTS, SamplingParams(**{name: 1}))
+    refused("SamplingParams", engine.generate, PROMPTS, {"temperature": 1})
+    refused("pause='stop'", engine.pause, "stop")
+    refused("level=3", engine.sleep, 3)
     batch = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
-    with pytest.raises(ValueError, match="has ended"):
-        engine.generate(batch)
-    stream = engine.stream(PROMPTS, SamplingParams(n=2))
-    with pytest.raises(ValueError, match="two calls"):
-        engine.generate([batch[0], [1, 2]])
-    stream.close()
+    refused("has ended", engine.generate, batch)
+    refused("two calls", engine.generate, [batch[0], [1, 2]])
 
 
-def test_settings_that_a_rollout_engine_makes_itself(target):
-    with pytest.raises(ValueError, match="logprobs_mode='raw' "):
-        RolloutEngine(target.folder, logprobs_mode="raw", **SETTINGS)
-    with pytest.raises(ValueError, match="always_logprobs=True was removed"):
-        RolloutEngine(target.folder, always_logprobs=True, **SETTINGS)
-    with pytest.raises(ValueError, match="raw_logprobs"):
-        RolloutEngine(target.folder, raw_logprobs="yes", **SETTINGS)
-    synthetic = {
-        "method": "ngram",
-        "num_speculative_tokens": 2,
-        "verification": "synthetic",
-        "synthetic_acceptance_length": 2,
-    }
-    with pytest.raises(ValueError, match="synthetic"):
-        RolloutEngine(target.folder, speculative_config=synthetic, **SETTINGS)
-    with pytest.raises(TypeError, match="speed"):
-        RolloutEngine(target.folder, speed="high", **SETTINGS)
+SYNTHETIC = {
+    "method": "ngram",
+    "num_speculative_tokens": 2,
+    "verification": "synthetic",
+    "synthetic_acceptance_length": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("logprobs_mode", "raw", "logprobs_mode='raw' "),
+        ("always_logprobs", True, "always_logprobs=True was removed"),
+        ("raw_logprobs", "yes", "raw_logprobs"),
+        ("speculative_config", SYNTHETIC, "synthetic"),
+        ("speed", "high", "speed"),
+    ],
+)
+def test_settings_that_a_rollout_engine_makes_itself(target, option, value, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        RolloutEngine(target.folder, **SETTINGS | {option: value})
 
 
 def test_drafters_without_weights(build):
-    with pytest.raises(ValueError, match="no drafter"):
-        build(drafts=False).update_drafter({})
-    ngram = build(drafts={"method": "ngram", "num_speculative_tokens": 2})
-    with pytest.raises(ValueError, match="no drafter"):
-        ngram.update_drafter({})
+    for drafts in False, {"method": "ngram", "num_speculative_tokens": 2}:
+        with pytest.raises(ValueError, match="no drafter"):
+            build(drafts=drafts).update_drafter({})

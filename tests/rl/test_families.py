@@ -6,19 +6,15 @@ import pytest
 from support.engines import SIZES, VOCAB, K
 from support.logits import hf_logits
 from support.params import random_params
+from support.refits import untrained
 from support.rollouts import PROMPTS
 
 from specjax import SamplingParams
-from specjax.checkpoint.save import save_checkpoint
 from specjax.device.models.registry import MODELS, load_model
 from specjax.device.models.text_config import WRAPPERS
 from specjax.rl import RolloutEngine, save_model
 from specjax.rl.named import read_named
 from specjax.rl.weights import stage_target
-from specjax.train.data import Document
-from specjax.train.drafter import KINDS, HeadSizes, train_drafter
-from specjax.train.loop import Schedule
-from specjax.train.losses import split_frozen
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -76,32 +72,17 @@ def test_updates_and_exports(checkpoints, kind, tmp_path):
     np.testing.assert_array_equal(hf_logits(exported, tokens), hf_logits(two.hf, tokens))
 
 
-def trained_head(kind, target, folder):
-    """A speculative config of a new head, trained for a few steps."""
-    model, params = load_model(target.folder, FLOAT32)
-    rng = np.random.default_rng(0)
-    documents = [Document(rng.integers(0, VOCAB, 20).astype(np.int32), 4) for _ in range(8)]
-    sizes = HeadSizes(aux_layers=(0, 1), draft_vocab_size=VOCAB, mask_token_id=0)
-    start = KINDS[kind].make(model, sizes, documents)
-    schedule = Schedule(steps=4, batch_size=4, length=24, learning_rate=3e-3, seed=0)
-    trained, _ = train_drafter(
-        model, params, start, documents, folder / "run", schedule, num_unrolled=2
-    )
-    extra, floats = KINDS[kind].vocabulary(start.head, trained), split_frozen(trained)[0]
-    save_checkpoint(folder, start.head.specs(), floats, start.config, dtype=FLOAT32, extra=extra)
-    return {"method": KINDS[kind].method, "model": str(folder), "num_speculative_tokens": K}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, drafter",
     [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash"), ("gemma3_text", "eagle3")],
 )
-def test_trained_heads_and_updates(checkpoints, kind, drafter, tmp_path):
+def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
     """Tokens are the target's with a head of its own shape, before an update and after it."""
     one, two = two_targets(checkpoints, kind)
-    speculation = trained_head(drafter, one, tmp_path)
-    params = SamplingParams(temperature=0, max_tokens=20)
+    untrained(drafter, one.folder, tmp_path)
+    speculation = {"method": drafter, "model": str(tmp_path), "num_speculative_tokens": K}
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     with RolloutEngine(one.folder, speculative_config=speculation, **SIZES) as engine:
         for target in one, two:
             if target is two:

@@ -56,12 +56,10 @@ def test_tensors_of_torch(engine, hf, form):
     given = {name: FORMS[form](x.detach()) for name, x in hf.named_parameters()}
     engine.update_weights(iter(given.items()))
     changed = engine.checksum()
-    plain = {
-        name: x.detach().float().resolve_neg().numpy()
-        if isinstance(x, torch.Tensor)
-        else np.asarray(x).astype(np.float32)
-        for name, x in given.items()
-    }
+    plain = {}
+    for name, x in given.items():
+        own = x.detach().float().resolve_neg() if isinstance(x, torch.Tensor) else x
+        plain[name] = np.asarray(own).astype(np.float32)
     engine.update_weights(noisy(plain, 1))
     assert engine.checksum() != changed
     engine.update_weights({name: np.ascontiguousarray(x) for name, x in plain.items()})
@@ -76,35 +74,36 @@ def test_buffers_that_are_not_sent_keep_their_values(checkpoints, kind, caplog):
     state, given = files.hf.state_dict(), dict(files.hf.named_parameters())
     buffers = sorted(state.keys() - given.keys())
     assert buffers
+
+    def kept(given):
+        sources = stage_target(read_named(given, current, "weights"), target, current)
+        pairs = zip(jax.tree.leaves(current), sources, strict=True)
+        return sum(leaf is source.parts[0] for leaf, source in pairs)
+
     weights._say_kept.cache_clear()  # a line is said once in a process
     with caplog.at_level(logging.INFO, "specjax"):
-        sources = stage_target(read_named(given, current, "weights"), target, current)
-    leaves = jax.tree.leaves(current)
-    kept = [leaf is source.parts[0] for leaf, source in zip(leaves, sources, strict=True)]
-    assert sum(kept) == len(buffers)
+        assert kept(given) == len(buffers)
     assert all(name in caplog.text for name in (*buffers, "keep their values", "state_dict()"))
-    every = stage_target(read_named(state, current, "weights"), target, current)
-    assert not any(leaf is one.parts[0] for leaf, one in zip(leaves, every, strict=True))
+    assert kept(state) == 0
     lost = next(name for name in given if "mlp.gate.weight" in name)
     del given[lost]
-    named = read_named(given, current, "weights")
-    text = refusal(lambda: stage_target(named, target, current), "missing", lost)
-    assert buffers[0] not in text
-    # The target's module has such a buffer as well.
-    module = of_own_shape(target, "target")
-    specs = jax.tree.leaves(module.specs())
-    mine = random_params(module.specs(), 1)
+    assert buffers[0] not in refusal(lambda: kept(given), "missing", lost)
+
+
+def test_buffers_of_the_targets_module_keep_their_values(checkpoints):
+    folder = checkpoints.target("deepseek_v3", vocab_size=VOCAB).folder
+    module = of_own_shape(describe_model(read_config(folder)), "target")
+    specs, mine = jax.tree.leaves(module.specs()), random_params(module.specs(), 1)
     tensors = {
         name: np.zeros(shape, np.float32)
         for spec in specs
         if not spec.is_buffer
         for name, shape in zip(spec.names, spec.file_shapes, strict=True)
     }
-    drafter = module.drafter(False)
-    for source, leaf, spec in zip(
-        stage_drafter(tensors, drafter, mine), jax.tree.leaves(mine), specs, strict=True
-    ):
+    sources = stage_drafter(tensors, module.drafter(False), mine)
+    for source, leaf, spec in zip(sources, jax.tree.leaves(mine), specs, strict=True):
         assert (source.parts[0] is leaf) == spec.is_buffer
+    assert any(spec.is_buffer for spec in specs)
 
 
 def test_heads_that_one_side_ties(checkpoints, engine, hf):
@@ -125,41 +124,32 @@ def test_heads_that_one_side_ties(checkpoints, engine, hf):
     refusal(lambda: engine.update_weights(own_head), "missing: lm_head", "under both names")
 
 
+def save(kind, folder, engine, params, source):
+    """Weights as trainers save them; their folder."""
+    state = nnx.state(PolicyModule(engine.target, params), nnx.Param)
+    if kind == "hugging face":
+        save_model(folder, engine.target, params, source)
+    elif kind == "standard":
+        with ocp.StandardCheckpointer() as saver:
+            saver.save(folder, state)
+    elif kind == "step":
+        with ocp.CheckpointManager(folder) as steps:
+            steps.save(3, args=ocp.args.StandardSave(state))
+        return folder / "3"
+    else:
+        save_orbax(folder, params if kind == "engine's tree" else state)
+    return folder
+
+
 def save_orbax(folder, tree):
     ocp.PyTreeCheckpointer().save(folder, tree)
     return folder
 
 
-def save_standard(folder, tree):
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(folder, tree)
-    return folder
-
-
-def save_step(folder, tree):
-    with ocp.CheckpointManager(folder) as steps:
-        steps.save(3, args=ocp.args.StandardSave(tree))
-    return folder / "3"
-
-
-FOLDERS = {
-    "hugging face": lambda folder, engine, params, source: (
-        save_model(folder, engine.target, params, source) or folder
-    ),
-    "engine's tree": lambda folder, engine, params, source: save_orbax(folder, params),
-    **{
-        save.__name__: lambda folder, engine, params, source, save=save: save(
-            folder, nnx.state(PolicyModule(engine.target, params), nnx.Param)
-        )
-        for save in (save_orbax, save_standard, save_step)
-    },
-}
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", ["hugging face", "engine's tree", "state", "standard", "step"])
 def test_weights_in_a_folder(engine, own, target, tmp_path, kind):
     params = noisy(own, 5)
-    folder = FOLDERS[kind](tmp_path / "saved", engine, params, target.folder)
+    folder = save(kind, tmp_path / "saved", engine, params, target.folder)
     for path in (folder, str(folder)):
         engine.update_weights(own)
         engine.update_weights(path)

@@ -1,7 +1,8 @@
 """What comes between the steps: pauses, aborts, updates, sleep and failures, from any thread."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,14 @@ LONG = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture
+def beside():
+    """Runs functions in other threads: beside(function, ...) -> a future."""
+    pool = ThreadPoolExecutor(4)
+    yield pool.submit
+    pool.shutdown(wait=False)  # a thread that hangs has failed its test already
+
+
+@pytest.fixture
 def unhurried(engine, monkeypatch):
     """Steps take as long as on a device, so that other threads come between them."""
     step = engine._engine.step
@@ -27,25 +36,24 @@ def unhurried(engine, monkeypatch):
     monkeypatch.setattr(engine._engine, "step", slow)
 
 
+def read(stream, into, message):
+    """What a stream gives before it fails."""
+    with pytest.raises(RolloutError, match=message):
+        for one in stream:
+            into.append(one)
+
+
 @pytest.mark.parametrize("pause", ["abort", "wait", "keep"])
-def test_an_update_by_another_thread(engine, original, unhurried, pause):
+def test_an_update_by_another_thread(engine, original, unhurried, beside, pause):
     """A trainer beside the thread that generates, again and again."""
-    batches = []
-    first = engine.version
-
-    def run():
-        for _ in range(3):
-            batches.append(engine.generate([*PROMPTS, *PROMPTS], LONG))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    updates = 0
-    while thread.is_alive():
+    first, updates = engine.version, 0
+    running = beside(lambda: [engine.generate([*PROMPTS, *PROMPTS], LONG) for _ in range(3)])
+    while not running.done():
         engine.update_weights(noisy(original, updates), pause=pause)
         updates += 1
-        thread.join(0.01)
-    assert updates > 1 and len(batches) == 3
-    for one in (one for batch in batches for one in batch):
+        wait_for([running], 0.01)
+    assert updates > 1
+    for one in (one for batch in running.result() for one in batch):
         assert sum(span.num_tokens for span in one.versions) == len(one.token_ids)
         versions = [span.version for span in one.versions]
         assert versions == sorted(versions) and all(first <= v <= engine.version for v in versions)
@@ -53,16 +61,27 @@ def test_an_update_by_another_thread(engine, original, unhurried, pause):
         assert pause == "keep" or len(versions) <= 1
 
 
-def test_paused_and_resumed_by_another_thread(engine):
+def test_updates_of_many_threads(engine, hf, beside):
+    """Each sees whole weights, whatever others do at the time."""
+    weights, first = {name: x.numpy() for name, x in hf.state_dict().items()}, engine.version
+
+    def update():
+        for _ in range(5):
+            engine.update_weights(weights)
+            assert engine.params.target is not None
+
+    for thread in [beside(update) for _ in range(3)]:
+        thread.result()
+    assert engine.version == first + 15
+
+
+def test_paused_and_resumed_by_another_thread(engine, beside):
     engine.pause()
-    done = []
-    thread = threading.Thread(target=lambda: done.append(engine.generate(PROMPTS, SAMPLED)))
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive() and engine.metrics().num_requests_running == 0
+    running = beside(engine.generate, PROMPTS, SAMPLED)
+    wait_for([running], 0.3)
+    assert not running.done() and engine.metrics().num_requests_running == 0
     engine.resume()
-    thread.join()
-    assert len(done[0]) == 2 * len(PROMPTS)
+    assert len(running.result()) == 2 * len(PROMPTS)
 
 
 def test_generating_while_paused_by_oneself_loses_nothing(engine):
@@ -70,9 +89,7 @@ def test_generating_while_paused_by_oneself_loses_nothing(engine):
     stream = engine.stream(PROMPTS, lasting(2, 40, 40, 40))
     rollouts = [next(stream)]
     engine.pause()
-    with pytest.raises(RolloutError, match="resume"):
-        for one in stream:
-            rollouts.append(one)
+    read(stream, rollouts, "resume")
     assert len(rollouts) == 4 and sum(one.is_partial for one in rollouts) == 3
     engine.resume()
     assert all(not one.is_partial for one in engine.generate([r for r in rollouts if r.is_partial]))
@@ -82,62 +99,34 @@ def test_generating_while_paused_by_oneself_loses_nothing(engine):
     assert len(caught.value.rollouts) == 2 * len(PROMPTS)
     with pytest.raises(ValueError, match="paused already"):
         engine.update_weights(engine.params.target, pause="wait")
-    engine.resume()
 
 
-def test_a_device_that_fails_loses_nothing(engine, monkeypatch):
-    stream = engine.stream(PROMPTS, lasting(2, 40, 40, 40))
-    rollouts = [next(stream)]
+def test_a_device_that_fails_loses_nothing_and_every_caller_hears_of_it(
+    engine, monkeypatch, beside
+):
+    """Not only the one whose turn it was; whoever has all of its own hears nothing."""
 
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._engine, "_launch", fail)
-    with pytest.raises(RolloutError, match="out of memory"):
-        for one in stream:
-            rollouts.append(one)
-    monkeypatch.undo()
-    assert len(rollouts) == 4
-    finished = engine.generate([one for one in rollouts if one.is_partial])
-    assert [len(one.token_ids) for one in finished] == [40] * 3
-
-
-def test_a_device_that_fails_is_told_of_to_every_caller(engine, monkeypatch):
-    """Not only to the one whose turn it was; whoever has all of its own hears nothing."""
     lengths = lasting(2, 40, 40, 40)
     done = engine.stream([PROMPTS[0]], lasting(2))
     mine, other = engine.stream(PROMPTS[:2], lengths[:2]), engine.stream(PROMPTS[2:], lengths[2:])
-    rollouts, others = [next(mine)], []
-    last = next(done)
-
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    def read(stream, into):
-        with pytest.raises(RolloutError, match="out of memory"):
-            for one in stream:
-                into.append(one)
-
-    thread = threading.Thread(target=lambda: others.append(next(other)))
-    monkeypatch.setattr(engine._engine, "_launch", fail)
-    thread.start()
-    thread.join()
-    monkeypatch.undo()
-    read(mine, rollouts)
-    read(other, others)
+    rollouts, last = [next(mine)], next(done)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine, "_launch", fail)
+        others = [beside(next, other).result()]
+    read(mine, rollouts, "out of memory")
+    read(other, others, "out of memory")
     assert len(rollouts) == 2 and len(others) == 2
-    assert sum(one.is_partial for one in [*rollouts, *others]) == 3
     assert list(done) == [] and not last.is_partial
-    assert len(engine.generate(PROMPTS, SAMPLED)) == 2 * len(PROMPTS)
+    partial = [one for one in [*rollouts, *others] if one.is_partial]
+    assert [len(one.token_ids) for one in engine.generate(partial)] == [40] * 3
 
 
 @pytest.mark.parametrize("how", ["pause and abort", "sleep and abort", "update"])
-def test_an_abort_wakes_whoever_waits(engine, original, unhurried, how):
-    batches = []
-    thread = threading.Thread(
-        target=lambda: batches.append(engine.generate(PROMPTS, replace(LONG, n=4)))
-    )
-    thread.start()
+def test_an_abort_wakes_whoever_waits(engine, original, unhurried, beside, how):
+    running = beside(engine.generate, PROMPTS, replace(LONG, n=4))
     while not engine.metrics().num_requests_running:
         time.sleep(0.001)
     if how == "sleep and abort":
@@ -148,11 +137,8 @@ def test_an_abort_wakes_whoever_waits(engine, original, unhurried, how):
         engine.update_weights(original, pause="abort")
     else:
         engine.abort()
-    thread.join(30)
-    assert not thread.is_alive() and len(batches[0]) == 16
-    assert any(one.is_partial for one in batches[0])
-    engine.wake_up()
-    engine.resume()
+    batch = running.result(30)
+    assert len(batch) == 16 and any(one.is_partial for one in batch)
 
 
 def test_labels_say_which_calls_end(engine):
@@ -162,21 +148,17 @@ def test_labels_say_which_calls_end(engine):
     rollouts, others = [next(mine)], [next(other)]
     engine.abort("mine")
     engine.abort("nobody's")
-    rollouts += mine
-    others += other
-    assert [one.is_partial for one in rollouts] == [False, True]
-    assert [one.is_partial for one in others] == [False, False]
+    assert [one.is_partial for one in [*rollouts, *mine]] == [False, True]
+    assert [one.is_partial for one in [*others, *other]] == [False, False]
 
 
 def test_waking_up_is_not_going_on_after_a_pause(engine):
     engine.pause()
     engine.sleep()
-    engine.wake_up()
-    with pytest.raises(RolloutError, match="resume"):
-        engine.generate(PROMPTS, SAMPLED)
-    engine.wake_up()
-    with pytest.raises(RolloutError, match="resume"):
-        engine.generate(PROMPTS, SAMPLED)
+    for _ in range(2):
+        engine.wake_up()
+        with pytest.raises(RolloutError, match="resume"):
+            engine.generate(PROMPTS, SAMPLED)
     engine.resume()
     assert len(engine.generate(PROMPTS, SAMPLED)) == 2 * len(PROMPTS)
 
@@ -195,27 +177,6 @@ def test_a_stream_that_is_thrown_away_in_a_step(engine, monkeypatch):
     batch = engine.generate(PROMPTS, SAMPLED)
     assert len(batch) == 2 * len(PROMPTS) and not any(one.is_partial for one in batch)
     assert not engine._engine.has_work
-
-
-def test_updates_of_many_threads(engine, hf):
-    """Each sees whole weights, whatever others do at the time."""
-    weights = {name: tensor.numpy() for name, tensor in hf.state_dict().items()}
-    first, faults = engine.version, []
-
-    def update():
-        try:
-            for _ in range(5):
-                engine.update_weights(weights)
-                assert engine.params.target is not None
-        except Exception as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=update) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults and engine.version == first + 15
 
 
 def test_closed(build):

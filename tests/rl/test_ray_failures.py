@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.one_thread_ray import Death, FailingEngine, OneThread
 
-from specjax.rl import ray_pool, ray_worker, ray_workers
+from specjax.rl import ray_worker, ray_workers
 from specjax.rl.ray_pool import WorkersDied
 from specjax.rl.ray_workers import RayRollouts
 from specjax.rl.rollouts import RolloutError
@@ -29,18 +29,29 @@ def failing(one_thread):
         yield made
 
 
-def test_bad_input_is_refused_before_anything_starts(one_thread, monkeypatch):
-    with pytest.raises(ValueError, match="num_workers=0 must be an integer of at least 1"):
-        RayRollouts("folder", num_workers=0)
-    with pytest.raises(ValueError, match="group_size=0"):
-        RayRollouts("folder", num_workers=1, group_size=0)
-    with pytest.raises(ValueError, match="model=int must be a folder or hub id"):
-        RayRollouts(3, num_workers=1)  # pyright: ignore[reportArgumentType]
-    monkeypatch.undo()
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_workers": 0}, "num_workers=0 must be an integer of at least 1"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"model": 3}, "model=int must be a folder or hub id"),
+        (
+            {"num_workers": 2, "ray_options": {"num_gpus": 0.5}},
+            r"'CPU': 1, 'GPU': 0.5\} each .* on 1 node\(s\).* for 0;",
+        ),
+        ({"num_workers": 2, "ray_options": {"resources": {"rack": 2}}}, "'rack': 2"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(one_thread, options, message):
+    with pytest.raises(ValueError, match=message):
+        RayRollouts(**{"model": "folder", "num_workers": 1} | options)
+    assert not one_thread.actors
+
+
+def test_without_ray_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'specjax\[ray\]'"):
         RayRollouts("folder", num_workers=1)
-    assert not one_thread.actors
 
 
 def test_a_closed_one_says_so(failing):
@@ -48,7 +59,6 @@ def test_a_closed_one_says_so(failing):
     failing.close()
     with pytest.raises(RuntimeError, match="is closed"):
         failing.generate([[1]])
-    assert ray_pool.MAX_DEATHS == 3
 
 
 def facts_of(workers):
@@ -180,6 +190,11 @@ def test_a_deadly_sample_is_named_and_others_are_scored_in_order(failing):
     with pytest.raises(WorkersDied, match="3 workers died one after the other at sample 0"):
         failing.score(samples)
     assert failing.score([]) == []
+    FailingEngine.plan["generate"] = [None, Death(), None, Death(), None, Death()]
+    with pytest.raises(WorkersDied, match="one after the other at prompt 1") as raised:
+        failing.generate([[1]] * 4)
+    assert [one.prompt_index for one in raised.value.rollouts] == [0, 2, 3]
+    assert len(failing.generate([[1]] * 4)) == 4
 
 
 def test_workers_that_cannot_be_replaced_are_not_waited_for(failing, one_thread):
@@ -192,26 +207,18 @@ def test_workers_that_cannot_be_replaced_are_not_waited_for(failing, one_thread)
     assert len(failing.generate([[1]] * 4)) == 4
 
 
-def test_workers_that_do_not_fit_are_refused(one_thread):
-    with pytest.raises(ValueError, match=r"'CPU': 1, 'GPU': 0.5\} each .* on 1 node\(s\).* for 0;"):
-        RayRollouts("folder", num_workers=2, ray_options={"num_gpus": 0.5})
-    assert not one_thread.actors
-
-
-def worker_of(monkeypatch):
-    monkeypatch.setattr(ray_worker, "RolloutEngine", FailingEngine)
+@pytest.fixture
+def worker(one_thread):
     return ray_worker.Worker("folder", {}, ray_worker.WorkerState(), None, None)
 
 
-def test_a_call_that_was_aborted_before_it_began_generates_nothing(monkeypatch):
-    worker = worker_of(monkeypatch)
+def test_a_call_that_was_aborted_before_it_began_generates_nothing(worker):
     worker.abort(3)
     assert worker.generate(3, [[1]]) is None
     assert len(worker.generate(4, [[1]])) == 1
 
 
-def test_an_abort_reaches_a_call_on_its_way_to_the_engine(monkeypatch):
-    worker = worker_of(monkeypatch)
+def test_an_abort_reaches_a_call_on_its_way_to_the_engine(worker):
     begun, ended = threading.Event(), threading.Event()
 
     def generate(*_, label):

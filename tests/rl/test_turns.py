@@ -29,8 +29,7 @@ def test_a_loop_lets_others_in():
 
 def test_one_at_a_time_and_nothing_is_missed():
     """Four threads pass a number on; each waits for its own to come up."""
-    turns, number, seen = Turns(), [0], []
-    inside = [0]
+    turns, number, seen, inside = Turns(), [0], [], [0]
 
     def take(mine):
         for round_number in range(50):
@@ -42,7 +41,7 @@ def test_one_at_a_time_and_nothing_is_missed():
                 number[0] += 1
                 inside[0] -= 1
 
-    threads = [threading.Thread(target=take, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=take, args=(i,), daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

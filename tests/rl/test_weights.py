@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.engines import VOCAB, K
 from support.refusals import refusal
-from support.rollouts import PROMPTS, SAMPLED, copied, noisy
+from support.rollouts import PROMPTS, SAMPLED, changed, copied, logits_of, noisy
 from support.shared_models import llama, parallel_head
 
 from specjax import SamplingParams
@@ -24,12 +24,10 @@ from specjax.rl.weights import checksum, paths, stage_drafter
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-def test_weights_under_hugging_face_names(
-    build, checkpoints, module, changed, logits_of, compilations, kind
-):
+def test_weights_under_hugging_face_names(build, checkpoints, module, compilations, kind):
     """A state_dict of transformers, an MTP module's tensors among them where there is one."""
     hf = copy.deepcopy(checkpoints.target(kind, vocab_size=VOCAB).hf)
-    weights = dict(changed(hf, 1))
+    weights = changed(hf, 1)
     if kind == "llama":
         engine = build(drafts=False)
     else:
@@ -52,30 +50,18 @@ def test_weights_under_hugging_face_names(
         assert one.token_ids.tolist() == logits_of(hf, one).argmax(axis=-1).tolist()
 
 
-def test_weights_of_another_type_are_cast(engine, original):
-    half = jax.tree.map(lambda x: jnp.array(x.astype(jnp.bfloat16)), original)
-    engine.update_weights(half)
-    for mine, theirs in zip(
-        jax.tree.leaves(engine.params.target), jax.tree.leaves(half), strict=True
-    ):
-        assert mine.dtype == np.float32
-        np.testing.assert_array_equal(mine, np.asarray(theirs).astype(np.float32))
-
-
-def test_weights_in_the_hosts_memory_and_on_other_devices(engine, original):
-    """As trainers offload them, and as they are split over a mesh."""
+def test_weights_of_other_types_and_places(engine, original):
+    """As trainers keep and offload them."""
     device = jax.devices()[0]
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    for seed, dtype in ((11, np.float32), (12, jnp.bfloat16)):
-        other = jax.tree.map(
-            lambda x, dtype=dtype: np.asarray(x).astype(dtype), noisy(original, seed)
-        )
-        engine.update_weights(jax.device_put(other, host))
-        for mine, theirs in zip(
-            jax.tree.leaves(engine.params.target), jax.tree.leaves(other), strict=True
-        ):
+    for seed, dtype, place in (11, np.float32, host), (12, jnp.bfloat16, host), (13, "f2", device):
+        moved = noisy(original, seed)
+        other = jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), moved)
+        engine.update_weights(jax.device_put(other, place))
+        for mine, theirs in zip(*map(jax.tree.leaves, (engine.params.target, other)), strict=True):
             assert mine.sharding.memory_kind == device.default_memory().kind
-            np.testing.assert_array_equal(mine, np.asarray(theirs).astype(np.float32))
+            np.testing.assert_array_equal(mine, theirs.astype(np.float32))
+            assert mine.dtype == np.float32
     assert len(engine.generate([PROMPTS[0]], SAMPLED)) == 2
 
 
@@ -107,97 +93,28 @@ def test_a_checksum_is_that_of_the_same_weights(engine, original):
     assert checksum(tree.unflatten(flipped)) != checksum(original)
 
 
-def test_weights_that_do_not_fit_change_nothing(engine, original):
-    """Everything that is wrong is named, at once."""
-    good = dict(paths(original))
-    names = list(good)
-    bad = dict(good)
-    lost = [names[0], names[7]]
-    for name in lost:
-        del bad[name]
-    bad[names[3]] = np.zeros((3, 5), np.float32)
-    bad[names[4]] = good[names[4]].astype(np.int32)
-    bad["layers.99.attention.qkv"] = np.zeros(3, np.float32)
-    before, version = engine.checksum(), engine.version
-    with pytest.raises(ValueError) as caught:
-        engine.update_weights(bad)
-    text = str(caught.value)
-    for word in (*lost, "layers.99.attention.qkv", f"{names[3]} (expected", "found [3, 5]"):
-        assert word in text
-    assert f"{names[4]} (expected float32, found int32)" in text
-    assert engine.checksum() == before and engine.version == version
-    with pytest.raises(ValueError, match="twice"):
-        engine.update_weights([(names[0], good[names[0]])] * 2)
-    for nonsense in (5, "weights", [3], [("a", "b")], None):
-        with pytest.raises(ValueError, match="weights"):
-            engine.update_weights(nonsense)
-    drafter = checksum(engine.params.drafter)
-    with pytest.raises(ValueError, match="fc"):
-        engine.update_weights(original, drafter={"fc.weight": np.zeros(2, np.float32)})
-    assert checksum(engine.params.drafter) == drafter
-    assert engine.checksum() == before and engine.version == version
-
-
-def test_weights_that_are_no_more(engine, original):
-    """Donated to the trainer's own step, most often."""
-    weights = noisy(original, 1)
-    before, leaves = engine.checksum(), jax.tree.leaves(weights)
-    leaves[2].delete()
-    with pytest.raises(ValueError, match="deleted, or donated"):
-        engine.update_weights(weights)
-    shapes = jax.eval_shape(lambda x: x, original)
-    with pytest.raises(ValueError, match="not an array"):
-        engine.update_weights(shapes)
-    assert engine.checksum() == before
-    assert len(engine.generate(PROMPTS, SAMPLED)) == 2 * len(PROMPTS)
+def test_drafters_that_do_not_fit_change_nothing(engine, original):
+    own = copied(engine.params.drafter)
+    spoiled = replace(own, fc=Dense(own.fc.values * np.nan))
+    before = engine.checksum(), checksum(own), engine.version
+    cut = {"fc.weight": np.zeros(2, np.float32)}
+    refusal(lambda: engine.update_drafter(spoiled), "the drafter's weights", "in fc,")
+    refusal(lambda: engine.update_weights(original, drafter=spoiled), "in fc,", "nothing was")
+    refusal(lambda: engine.update_weights(original, drafter=cut), "drafter's weights", "fc.weight")
+    assert (engine.checksum(), checksum(engine.params.drafter), engine.version) == before
 
 
 def test_a_draft_vocabulary_is_compiled_in(engine, speculation):
-    drafter = jax.tree.map(np.array, engine.params.drafter)
-    version = engine.drafter_version
-    with pytest.raises(ValueError, match="target_ids"):
-        engine.update_drafter(replace(drafter, target_ids=drafter.target_ids[::-1]))
-    with pytest.raises(ValueError, match="target_ids"):
-        engine.update_drafter(replace(drafter, target_ids=drafter.target_ids[:-1]))
-    (file,) = Path(speculation["model"]).glob("*.safetensors")
-    tensors = load_file(file)
-    for other in (tensors["d2t"][::-1].copy(), tensors["d2t"][:-1]):
-        with pytest.raises(ValueError, match="draft vocabulary"):
-            engine.update_drafter(tensors | {"d2t": other})
+    drafter, version = copied(engine.params.drafter), engine.drafter_version
+    tensors = load_file(next(Path(speculation["model"]).glob("*.safetensors")))
+    for part in slice(None, None, -1), slice(-1):  # in another order, or shorter
+        other = replace(drafter, target_ids=drafter.target_ids[part])
+        refusal(lambda other=other: engine.update_drafter(other), "target_ids")
+        offsets = tensors | {"d2t": tensors["d2t"][part].copy()}
+        refusal(lambda other=offsets: engine.update_drafter(other), "draft vocabulary")
     assert engine.drafter_version == version
     engine.update_drafter(tensors)
     assert engine.drafter_version == version + 1
-
-
-def test_names_of_hugging_face_that_do_not_fit(engine, hf):
-    weights = dict(hf.state_dict())
-    lost = "model.layers.0.self_attn.k_proj.weight"
-    del weights[lost]
-    weights["model.layers.0.self_attn.x_proj.weight"] = weights["model.norm.weight"]
-    weights["model.norm.weight"] = weights["model.norm.weight"][:-1]
-    before = engine.checksum()
-    with pytest.raises(ValueError) as caught:
-        engine.update_weights(weights)
-    for word in (lost, "x_proj", "model.norm.weight (expected"):
-        assert word in str(caught.value)
-    assert engine.checksum() == before
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_weights_that_are_not_finite_change_nothing(engine, original, hf, bad):
-    before, version = engine.checksum(), engine.version
-    spoiled = jax.tree.map(np.array, original)
-    spoiled.layers[1].mlp.down.values[3, 4] = bad
-    refusal(lambda: engine.update_weights(spoiled), "layers.1.mlp.down", "nothing was changed")
-    named = {name: tensor.numpy().copy() for name, tensor in hf.state_dict().items()}
-    named["model.norm.weight"][0] = bad
-    refusal(lambda: engine.update_weights(named), "infinity in model.norm.weight,")
-    drafter = replace(
-        copied(engine.params.drafter), fc=Dense(engine.params.drafter.fc.values * bad)
-    )
-    refusal(lambda: engine.update_drafter(drafter), "the drafter's weights", "in fc,")
-    refusal(lambda: engine.update_weights(original, drafter=drafter), "in fc,")
-    assert engine.checksum() == before and engine.version == version
 
 
 def test_looking_for_bad_values_compiles_nothing(

@@ -19,43 +19,30 @@ def take_all(work):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_place_is_done_once_whoever_dies(seed):
+@pytest.mark.parametrize("has_deadly", [False, True])
+def test_every_place_is_done_once_whoever_dies(seed, has_deadly):
+    """Workers die by chance, or at one place, which is named once what runs has ended."""
     chance = random.Random(seed)
-    count, num_workers = chance.randrange(30), chance.randrange(1, 6)
-    work = work_of(count, chance.randrange(1, 8), max_deaths=1000)
+    count, num_workers = chance.randrange(1, 30), chance.randrange(1, 6)
+    work = work_of(count, chance.randrange(1, 8), max_deaths=3 if has_deadly else 1000)
+    deadly, num_deaths = chance.randrange(count), 0
     busy, answered = [], []
     while work.is_left:
         while len(busy) < num_workers and (group := work.take()):
-            busy.append(group)
-        group = busy.pop(chance.randrange(len(busy)))
-        if chance.random() < 0.4:
-            work.died(group, ERROR)
-        else:
-            work.done(group)
-            answered += group.places
-    assert not busy and sorted(answered) == list(range(count))
-    assert work.deadly is None and work.take() is None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_deadly_place_is_named_and_what_runs_is_waited_for(seed):
-    chance = random.Random(seed)
-    work = work_of(12, 4)
-    deadly, num_deaths = chance.randrange(12), 0
-    busy, answered = [], []
-    while work.is_left:
-        while len(busy) < 2 and (group := work.take()):
             assert work.deadly is None
             busy.append(group)
         group = busy.pop(chance.randrange(len(busy)))
-        if deadly in group.places:
+        if deadly in group.places if has_deadly else chance.random() < 0.4:
             num_deaths += 1
             work.died(group, ERROR)
         else:
             work.done(group)
             answered += group.places
-    assert not busy and work.deadly == (deadly, ERROR) and num_deaths == 3
-    assert deadly not in answered and len(set(answered)) == len(answered)
+    assert not busy and work.take() is None and len(set(answered)) == len(answered)
+    if has_deadly:
+        assert work.deadly == (deadly, ERROR) and num_deaths == 3 and deadly not in answered
+    else:
+        assert work.deadly is None and sorted(answered) == list(range(count))
 
 
 def test_what_a_dead_worker_had_is_next_in_order_and_one_by_one():
@@ -85,18 +72,17 @@ def test_a_group_is_ended_once():
         work.died(group, ERROR)
 
 
-@pytest.mark.parametrize(
-    "needs, nodes, expected",
-    [
-        ({"CPU": 1}, [{"CPU": 2}], 2),
-        ({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 4}, {"CPU": 3, "GPU": 4}], 7),
-        ({"GPU": 0.1}, [{"GPU": 1}], 10),  # 0.3 / 0.1 and the like are just below
-        ({"GPU": 0.1}, [{"GPU": 0.3}], 3),
-        ({"GPU": 8}, [{"GPU": 4}, {"GPU": 4}], 0),  # as many, but of two nodes
-        ({"CPU": 1, "rack": 1}, [{"CPU": 8}], 0),
-        ({"CPU": 0}, [{}], float("inf")),
-        ({"CPU": 1}, [], 0),
-    ],
-)
+ROOM = [
+    ({"CPU": 1}, [{"CPU": 2}], 2),
+    ({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 4}, {"CPU": 3, "GPU": 4}], 7),
+    ({"GPU": 0.1}, [{"GPU": 0.3}], 3),  # 0.3 / 0.1 is just below
+    ({"GPU": 8}, [{"GPU": 4}, {"GPU": 4}], 0),  # as many, but of two nodes
+    ({"CPU": 1, "rack": 1}, [{"CPU": 8}], 0),
+    ({"CPU": 0}, [{}], float("inf")),
+    ({"CPU": 1}, [], 0),
+]
+
+
+@pytest.mark.parametrize("needs, nodes, expected", ROOM)
 def test_workers_fit_where_a_node_has_all_they_need(needs, nodes, expected):
     assert num_fitting(needs, nodes) == expected

@@ -1,6 +1,8 @@
 """A Ray of one thread, whose actors have engines that know little and fail on call."""
 
 from collections import defaultdict
+from dataclasses import replace
+from functools import partial
 from math import inf
 from types import SimpleNamespace
 
@@ -21,23 +23,17 @@ class Reference:
 class OneThread:
     """As much of Ray as workers need. Actors do what they are told before they are asked."""
 
-    class exceptions:  # noqa: N801
-        class RayActorError(Exception):
-            pass
-
-        class WorkerCrashedError(Exception):
-            pass
-
-        class ObjectLostError(Exception):
-            pass
-
-        class RayTaskError(Exception):
-            pass
+    exceptions = SimpleNamespace(
+        **{
+            name: type(name, (Exception,), {})
+            for name in ("RayActorError", "WorkerCrashedError", "ObjectLostError", "RayTaskError")
+        }
+    )
 
     def __init__(self):
         self.cpus = 4.0
         self.kills_late = False  # as Ray may: who is killed answers the next call
-        self.actors = []  # whether each that was ever started is alive
+        self.actors = []  # all that were ever started
 
     def is_initialized(self):
         return True
@@ -46,7 +42,14 @@ class OneThread:
         return [{"Alive": True, "Resources": {"CPU": self.cpus}}, {"Alive": False, "Resources": {}}]
 
     def remote(self, **_):
-        return lambda cls: SimpleNamespace(options=lambda **_: Actors(self, cls))
+        def options(cls):
+            return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=partial(start, cls)))
+
+        def start(cls, *args):
+            self.actors.append(Actor(cls(*resolved(args))))
+            return self.actors[-1]
+
+        return options
 
     def put(self, value):
         return Reference(value)
@@ -61,16 +64,6 @@ class OneThread:
 
     def kill(self, actor):
         actor.calls_left = int(self.kills_late)
-
-
-class Actors:
-    def __init__(self, ray, cls):
-        self.ray, self.cls = ray, cls
-
-    def remote(self, *args):
-        actor = Actor(self.cls(*resolved(args)))
-        self.ray.actors.append(actor)
-        return actor
 
 
 def resolved(args):
@@ -142,20 +135,17 @@ class FailingEngine:
     def metrics(self):
         return 0
 
-    def check(self, prompts, sampling_params):
+    def check(self, *_, **__):
         pass
+
+    check_score = check
 
     def generate(self, prompts, sampling_params=None, *, label):
         self._fail("generate")
         assert not self.sleep_level
-        empty = np.zeros(0, np.int32)
-        return RolloutBatch(
-            Rollout(empty, empty, empty, None, (), "length", None, SamplingParams(), 0, i, 0)
-            for i in range(len(prompts))
-        )
-
-    def check_score(self, samples, sampling_params, features):
-        pass
+        none = np.zeros(0, np.int32)
+        one = Rollout(none, none, none, None, (), "length", None, SamplingParams(), 0, 0, 0)
+        return RolloutBatch(replace(one, prompt_index=i) for i in range(len(prompts)))
 
     def score(self, samples, sampling_params, features):
         self._fail("score")

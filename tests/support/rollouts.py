@@ -1,45 +1,22 @@
 """What the tests of rollouts share: one set of sizes, prompts, and what makes rollouts the same."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from support.engines import SIZES
+from support.logits import hf_logits
 
 from specjax import SamplingParams
-from specjax.rl import Rollout, RolloutEngine
+from specjax.rl import Rollout
 
 TOLERANCE = 1e-4
 SETTINGS: Mapping[str, Any] = {**SIZES, "seed": 3}
 PROMPTS = [[4, 9, 1], [7, 2, 2, 8, 11, 3, 5, 1, 6], [30], list(range(20))]
 SAMPLED = SamplingParams(n=2, temperature=1.2, top_p=0.9, max_tokens=20)
-
-# (folder, drafts=speculation or None, options) -> an engine, closed when the module ends
-Build = Callable[..., RolloutEngine]
-
-
-@contextmanager
-def engine_builder(folder: Path, speculation: Mapping[str, Any]) -> Iterator[Build]:
-    """Makes engines of `SETTINGS`; all are closed at the end.
-
-    Those that draft report raw log-probabilities as well, and others do not: to have both of each
-    would compile everything twice.
-    """
-    engines: list[RolloutEngine] = []
-
-    def build(folder: Path = folder, *, drafts: Any = True, **options: Any) -> RolloutEngine:
-        config = speculation if drafts is True else drafts or None
-        options = {**SETTINGS, "raw_logprobs": drafts is True, **options}
-        engines.append(RolloutEngine(folder, speculative_config=config, **options))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 def lasting(*lengths: int) -> list[SamplingParams]:
@@ -49,7 +26,6 @@ def lasting(*lengths: int) -> list[SamplingParams]:
 
 def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
     """Other weights, as after a step of training."""
-    leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
 
     def move(x: Any) -> jax.Array:
@@ -57,12 +33,29 @@ def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
         is_float = np.issubdtype(x.dtype, np.floating)
         return jnp.array(x + scale * rng.normal(size=x.shape).astype(x.dtype) if is_float else x)
 
-    return tree.unflatten([move(x) for x in leaves])
+    return jax.tree.map(move, params)
 
 
 def copied(tree: Any) -> Any:
     """The same arrays in the host's memory."""
     return jax.tree.map(np.array, tree)
+
+
+def changed(hf: Any, seed: int) -> dict[str, Any]:
+    """A copy of the state_dict of a transformers model, after its weights have moved."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in hf.parameters():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    return copy.deepcopy(hf.state_dict())
+
+
+def logits_of(hf: Any, rollout: Rollout) -> np.ndarray:
+    """transformers' logits f64[T, V] of the tokens of an output, each after those before it."""
+    tokens = [*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
+    return hf_logits(hf, [tokens])[0, len(rollout.prompt_token_ids) - 1 : -1].astype(np.float64)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -71,12 +64,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+def facts(rollout: Rollout) -> dict[str, Any]:
+    """All of a rollout but its log-probabilities, whose last bits depend on what shares a step."""
+    kept = {name: x for name, x in vars(rollout).items() if not name.endswith("logprobs")}
+    return {name: np.asarray(x).tolist() for name, x in kept.items()}
+
+
 def assert_same(some: Sequence[Rollout], others: Sequence[Rollout]) -> None:
-    """The same tokens, ends and log-probabilities, rollout by rollout."""
-    assert len(some) == len(others) > 0
-    for one, other in zip(some, others, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert one.finish_reason == other.finish_reason
+    """The same rollouts, and log-probabilities."""
+    assert [*map(facts, some)] == [*map(facts, others)] != []
     assert_close([one.logprobs for one in some], [one.logprobs for one in others], some[0].params)
 
 

@@ -1,15 +1,22 @@
-"""What of Tunix the adapter meets: its config and a tokenizer, where Tunix is not installed."""
+"""What of Tunix the adapter meets, where Tunix is not installed: configs, a tokenizer, weights."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 from support.engines import SIZES
+from support.logits import hf_logits
+from support.rollouts import log_softmax
+
+from specjax.rl.tunix import TunixRollout
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz!?.~$"  # the vocabulary of the tiny targets
 BOS, PAD, EOS = (LETTERS.index(letter) for letter in "!~$")
-OPTIONS = SIZES
+HEAD_DIM = 8  # of the tiny targets
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,50 @@ class Letters:
         return self.pad
 
 
+def made(
+    target: Any, config: Any = CONFIG, *, sizes: Mapping[str, Any] = SIZES, **options: Any
+) -> TunixRollout:
+    """A rollout engine of the sizes that all tests have, without an actor."""
+    given = {"rollout_actor": None, "tokenizer": Letters(), "mesh": None, "model": target.folder}
+    return TunixRollout(rollout_config=config, **given | {**sizes} | options)
+
+
 def reference_logps(target: Any, prompt: list[int], tokens: list[int], temperature: float) -> Any:
     """Log-probabilities f32[T] of each token, by transformers in fp32."""
-    import torch
+    logits = hf_logits(target.hf, [[*prompt, *tokens]])[0, len(prompt) - 1 : -1]
+    return log_softmax(logits / temperature)[np.arange(len(tokens)), tokens]
 
-    ids = torch.tensor([[*prompt, *tokens]])
-    with torch.no_grad():
-        logits = target.hf(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    chosen = torch.log_softmax(logits, -1)[torch.arange(len(tokens)), torch.tensor(tokens)]
-    return np.asarray(chosen.numpy())
+
+def tunix_tree(folder: Path) -> dict[Any, Any]:
+    """A checkpoint's tensors in Tunix's names and shapes, written down independently of rules."""
+    tree: dict[Any, Any] = {}
+
+    def put(path: Sequence[Any], array: np.ndarray) -> None:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = array
+
+    for name, x in load_file(folder / "model.safetensors").items():
+        match name.removeprefix("model.").split("."):
+            case ["embed_tokens", "weight"]:
+                put(("embedder", "input_embedding"), x)
+            case ["norm", "weight"]:
+                put(("final_norm", "w"), x)
+            case ["lm_head", "weight"]:
+                put(("lm_head", "w"), x.T)
+            case ["layers", i, "self_attn", "o_proj", "weight"]:
+                heads = np.stack(np.split(x, x.shape[1] // HEAD_DIM, axis=1))
+                put(("layers", int(i), "attn", "o_proj", "w"), heads.transpose(0, 2, 1))
+            case ["layers", i, "self_attn", ("q_proj" | "k_proj" | "v_proj") as kind, "weight"]:
+                heads = np.stack(np.split(x, len(x) // HEAD_DIM))
+                put(("layers", int(i), "attn", kind, "w"), heads.transpose(2, 0, 1))
+            case ["layers", i, "self_attn", kind, "bias"]:
+                put(("layers", int(i), "attn", f"{kind[0]}_bias"), x)
+            case ["layers", i, "self_attn", kind, "weight"]:  # norms
+                put(("layers", int(i), "attn", kind, "w"), x)
+            case ["layers", i, "mlp", kind, "weight"]:
+                put(("layers", int(i), "mlp", kind, "kernel"), x.T)
+            case ["layers", i, kind, "weight"]:
+                put(("layers", int(i), kind, "w"), x)
+    return tree

@@ -1,4 +1,7 @@
-"""The cache-free rows of training against a direct rewrite in float64."""
+"""The rows of unrolled chains against a direct rewrite in float64.
+
+`CausalRows` run the models of `tests/oracle`, windows and sinks among them.
+"""
 
 from dataclasses import replace
 
@@ -9,13 +12,11 @@ import pytest
 
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
-from specjax.train.context import CausalRows, UnrolledRows
+from specjax.train.context import UnrolledRows
 
 B, T, H, H_KV, D = 2, 7, 4, 2, 8
 KIND = PagedAttention(num_layers=1, num_heads=H, num_kv_heads=H_KV, head_dim=D, rms_norm_eps=1e-6)
 
-# Of four steps, two are further back than the shorter window from the last.
-WINDOWS = pytest.mark.parametrize("window", [None, 5, 2])
 SINKS = np.linspace(-2, 2, H, dtype=np.float32)
 
 
@@ -23,15 +24,11 @@ def _draw(rng, heads):
     return rng.standard_normal((B * T, heads, D)).astype(np.float32)
 
 
-def _joined(q, k, v):
-    return np.concatenate([q, k, v], axis=1).reshape(B * T, -1)
-
-
-def _heads(qkv):
+def _heads(q, k, v):
     """As a projection leaves them, with nothing to be done to them but a rotation by nothing."""
-    return ProjectedHeads(
-        qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))), SINKS
-    )
+    qkv = jnp.concatenate([q, k, v], axis=1).reshape(B * T, -1)
+    rotation = np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))
+    return ProjectedHeads(qkv, HeadWeights(), rotation, SINKS)
 
 
 def _attend(query, keys, values, sink):
@@ -57,22 +54,8 @@ def _expected(q, steps, window):
     return out
 
 
-@WINDOWS
-def test_causal_rows_see_their_own_sequence_up_to_themselves(window):
-    rng = np.random.default_rng(0)
-    q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
-    kept, kind = np.zeros(3), replace(KIND, window=window)
-
-    @jax.jit
-    def attend(kept, qkv):
-        return CausalRows.of(B, T).mix(kind, kept, jnp.int32(0), _heads(qkv))
-
-    out, kv = attend(kept, _joined(q, k, v))
-    np.testing.assert_array_equal(kv, kept)
-    np.testing.assert_allclose(out, _expected(q, [(k, v)], window or T), atol=2e-6)
-
-
-@WINDOWS
+# Of four steps, two are further back than the shorter window from the last.
+@pytest.mark.parametrize("window", [None, 5, 2])
 def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only(window):
     rng, kind = np.random.default_rng(1), replace(KIND, window=window)
     drawn = [(_draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)) for _ in range(4)]
@@ -82,11 +65,11 @@ def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only(window):
         kv, found = (), []
         for step, qkv in enumerate(steps):
             rows = UnrolledRows.of(B, T, step)
-            out, kv = rows.mix(kind, kv, jnp.int32(0), _heads(qkv))
+            out, kv = rows.mix(kind, kv, jnp.int32(0), _heads(*qkv))
             found.append((rows.positions, out))
         return found
 
-    for step, (positions, out) in enumerate(unroll([_joined(*qkv) for qkv in drawn])):
+    for step, (positions, out) in enumerate(unroll(drawn)):
         np.testing.assert_array_equal(positions, np.tile(np.arange(T) + step, B))
         seen = [(k, v) for _, k, v in drawn[: step + 1]]
         np.testing.assert_allclose(out, _expected(drawn[step][0], seen, window or 2 * T), atol=2e-6)

@@ -18,11 +18,8 @@ from specjax.train.data import (
 
 
 def _documents(lengths):
-    starts = np.cumsum([0, *lengths])
-    return [
-        Document(np.arange(a, a + n, dtype=np.int32), 1)
-        for a, n in zip(starts, lengths, strict=False)
-    ]
+    tokens = np.arange(sum(lengths), dtype=np.int32)
+    return [Document(part, 1) for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
 def test_every_token_of_an_epoch_is_seen_and_rows_overlap_by_one():
@@ -78,22 +75,18 @@ def test_tokenizer_round_trips_any_text_and_splits_digits():
 
 
 def test_documents_hold_prompt_answer_and_end(tmp_path):
+    """Of rows of text; regenerated answers keep their token ids."""
     rows = [{"question": "One?", "answer": "Yes 1."}, {"text": "plain"}]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    tokenizer = train_tokenizer([f"{p}{a}" for p, a in read_texts([path])], 300)
-    asked, plain = read_documents([tmp_path], tokenizer)
+    texts, answers = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    texts.write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = train_tokenizer([f"{p}{a}" for p, a in read_texts([tmp_path])], 300)
+    answers.write_text(json.dumps({"prompt_token_ids": [0, 5], "output_token_ids": [6, 1]}))
+    asked, plain, given = read_documents([tmp_path], tokenizer)
     assert tokenizer.decode(asked.tokens[: asked.num_prompt].tolist()) == "Question: One?\nAnswer:"
     assert tokenizer.decode(asked.tokens[asked.num_prompt :].tolist()) == " Yes 1."
     assert asked.tokens[0] == 0 and asked.tokens[-1] == 1
     assert plain.num_prompt == 0
-
-
-def test_regenerated_answers_keep_their_token_ids(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    path.write_text(json.dumps({"prompt_token_ids": [0, 5], "output_token_ids": [6, 1]}))
-    (document,) = read_documents([path], train_tokenizer(["x"], 260))
-    assert document.tokens.tolist() == [0, 5, 6, 1] and document.num_prompt == 2
+    assert given.tokens.tolist() == [0, 5, 6, 1] and given.num_prompt == 2
 
 
 @pytest.mark.parametrize(

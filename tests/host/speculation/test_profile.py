@@ -117,7 +117,7 @@ BAD = [
         for x in ("3", "-1", "1.0", "01", "")
     ),
     (small(batch_stats={"64": {"1": 2.0}}), ['batch_stats["64"]', "lacks K=0"]),
-    (small(batch_stats={"64": {"0": 2.0}}), ['batch_stats["64"]', "K=0 alone"]),
+    (small(batch_stats={"64": {"0": 2.0}}), ['batch_stats["64"]', "only K=0"]),
     *(
         (small(**{RATES: x}), [f"{RATES}={x!r}", "must list 2 rates", MOST])
         for x in ([0.5], [0.5, 0.4, 0.3], None, "ab")
