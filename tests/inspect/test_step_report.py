@@ -30,18 +30,8 @@ def reports(compile_for_h200, tmp_path_factory):
     """By K: drafts with a head of the model's own shape, and none."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    requests = [
-        StepRequest(
-            model=folder,
-            batch=8,
-            k=k,
-            context=256,
-            gemm="cublas",
-            method="eagle" if k else None,
-            num_layers=LAYERS,
-        )
-        for k in (0, 2)
-    ]
+    sizes = {"model": folder, "batch": 8, "context": 256, "num_layers": LAYERS, "gemm": "cublas"}
+    requests = StepRequest(k=0, **sizes), StepRequest(k=2, method="eagle", **sizes)
     return dict(zip((0, 2), compile_steps(requests), strict=True))
 
 
@@ -69,12 +59,8 @@ def test_layers_are_alike(reports):
         read = {name.partition("].")[2] for one in layers.kernels for name in one.parameters}
         matrices = "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"
         assert set(matrices) <= read
-        products = [one for one in layers.kernels if is_product(one) and one.parameters]
+        products = [one for one in layers.kernels if one.kind == "gemm" and one.parameters]
         assert len(products) == len(matrices)
-
-
-def is_product(launch):
-    return launch.kind == "gemm"
 
 
 def test_every_weight_is_read_once_by_the_target(reports):
@@ -82,7 +68,7 @@ def test_every_weight_is_read_once_by_the_target(reports):
     dim, inner, vocab = (CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
     sizes = {"attention.qkv": dim * dim * 2, "mlp.down": inner * dim}
     for k, report in reports.items():
-        products = [one for one in report.taken if is_product(one)]
+        products = [one for one in report.taken if one.kind == "gemm"]
         for name, size in sizes.items():
             mine = [
                 one
