@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specjax.engine.variants import FEW_LOGPROBS
-from specjax.inspect.report import GEMMS, StepRequest, compile_steps
+from specjax.inspect.report import GEMMS, StepRequest, compile_steps, part_of
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 SHARED_MEMORY = 227 * 1024
@@ -103,9 +103,19 @@ class StepTests:
 
     def test_bytes_are_few_and_kernels_fit(self, reports, case):
         """Kernels of ours, and XLA's."""
-        assert reports[case].verify.ratio <= case.most_bytes
+        assert 1 <= reports[case].verify.ratio <= case.most_bytes
         for kernel in reports[case].resources:
             assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel
+
+    def test_parts_add_up(self, reports, case):
+        """Of the products with the head, one is the target's and one each draft's."""
+        report = reports[case]
+        counts = dict(report.num_launches)
+        assert counts.pop("step") == sum(counts.values()) == sum(x.times for x in report.taken)
+        assert (counts["draft"] > 10) == (case.k > 0)
+        heads = [one for one in report.taken if "params.target.lm_head" in one.parameters]
+        parts = [part_of(one) for one in heads if one.kind == "gemm"]
+        assert parts == ["draft"] * case.k + ["verify"]
 
 
 @pytest.mark.parametrize("case", GEMM_CASES["triton"], ids=str)

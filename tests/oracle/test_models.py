@@ -37,163 +37,135 @@ OF_HYBRIDS = (
     ((4, 1), (2, 3), (1, 4), (3, 2)) * 3,
 )
 LENGTHS = {OF_ATTENTION: 72, OF_HYBRIDS: 168}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 300.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+
+
+def of(kind, **config):
+    """A model type, and fields of its config."""
+    return kind, config
+
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=1000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN_ROPE = dict(
+    rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=32
+)
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 # Together they have all families, tied and not; query heads that share keys with none, some and
 # all; every rope; biases of either kind; and one that is saved in shards.
 CASES = {
-    "llama": ("llama", {}),
-    "llama-mha-tied-linear-rope-eps": (
+    "llama": of("llama"),
+    "llama-mha-tied-linear-rope-eps": of(
         "llama",
-        {
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-            "rope_parameters": LINEAR_ROPE,
-            "rms_norm_eps": 0.05,
-        },
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        rope_parameters=LINEAR_ROPE,
+        rms_norm_eps=0.05,
     ),
-    "llama-bias-head-dim-llama3-rope": (
+    "llama-bias-head-dim-llama3-rope": of(
         "llama",
-        {
-            "attention_bias": True,
-            "num_key_value_heads": 1,
-            "head_dim": 10,
-            "rope_parameters": LLAMA3_ROPE,
-            "seed": 3,
-        },
+        attention_bias=True,
+        num_key_value_heads=1,
+        head_dim=10,
+        rope_parameters=LLAMA3_ROPE,
+        seed=3,
     ),
-    "qwen2-tied-sharded": (
+    "qwen2-tied-sharded": of(
         "qwen2",
-        {
-            "num_hidden_layers": 1,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": True,
-            "max_shard_size": "10KB",
-        },
+        num_hidden_layers=1,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        max_shard_size="10KB",
     ),
-    "qwen3-head-dim-yarn": (
-        "qwen3",
-        {"head_dim": 12, "num_hidden_layers": 1, "rope_parameters": YARN_ROPE},
-    ),
+    "qwen3-head-dim-yarn": of("qwen3", head_dim=12, num_hidden_layers=1, rope_parameters=YARN_ROPE),
     # Windows shorter than a chunk; in all layers, and in some by name.
-    "mistral-window": ("mistral", {"sliding_window": 10, "head_dim": 12, "num_hidden_layers": 1}),
-    "ministral-windows-by-name": (
+    "mistral-window": of("mistral", sliding_window=10, head_dim=12, num_hidden_layers=1),
+    "ministral-windows-by-name": of(
         "ministral",
-        {
-            "head_dim": 8,
-            "sliding_window": 17,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+        head_dim=8,
+        sliding_window=17,
+        layer_types=["sliding_attention", "full_attention"],
     ),
-    "ministral3-window": (
+    "ministral3-window": of(
         "ministral3",
-        {
-            "num_hidden_layers": 1,
-            "head_dim": 8,
-            "sliding_window": 30,
-            "rope_parameters": {
-                **YARN_ROPE,
-                "original_max_position_embeddings": 16,
-                "llama_4_scaling_beta": 0.3,
-            },
-        },
+        num_hidden_layers=1,
+        head_dim=8,
+        sliding_window=30,
+        rope_parameters=YARN_ROPE
+        | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
     ),
-    "phi3-partial-rope": (
+    "phi3-partial-rope": of(
         "phi3",
-        {
-            "num_hidden_layers": 1,
-            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
-        },
+        num_hidden_layers=1,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5},
     ),
-    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
+    "gpt-oss": of("gpt_oss", num_hidden_layers=3),
     # Norms after attention and feed-forward layer; windows with a rotation of their own; soft caps.
-    "gemma3-tied": ("gemma3_text", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
-    "gemma2-bias": ("gemma2", {"attention_bias": True}),
-    "arcee": ("arcee", {"num_hidden_layers": 1, "head_dim": 12}),
-    "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "gemma3-tied": of("gemma3_text", num_hidden_layers=3, tie_word_embeddings=True),
+    "gemma2-bias": of("gemma2", attention_bias=True),
+    "arcee": of("arcee", num_hidden_layers=1, head_dim=12),
+    "qwen3-moe-dense-layer": of("qwen3_moe", mlp_only_layers=[1], norm_topk_prob=True),
     # Queries with a rank and without, three heads, groups of experts, YaRN with both weights or
     # one, a rotation of halves, tied; with a rank of 64, chunks may be in the plain form.
-    "deepseek_v3-groups-yarn": (
+    "deepseek_v3-groups-yarn": of(
         "deepseek_v3",
-        {
-            "kv_lora_rank": 64,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": {**YARN_ROPE, "mscale": 1.3, "mscale_all_dim": 0.8},
-        },
+        kv_lora_rank=64,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**YARN_ROPE, "mscale": 1.3, "mscale_all_dim": 0.8},
     ),
-    "deepseek_v3-no-q-rank": (
+    "deepseek_v3-no-q-rank": of(
         "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "tie_word_embeddings": True,
-            "rope_interleave": False,
-            "norm_topk_prob": False,
-            "n_shared_experts": 2,
-            "rope_parameters": {**YARN_ROPE, "mscale_all_dim": 0.8},
-        },
+        q_lora_rank=None,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        n_shared_experts=2,
+        rope_parameters={**YARN_ROPE, "mscale_all_dim": 0.8},
     ),
-    "glm4_moe-bias-norms": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
-    "glm4_moe_lite": ("glm4_moe_lite", {"num_attention_heads": 5, "num_key_value_heads": 5}),
+    "glm4_moe-bias-norms": of("glm4_moe", attention_bias=True, use_qk_norm=True),
+    "glm4_moe_lite": of("glm4_moe_lite", num_attention_heads=5, num_key_value_heads=5),
 }
 HYBRIDS = {
-    "qwen3_next": ("qwen3_next", {}),
-    "qwen3_next-ratio-3-some-dense": (
+    "qwen3_next": of("qwen3_next"),
+    "qwen3_next-ratio-3-some-dense": of(
         "qwen3_next",
-        {
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 4,
-            "linear_conv_kernel_dim": 2,
-            "num_hidden_layers": 4,
-            "mlp_only_layers": [3],
-            "decoder_sparse_step": 2,
-            "norm_topk_prob": False,
-            "tie_word_embeddings": True,
-        },
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=4,
+        linear_conv_kernel_dim=2,
+        num_hidden_layers=4,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
     ),
-    "qwen3_5-ratio-1-tied": (
+    "qwen3_5-ratio-1-tied": of(
         "qwen3_5_text",
-        {
-            "linear_num_value_heads": 2,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 0.02,
-            "max_shard_size": "20KB",
-        },
+        linear_num_value_heads=2,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.02,
+        max_shard_size="20KB",
     ),
-    "qwen3_5-ratio-3": (
+    "qwen3_5-ratio-3": of(
         "qwen3_5_text",
-        {
-            "linear_num_value_heads": 6,
-            "num_hidden_layers": 4,
-            "full_attention_interval": 4,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1000.0,
-                "partial_rotary_factor": 0.5,
-            },
-            "num_key_value_heads": 4,
-            "linear_conv_kernel_dim": 3,
-        },
+        linear_num_value_heads=6,
+        num_hidden_layers=4,
+        full_attention_interval=4,
+        rope_parameters=dict(rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.5),
+        num_key_value_heads=4,
+        linear_conv_kernel_dim=3,
     ),
-    "qwen3_5_moe": ("qwen3_5_moe_text", {"num_experts_per_tok": 3}),
-    "qwen3_5-vision-tied": ("qwen3_5", {"tie_word_embeddings": True}),
-    "qwen3_5_moe-vision": ("qwen3_5_moe", {"num_hidden_layers": 2}),
+    "qwen3_5_moe": of("qwen3_5_moe_text", num_experts_per_tok=3),
+    "qwen3_5-vision-tied": of("qwen3_5", tie_word_embeddings=True),
+    "qwen3_5_moe-vision": of("qwen3_5_moe", num_hidden_layers=2),
 }
 # In test_mtp.py the engine runs Qwen3-Next, which is Qwen3.5's experts under other names.
 QUICK = CASES.keys() - {"deepseek_v3-no-q-rank", "glm4_moe_lite"} | {
