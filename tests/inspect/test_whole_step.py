@@ -108,14 +108,15 @@ class StepTests:
             assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel
 
     def test_parts_add_up(self, reports, case):
-        """Of the products with the head, one is the target's and one each draft's."""
+        """Of products with a head that is not tied, one is the target's, and one each draft's."""
         report = reports[case]
         counts = dict(report.num_launches)
         assert counts.pop("step") == sum(counts.values()) == sum(x.times for x in report.taken)
         assert (counts["draft"] > 10) == (case.k > 0)
-        heads = [one for one in report.taken if "params.target.lm_head" in one.parameters]
-        parts = [part_of(one) for one in heads if one.kind == "gemm"]
-        assert parts == ["draft"] * case.k + ["verify"]
+        products = [one for one in report.taken if one.kind == "gemm"]
+        heads = [one for one in products if "params.target.lm_head" in one.parameters]
+        if case.model == LLAMA:
+            assert [part_of(one) for one in heads] == ["draft"] * case.k + ["verify"]
 
 
 @pytest.mark.parametrize("case", GEMM_CASES["triton"], ids=str)
