@@ -21,7 +21,6 @@ from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.residency import Residency, slot_of
 from specjax.host.sequence import Sequence
-from specjax.outputs import Logprob
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -47,9 +46,9 @@ def make_sequence(slot, prompt_length, *, index=0, num_pages=2, seeds=(0,), **pa
 
 
 CHUNKS = (
-    Chunk(make_sequence(4, 8, logprobs=2, prompt_logprobs=0), 0, 8, is_first=True, is_last=True),
-    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ, prompt_logprobs=3), 8, 8),
-    Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, is_last=True, is_resumed=True),
+    Chunk(make_sequence(4, 8), 0, 8, is_first=True, is_last=True),
+    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ), 8, 8),
+    Chunk(make_sequence(8, 3, num_pages=0), 2, 1, is_last=True, is_resumed=True),
 )
 PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
 DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
@@ -296,118 +295,27 @@ TOKENS = np.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]], np.int32)
 DRAFTS = np.array([2, 1, 0, 1], np.int32)
 
 
-def unpack_round(plan, variant, tokens, counts, logprobs, prompts=None, drafts=None):
-    """The rows of a step's outputs, packed by the device and unpacked by the host."""
-    counts = np.array(counts, np.int32)
-    outputs = StepOutputs(
-        tokens.astype(np.int32),
-        counts,
-        0 * counts if drafts is None else drafts,
-        pack_logprobs(logprobs, len(tokens)),
-        None if prompts is None else pack_logprobs(prompts, len(tokens)),
-    )
-    packed = np.asarray(jax.jit(pack_outputs)(outputs))
-    assert packed.dtype == np.int32
-    return unpack_outputs(packed, plan, variant)
-
-
-def no_logprobs(tokens):
-    """What a step gives when nobody wants any."""
-    one, none = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, 0), np.float32)
-    return Logprobs(one, one.astype(np.int32), none.astype(np.int32), none)
-
-
 def test_outputs_round_trip():
+    """tests/test_logprobs.py has log-probabilities."""
     sequences = tuple(map(make_sequence, range(3), (5, 6, 7)))
-    plan = replace(DECODE, sequences=sequences)
-    found = unpack_round(plan, Variant(), TOKENS, (3, 1, 0, 2), no_logprobs(TOKENS), drafts=DRAFTS)
+
+    def unpacked(plan, tokens, counts, drafts):
+        one, none = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, 0), np.float32)
+        logprobs = Logprobs(one, one.astype(np.int32), none.astype(np.int32), none)
+        counts = np.array(counts, np.int32)
+        packed_logprobs = pack_logprobs(logprobs, len(tokens))
+        outputs = StepOutputs(tokens, counts, drafts, packed_logprobs, None)
+        packed = np.asarray(jax.jit(pack_outputs)(outputs))
+        assert packed.dtype == np.int32
+        return unpack_outputs(packed, plan, Variant())
+
+    found = unpacked(replace(DECODE, sequences=sequences), TOKENS, (3, 1, 0, 2), DRAFTS)
     assert [row.tokens for row in found] == [[5, 6, 7], [8], []]
     assert [row.num_drafts for row in found] == [2, 1, 0]
     plan = PrefillPlan(tuple(Chunk(sequence, 0, 5) for sequence in sequences), 4, WIDTH)
-    first = TOKENS[:, :1]
-    begun = unpack_round(plan, Variant(), first, (1, 1, 0, 1), no_logprobs(first))
+    begun = unpacked(plan, TOKENS[:, :1], (1, 1, 0, 1), 0 * DRAFTS)
     assert [row.tokens for row in begun] == [[5], [8], []]
     assert all(row.logprobs is None and row.prompt_logprobs is None for row in found + begun)
-
-
-def make_logprobs(tokens, num_top, seed):
-    """Random ones of random logits, and what `Logprob`s to expect of token i32[B, T]."""
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(*tokens.shape, VOCAB))
-    found = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).astype(np.float32)
-    order = np.argsort(-found, axis=-1)
-    own = np.take_along_axis(found, tokens[..., None], -1)
-    ranks = 1 + (found > own).sum(-1)
-    top_ids = order[..., :num_top].reshape(tokens.size, num_top)
-    top = np.take_along_axis(found.reshape(tokens.size, -1), top_ids, -1)
-    ints = ranks.reshape(-1).astype(np.int32), top_ids.astype(np.int32)
-    logprobs = Logprobs(own.reshape(-1), *ints, top)
-
-    def expected(b, t, count):
-        best = [(int(i), rank) for rank, i in enumerate(order[b, t, :count], start=1)]
-        mine = int(tokens[b, t])
-        listed = [(mine, int(ranks[b, t])), *[pair for pair in best if pair[0] != mine]]
-        return [(i, Logprob(float(found[b, t, i]), rank)) for i, rank in listed]
-
-    return logprobs, expected
-
-
-def as_lists(entries):
-    return [list(entry.items()) for entry in entries]
-
-
-@pytest.mark.parametrize("num_top", [2, VOCAB])
-def test_logprobs_round_trip(num_top):
-    """Each request gets as many as it asked for, the token itself first; others get none."""
-    logprobs, expected = make_logprobs(TOKENS, num_top, 0)
-    variant = Variant(num_logprobs=num_top)
-    rows = unpack_round(DECODE, variant, TOKENS, (3, 1, 2, 2), logprobs, drafts=DRAFTS)
-    assert [row.tokens for row in rows] == [[5, 6, 7], [8], [4, 4]]
-    assert as_lists(rows[0].logprobs) == [expected(0, t, 2) for t in range(3)]
-    assert rows[1].logprobs is None
-    assert as_lists(rows[2].logprobs) == [expected(2, t, 0) for t in range(2)]
-    assert all(row.prompt_logprobs is None for row in rows)
-
-
-def test_only_the_tokens_own_logprobs():
-    logprobs, expected = make_logprobs(TOKENS, 0, 1)
-    plan = replace(DECODE, sequences=DECODE.sequences[2:])
-    (row,) = unpack_round(plan, Variant(num_logprobs=0), TOKENS, (3, 1, 2, 2), logprobs)
-    assert as_lists(row.logprobs) == [expected(0, t, 0) for t in range(3)]
-
-
-SCORING = Variant(num_logprobs=4, num_prompt_logprobs=3)
-
-
-def test_prompt_logprobs_are_of_the_tokens_after_a_chunks_rows():
-    """The last chunk has one fewer: what follows the prompt is output."""
-    following = np.zeros((PREFILL.batch, WIDTH), int)
-    for row, chunk in enumerate(CHUNKS):
-        prompt = chunk.sequence.request.prompt_token_ids
-        after = prompt[chunk.start + 1 : chunk.start + 1 + chunk.count]
-        following[row, : len(after)] = after
-    first = np.array([[5], [6], [7], [0], [0]])
-    logprobs, expected = make_logprobs(first, 4, 2)
-    prompts, of_prompt = make_logprobs(following, 3, 3)
-    rows = unpack_round(PREFILL, SCORING, first, (1, 0, 1, 0, 0), logprobs, prompts)
-    assert [row.start for row in rows if row.prompt_logprobs] == [0, 8]
-    assert [row.tokens for row in rows] == [[5], [], [7]]
-    assert as_lists(rows[0].logprobs) == [expected(0, 0, 2)]
-    assert as_lists(rows[2].logprobs) == [expected(2, 0, 0)]
-    assert as_lists(rows[0].prompt_logprobs) == [of_prompt(0, t, 0) for t in range(7)]
-    assert as_lists(rows[1].prompt_logprobs) == [of_prompt(1, t, 3) for t in range(8)]
-    assert rows[2].prompt_logprobs is None
-
-
-def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
-    prompt = CHUNKS[1].sequence.request.prompt_token_ids
-    following, first = np.array([prompt[9:17]]), np.array([[6]])
-    logprobs, _ = make_logprobs(first, 4, 2)
-    prompts, expected = make_logprobs(following, 3, 3)
-    plan = PrefillPlan(CHUNKS[1:2], 1, WIDTH)
-    (row,) = unpack_round(plan, SCORING, first, (0,), logprobs, prompts)
-    assert row.logprobs is None
-    assert as_lists(row.prompt_logprobs) == [expected(0, t, 3) for t in range(8)]
 
 
 # --- the host's memory ----------------------------------------------------------------------------

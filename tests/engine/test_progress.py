@@ -69,7 +69,7 @@ def always(monkeypatch):
 class Bar:
     """Like tqdm's."""
 
-    def __init__(self, total, desc, **_):
+    def __init__(self, total, **_):
         self.total, self.seen, self.postfix, self.is_closed = total, [], "", False
         bars.append(self)
 
