@@ -7,7 +7,6 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
 from support.engines import programs_with
 from support.simulated_device import SimulatedPrograms
@@ -19,7 +18,6 @@ from specjax.device.extras import Extras
 from specjax.device.verification import SeedExact
 from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
-from specjax.engine.executables import executables_folder, keep_programs
 from specjax.engine.programs import Admit, Begin, Decode, Prefill
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
@@ -319,42 +317,6 @@ def test_a_request_that_nobody_prepared_for_still_runs():
     plain = run_all(engine, make_requests(engine, {}))
     assert run_all(engine, make_requests(engine, params)) == plain
     assert engine.metrics().num_compiles_after_warmup == len(programs)
-
-
-# --- what is kept between processes, and given back -----------------------------------------------
-
-CACHE_OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-
-
-@pytest.fixture
-def cache_options():
-    """Sets JAX's cache options; afterwards they are as before."""
-    before = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
-
-    def update(**options):
-        for name, value in options.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-    yield update
-    update(**before)
-
-
-def test_the_folder_is_for_programs_of_engines_alone(cache_options, tmp_path):
-    """JAX's cache is as before: the user's own functions do not land in ours."""
-    cache_options(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
-    try:
-        keep_programs(tmp_path / "kept")
-        assert executables_folder() == tmp_path / "kept" / "programs"
-        jax.jit(lambda x: x * 3 + 17)(2.0)
-        assert jax.config.jax_compilation_cache_dir is None
-        assert not (tmp_path / "kept").exists()
-        cache_options(jax_compilation_cache_dir=str(tmp_path / "theirs"))
-        assert executables_folder() == tmp_path / "theirs" / "programs"
-        cache_options(jax_compilation_cache_dir=None)
-    finally:
-        keep_programs(None)
-    assert executables_folder() is None
 
 
 def test_a_closed_engine_gives_its_memory_maps_back():

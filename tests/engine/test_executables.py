@@ -28,7 +28,12 @@ from specjax.device.placement import Placement, default_device
 from specjax.device.verification import SeedExact
 from specjax.engine import executables, programs
 from specjax.engine.engine import Engine
-from specjax.engine.executables import Executables, open_executables
+from specjax.engine.executables import (
+    Executables,
+    executables_folder,
+    keep_programs,
+    open_executables,
+)
 from specjax.engine.programs import Decode, ProcessRound, Propose, Settle
 from specjax.engine.step_model import step_model
 from specjax.host.request import Request
@@ -112,6 +117,21 @@ def test_a_later_process_compiles_nothing(tmp_path, compilations, caplog):
     min(folder.iterdir(), key=lambda path: path.stat().st_size).unlink()
     assert serve(folder, show_progress=True) == expected
     assert re.search(r"4 programs in [\d.]+ s: 3 from the cache, 1 compiled", caplog.text)
+
+
+def test_the_folder_is_for_programs_of_engines_alone(tmp_path):
+    """JAX's cache is as before: the user's own functions do not land in ours."""
+    try:
+        keep_programs(tmp_path / "kept")
+        assert executables_folder() == tmp_path / "kept" / "programs"
+        jax.jit(lambda x: x * 3 + 17)(2.0)
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+        assert not (tmp_path / "kept").exists()
+        with jaxs_cache_in(str(tmp_path / "theirs")):
+            assert executables_folder() == tmp_path / "theirs" / "programs"
+    finally:
+        keep_programs(None)
+    assert executables_folder() is None
 
 
 # --- of one program -------------------------------------------------------------------------------

@@ -31,14 +31,8 @@ NOTHING: Any = None
 def make_engine(policy=None, *, is_slow=True, **settings):
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 16}
     target: Any = SimpleNamespace(vocab_size=31, cache_kinds=())
-    parts = (
-        EngineConfig(**sizes | settings),
-        target,
-        NoDrafter(),
-        NOTHING,
-        policy or StaticPolicy(K),
-    )
-    engine = Engine(*parts, make_programs=SimulatedPrograms)
+    parts = EngineConfig(**sizes | settings), target, NoDrafter(), NOTHING
+    engine = Engine(*parts, policy or StaticPolicy(K), make_programs=SimulatedPrograms)
     engine.programs.is_slow = is_slow
     return engine
 

@@ -32,11 +32,17 @@ def compile_for_h200() -> Callable[..., dict[Any, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def fitting_kernels() -> Callable[[Mapping[str, Any]], dict[str, Resources]]:
+def resources_of() -> Callable[[Mapping[str, Any]], dict[str, Resources]]:
+    """The kernels of a report by name."""
+    return lambda report: {one.name: one for one in map(Resources.of, report["resources"])}
+
+
+@pytest.fixture(scope="session")
+def fitting_kernels(resources_of) -> Callable[[Mapping[str, Any]], dict[str, Resources]]:
     """The kernels of a report by name: none spills, and all have the shared memory they need."""
 
     def check(report):
-        kernels = {one.name: one for one in map(Resources.of, report["resources"])}
+        kernels = resources_of(report)
         assert kernels
         for kernel in kernels.values():
             assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel

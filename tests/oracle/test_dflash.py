@@ -7,16 +7,8 @@ DSpark and DFlash2 add to DFlash is written here in torch, on transformers' mode
 """
 
 import pytest
-from support.dflash import (
-    CAPACITY,
-    IN_CONFIG,
-    SWA,
-    VOCAB,
-    oracle_of,
-    torch,
-    transformers,
-    write_head,
-)
+from support import dflash
+from support.dflash import CAPACITY, IN_CONFIG, SWA, VOCAB, torch, transformers
 
 WINDOW = 5
 RANK, NUM_TAPS, GROUP, NUM_CANDIDATES, SCALE = 6, 3, 8, 5, 1.5
@@ -188,8 +180,8 @@ QUICK = "windows-from-the-anchor-own-embedding-d2t-k-changes", "dspark"
 )
 def test_dflash_drafts(target, check_drafts, tmp_path, name):
     options, of_oracle, ks = CASES[name]
-    files = write_head(tmp_path / "head", target.hf.config.hidden_size, **options)
-    oracle = oracle_of(target, files, **of_oracle)
+    files = dflash.write_head(tmp_path / "head", target.hf.config.hidden_size, **options)
+    oracle = dflash.oracle_of(target, files, **of_oracle)
     check_drafts(target, files.folder, "dflash", oracle, ks=ks, least=20)
 
 
@@ -232,13 +224,13 @@ def test_drafts_are_those_of_transformers_generation(
     target, check_drafts, ragged_prompts, tmp_path, monkeypatch, options, k
 ):
     dim, prompts = target.hf.config.hidden_size, []
-    files = write_head(tmp_path / "head", dim, layout="transformers", **options)
+    files = dflash.write_head(tmp_path / "head", dim, layout="transformers", **options)
 
     def make_prompts(*lengths, **others):
         prompts[:] = ragged_prompts(*lengths, **others)
         return prompts
 
-    oracle, given = oracle_of(target, files), {"make_prompts": make_prompts, "least": 20}
+    oracle, given = dflash.oracle_of(target, files), {"make_prompts": make_prompts, "least": 20}
     *_, drafted = check_drafts(target, files.folder, "dflash", oracle, ks=(k,), **given)
     num_rounds = 0
     # Every second request is greedy.

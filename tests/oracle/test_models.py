@@ -1,4 +1,4 @@
-"""Every model family against transformers: logits however a sequence is cut up, and greedy output.
+"""Every model family against transformers: logits however a sequence is cut up.
 
 Recurrent layers have three ways to the same numbers: whole sequences, chunks of a prompt, and the
 rows of a verification, of which some are rejected.
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from support.engines import K, make_llm
+from support.engines import K
 from support.logits import causal_logits, hf_logits
 
-from specjax import SamplingParams
 from specjax.device.cache import latent
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
@@ -167,7 +166,7 @@ HYBRIDS = {
     "qwen3_5-vision-tied": of("qwen3_5", tie_word_embeddings=True),
     "qwen3_5_moe-vision": of("qwen3_5_moe", num_hidden_layers=2),
 }
-# In test_mtp.py the engine runs Qwen3-Next, which is Qwen3.5's experts under other names.
+# Tokens that engines put out are compared for the targets of drafters' tests, and in test_port.py.
 QUICK = CASES.keys() - {"deepseek_v3-no-q-rank", "glm4_moe_lite"} | {
     "qwen3_5_moe",
     "qwen3_5-vision-tied",
@@ -189,10 +188,8 @@ def written(checkpoints, name):
 )
 def case(request, checkpoints):
     """(target, tokens, transformers' logits, how the tokens are cut up)."""
-    target, schedule = (
-        written(checkpoints, request.param),
-        OF_HYBRIDS if request.param in HYBRIDS else OF_ATTENTION,
-    )
+    target = written(checkpoints, request.param)
+    schedule = OF_HYBRIDS if request.param in HYBRIDS else OF_ATTENTION
     tokens = random_tokens(LENGTHS[schedule])
     return target, tokens, hf_logits(target.hf, tokens), schedule
 
@@ -252,28 +249,6 @@ def test_logits_of_chunks_and_rounds(case, monkeypatch):
     target, tokens, expected, schedule = case
     logits = served_logits(target.folder, tokens, schedule)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name, method",
-    [
-        ("llama", None),
-        ("qwen3_5-vision-tied", None),
-        pytest.param("qwen3_5_moe", "mtp", marks=pytest.mark.slow),
-    ],
-)
-def test_greedy_continuations(checkpoints, ragged_prompts, name, method):
-    """By the public door; other families are the targets of drafters' tests, draft by draft."""
-    target = written(checkpoints, name)
-    folder = checkpoints.mtp(target).folder if method else target.folder
-    prompts = ragged_prompts(1, K, K + 1, K + 2, 33, 65)
-    with make_llm(folder, method) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), False)
-        assert (llm.metrics().num_accepted_tokens > 0) == (method is not None)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        found = output.outputs[0].token_ids
-        logits = hf_logits(target.hf, [prompt + found])[0, len(prompt) - 1 : -1]
-        assert found == logits.argmax(-1).tolist() and len(found) == 60
 
 
 # --- files ----------------------------------------------------------------------------------------
