@@ -31,7 +31,6 @@ GEMMA = "gemma3_text", {"tie_word_embeddings": True}
 GPT_OSS = "gpt_oss", {"num_hidden_layers": 3}
 # What an EAGLE-3 head may have, and what that means to the oracle.
 OPTIONS = {
-    "plain": ({}, {}),
     "norm-before-residual-d2t": (
         {"norm_before_residual": True, "draft_vocab": 15, "file": TORCH_FILE},
         {"norm_before_residual": True},
@@ -133,10 +132,10 @@ class Case:
     """A head for a target (its model type, and fields of its config), and how it is run."""
 
     method: str
-    target: tuple[str, dict[str, Any]]
     options: dict[str, Any]  # of the head's files
     oracle: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
+    target: tuple[str, dict[str, Any]] = DEEP
     is_slow: bool = True
 
 
@@ -152,11 +151,10 @@ EDITS = {
 }
 CASES = {
     # A config that says nothing more.
-    "eagle-plain-k-changes": Case("eagle", SHALLOW, {}, {}, NOW_AND_THEN, is_slow=False),
+    "eagle-plain-k-changes": Case("eagle", {}, {}, NOW_AND_THEN, SHALLOW, is_slow=False),
     # All that EAGLE-1 may have of its own.
     "eagle-greedy-drafting-ignores-the-temperature": Case(
         "eagle",
-        SHALLOW,
         {
             "seed": 2,
             "embedding": "own",
@@ -170,19 +168,19 @@ CASES = {
         },
         {"kind": GreedyOracle},
         {"draft_sample_method": "greedy"},
+        SHALLOW,
         is_slow=False,
     ),
     # Gemma's embeddings are scaled for the target alone.
-    "eagle-of-a-target-with-other-layers": Case("eagle", GEMMA, {"embedding": "same"}),
-    "eagle3-no-layers": Case("eagle3", DEEP, *OPTIONS["no-layers-the-targets-head"]),
-    "eagle3-of-layers-of-two-kinds-with-experts": Case("eagle3", GPT_OSS, *OPTIONS["plain"]),
+    "eagle-of-a-target-with-other-layers": Case("eagle", {"embedding": "same"}, target=GEMMA),
+    "eagle3-no-layers": Case("eagle3", *OPTIONS["no-layers-the-targets-head"]),
+    "eagle3-of-layers-of-two-kinds-with-experts": Case("eagle3", {}, target=GPT_OSS),
     # Edited as the target will be, by what stands and the drafts before; over ids of the target,
     # though the head has fewer. Half of the requests ask for it.
     "eagle3-all-with-edits": Case("eagle3", DEEP, *OPTIONS["all"], {"edits": EDITS}, is_slow=False),
     # Many rounds without drafts never run the head through, but leave it all that it goes on from.
     "eagle3-after-many-rounds-without": Case(
         "eagle3",
-        DEEP,
         *OPTIONS["specforge-norm"],
         {"ks": (*[3] * 8, *[0] * 20), "least": 20},
         is_slow=False,
@@ -190,7 +188,6 @@ CASES = {
     # As AWS publishes them; its norm is of no consequence, since nothing is recycled.
     "p_eagle-aws": Case(
         "p_eagle",
-        DEEP,
         {"pard_token": MASK, "norm_output": True, "embedding": "own"},
         {"kind": OracleBlock},
         NOW_AND_THEN | {"least": 20},
@@ -199,7 +196,6 @@ CASES = {
     # What a head may have besides.
     "p_eagle-all-speculators": Case(
         "p_eagle",
-        DEEP,
         {
             **ALL,
             "layout": "speculators",
@@ -257,9 +253,7 @@ def run_head(head, target, params, tokens, final, states):
     return y, head.logits(target, params, y)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in OPTIONS if n not in ("plain", "specforge-norm", "all")]
-)
+@pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("specforge-norm", "all")])
 def test_every_part_of_eagle3_by_itself(checkpoints, name):
     """Over all rows at once; the drafts above are of heads that have none of them, and all."""
     kind, config = DEEP
