@@ -177,7 +177,7 @@ CASES = {
     "eagle3-of-layers-of-two-kinds-with-experts": Case("eagle3", {}, target=GPT_OSS),
     # Edited as the target will be, by what stands and the drafts before; over ids of the target,
     # though the head has fewer. Half of the requests ask for it.
-    "eagle3-all-with-edits": Case("eagle3", DEEP, *OPTIONS["all"], {"edits": EDITS}, is_slow=False),
+    "eagle3-all-with-edits": Case("eagle3", *OPTIONS["all"], {"edits": EDITS}, is_slow=False),
     # Many rounds without drafts never run the head through, but leave it all that it goes on from.
     "eagle3-after-many-rounds-without": Case(
         "eagle3",
