@@ -21,6 +21,7 @@ from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.residency import Residency, slot_of
 from specjax.host.sequence import Sequence
+from specjax.outputs import Logprob
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -291,24 +292,31 @@ def test_nothing_is_known_before_a_first_token():
 
 # --- outputs --------------------------------------------------------------------------------------
 
+NOTHING_MORE = Variant()
 TOKENS = np.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]], np.int32)
 DRAFTS = np.array([2, 1, 0, 1], np.int32)
+
+
+def numbered(count, num_top, first=0):
+    """Log-probabilities that tell which they are: their own ones and ranks count up."""
+    own, top = first + np.arange(count), np.zeros((count, num_top))
+    ints = own.astype(np.int32), top.astype(np.int32)
+    return Logprobs(own.astype(np.float32), *ints, top.astype(np.float32))
+
+
+def unpacked(plan, tokens, counts, drafts, prompts=None, variant=NOTHING_MORE):
+    """The rows of a step's outputs, packed by the device and unpacked by the host."""
+    logprobs = pack_logprobs(numbered(tokens.size, variant.num_logprobs, 100), len(tokens))
+    of_prompts = None if prompts is None else pack_logprobs(prompts, len(tokens))
+    outputs = StepOutputs(tokens, np.array(counts, np.int32), drafts, logprobs, of_prompts)
+    packed = np.asarray(jax.jit(pack_outputs)(outputs))
+    assert packed.dtype == np.int32
+    return unpack_outputs(packed, plan, variant)
 
 
 def test_outputs_round_trip():
     """tests/test_logprobs.py has log-probabilities."""
     sequences = tuple(map(make_sequence, range(3), (5, 6, 7)))
-
-    def unpacked(plan, tokens, counts, drafts):
-        one, none = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, 0), np.float32)
-        logprobs = Logprobs(one, one.astype(np.int32), none.astype(np.int32), none)
-        counts = np.array(counts, np.int32)
-        packed_logprobs = pack_logprobs(logprobs, len(tokens))
-        outputs = StepOutputs(tokens, counts, drafts, packed_logprobs, None)
-        packed = np.asarray(jax.jit(pack_outputs)(outputs))
-        assert packed.dtype == np.int32
-        return unpack_outputs(packed, plan, Variant())
-
     found = unpacked(replace(DECODE, sequences=sequences), TOKENS, (3, 1, 0, 2), DRAFTS)
     assert [row.tokens for row in found] == [[5, 6, 7], [8], []]
     assert [row.num_drafts for row in found] == [2, 1, 0]
@@ -316,6 +324,16 @@ def test_outputs_round_trip():
     begun = unpacked(plan, TOKENS[:, :1], (1, 1, 0, 1), 0 * DRAFTS)
     assert [row.tokens for row in begun] == [[5], [8], []]
     assert all(row.logprobs is None and row.prompt_logprobs is None for row in found + begun)
+
+
+def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
+    """They are of the tokens after a chunk's rows."""
+    plan = PrefillPlan((Chunk(make_sequence(0, 20, prompt_logprobs=0), 8, 8),), 1, WIDTH)
+    variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
+    (row,) = unpacked(plan, TOKENS[:1, :1], (0,), DRAFTS[2:3], numbered(8, 3), variant)
+    assert row.logprobs is None and row.start == 8
+    expected = [{9 + i: Logprob(float(i), i)} for i in range(8)]
+    assert row.prompt_logprobs == expected
 
 
 # --- the host's memory ----------------------------------------------------------------------------
