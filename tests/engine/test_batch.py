@@ -31,24 +31,15 @@ from specjax.sampling_params import (
 )
 
 NUM_SLOTS, PAGES_PER_SEQ, WIDTH, MAX_LEN, VOCAB = 9, 6, 8, 40, 70
-ADMIT = jax.jit(lambda state, packed: admit(state, LAYOUT.packing(AdmitInputs).unpack(packed)))
 LAYOUT = Layout(NUM_SLOTS, MAX_LEN, PAGES_PER_SEQ, VOCAB, num_snapshots=7)
+ADMIT = jax.jit(lambda state, packed: admit(state, LAYOUT.packing(AdmitInputs).unpack(packed)))
 
 
-def make_sequence(
-    slot, prompt_length, *, index=0, seeds=(0,), stop_ids=(), bad_words=(), num_pages=2, **params
-):
-    processor = params.pop("processor", -1)
-    request = Request(
-        100 + slot,
-        tuple(range(slot, slot + prompt_length)),
-        SamplingParams(**params),
-        5,
-        seeds,
-        stop_ids,
-        bad_words,
-        processor,
-    )
+def make_sequence(slot, prompt_length, *, index=0, num_pages=2, seeds=(0,), **params):
+    """Of a request whose prompt is slot, slot + 1, ..., with up to five tokens more."""
+    own = {n: params.pop(n) for n in ("stop_ids", "bad_words", "processor") if n in params}
+    prompt = tuple(range(slot, slot + prompt_length))
+    request = Request(100 + slot, prompt, SamplingParams(**params), 5, seeds, **own)
     sequence = Sequence.of(request, index, 0)
     pages = [10 * slot + page for page in range(num_pages)]
     sequence.residency = Residency(slot=slot, num_to_prefill=prompt_length, pages=pages)
@@ -56,9 +47,9 @@ def make_sequence(
 
 
 CHUNKS = (
-    Chunk(make_sequence(4, 8, logprobs=2, prompt_logprobs=0), 0, 8, is_first=True, is_last=True),
-    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ, prompt_logprobs=3), 8, 8),
-    Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, is_last=True, is_resumed=True),
+    Chunk(make_sequence(4, 8), 0, 8, is_first=True, is_last=True),
+    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ), 8, 8),
+    Chunk(make_sequence(8, 3, num_pages=0), 2, 1, is_last=True, is_resumed=True),
 )
 PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
 DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
@@ -66,7 +57,6 @@ PAGE_TABLES = np.full((NUM_SLOTS, 1, PAGES_PER_SEQ), -1, np.int32)
 for sequence_ in PREFILL.sequences:
     row = PAGE_TABLES[slot_of(sequence_), 0]
     row[: len(sequence_.residency.pages)] = sequence_.residency.pages
-PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 
 
 def padded(values, length):
@@ -76,42 +66,33 @@ def padded(values, length):
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def test_prefill_rows_are_slot_chunk_and_pages():
+def test_rows_are_a_slot_what_it_does_and_its_pages():
+    """Rows of padding do nothing."""
+    none = [-1] * PAGES_PER_SEQ
+    chunks = [
+        [slot_of(one.sequence), one.start, one.count, one.is_last, one.is_resumed, 2]
+        + padded(one.sequence.residency.pages, PAGES_PER_SEQ)
+        for one in CHUNKS
+    ]
     packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Extras.LOGPROBS)
-    assert packed.dtype == np.int32 and packed.shape == (5, 6 + PAGES_PER_SEQ)
-    for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
-        pages = padded(chunk.sequence.residency.pages, PAGES_PER_SEQ)
-        told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
-        assert row == [slot_of(chunk.sequence), *told, 2, *pages]
-
-
-def test_prefill_padding_does_nothing():
-    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Extras(0))[len(CHUNKS) :]
-    slots, _, counts, is_last, is_resumed, extras, *table = packed.T
-    assert not extras.any()
-    assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
-    assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
-
-
-def test_decode_rows_are_slot_drafts_and_pages():
-    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Extras.EDITS)
-    assert packed.dtype == np.int32 and packed.shape == (4, 3 + PAGES_PER_SEQ)
+    assert packed.dtype == np.int32 and Extras.LOGPROBS == 2
+    assert packed.tolist() == chunks + 2 * [[NUM_SLOTS, 0, 0, 0, 0, 2, *none]]
     stays = [sequence.residency for sequence in DECODE.sequences]
-    expected = [[stay.slot, 1, 1, *padded(stay.pages, PAGES_PER_SEQ)] for stay in stays]
-    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
-
-
-def names(inputs):
-    return [field.name for field in fields(inputs)]
+    rows = [[stay.slot, 1, 1, *padded(stay.pages, PAGES_PER_SEQ)] for stay in stays]
+    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Extras.EDITS)
+    assert packed.dtype == np.int32 and Extras.EDITS == 1
+    assert packed.tolist() == [*rows, [NUM_SLOTS, 1, 1, *none]]
 
 
 def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
-    assert names(AdmitInputs) == ["slots", "requests", "tokens"]
-    assert names(SnapshotInputs) == ["slots", "ids", "ends"]
-    chunk = ["slots", "starts", "counts", "is_last", "is_resumed", "extras", "page_tables"]
-    assert names(PrefillInputs) == chunk
-    assert names(DecodeInputs) == ["slots", "num_drafts", "extras", "page_tables"]
+    for inputs, names in {
+        AdmitInputs: "slots requests tokens",
+        SnapshotInputs: "slots ids ends",
+        PrefillInputs: "slots starts counts is_last is_resumed extras page_tables",
+        DecodeInputs: "slots num_drafts extras page_tables",
+    }.items():
+        assert [field.name for field in fields(inputs)] == names.split()
     before = pack(DECODE, PAGE_TABLES, LAYOUT, Extras(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
@@ -128,15 +109,6 @@ def test_snapshot_rows_are_slot_id_and_tokens():
     assert taken.dtype == np.int32 and taken.tolist() == [[0, 3, 16], [NUM_SLOTS, 7, 0]]
     restored = pack_snapshots([second], 2, LAYOUT, is_taken=False)
     assert restored.tolist() == [[8, 1, 2], [NUM_SLOTS, 7, 0]]
-
-
-def test_a_preempted_request_comes_back_with_its_output():
-    sequence = make_sequence(3, 4)
-    sequence.token_ids += [50, 51, 52]
-    packed = pack_admissions([sequence], 1, LAYOUT)
-    state = jax.device_get(ADMIT(used_state(), packed))
-    assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
-    assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
 
 
 # --- admissions -----------------------------------------------------------------------------------
@@ -244,28 +216,30 @@ def test_an_admission_leaves_all_other_slots_alone(admitted):
         )
     assert not admitted.progress[slots].any()
     np.testing.assert_array_equal(admitted.drafter, before.drafter)
-
-
-def test_tokens_past_a_prompt_are_ids(admitted):
-    """An id of -1 would embed, or be counted for, the vocabulary's last token."""
+    # An id of -1 past a prompt would embed, or be counted for, the vocabulary's last token.
     assert (admitted.tokens >= 0).all()
 
 
+def test_a_preempted_request_comes_back_with_its_output():
+    sequence = make_sequence(3, 4)
+    sequence.token_ids += [50, 51, 52]
+    state = jax.device_get(ADMIT(used_state(), pack_admissions([sequence], 1, LAYOUT)))
+    assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
+    assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
+
+
 def test_every_field_of_a_request_has_its_place():
-    """What is packed and unpacked again is the device's tree, with its shapes and dtypes."""
-    requests = jax.eval_shape(lambda: init_requests(NUM_SLOTS, VOCAB))
-    unpacked = LAYOUT.packing(AdmitInputs).views(pack_admissions([FULL], NUM_SLOTS, LAYOUT))
+    """What is packed and unpacked again is the device's tree, with its shapes and dtypes; rows
+    without a request are those of an empty slot."""
+    packing = LAYOUT.packing(AdmitInputs)
+    requests = jax.device_get(init_requests(NUM_SLOTS, VOCAB))
+    unpacked = packing.views(pack_admissions([FULL], NUM_SLOTS, LAYOUT))
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (unpacked.requests, requests))
     assert shapes[0] == shapes[1]
     width = sum(leaf.size // NUM_SLOTS for leaf in jax.tree.leaves(requests))
-    assert LAYOUT.packing(AdmitInputs).shape(3) == (3, 1 + width + MAX_LEN)
-
-
-def test_rows_without_a_request_are_those_of_an_empty_slot():
-    unpacked = LAYOUT.packing(AdmitInputs).views(pack_admissions([FULL], 2, LAYOUT))
-    assert unpacked.slots.tolist() == [slot_of(FULL), NUM_SLOTS]
-    empty = jax.device_get(init_requests(1, VOCAB)).at(0)
-    jax.tree.map(np.testing.assert_array_equal, unpacked.requests.at(1), empty)
+    assert packing.shape(3) == (3, 1 + width + MAX_LEN)
+    assert unpacked.slots.tolist() == [slot_of(FULL), *[NUM_SLOTS] * (NUM_SLOTS - 1)]
+    jax.tree.map(np.testing.assert_array_equal, unpacked.requests.at(1), requests.at(0))
     assert (unpacked.tokens[1] == -1).all()
 
 
@@ -292,19 +266,21 @@ def with_matcher(plan, *numbers):
     ]
     if isinstance(plan, DecodePlan):
         return replace(plan, sequences=tuple(new))
-    return replace(
-        plan,
-        chunks=tuple(replace(c, sequence=s) for c, s in zip(plan.chunks, new, strict=True)),
-    )
+    chunks = [replace(c, sequence=s) for c, s in zip(plan.chunks, new, strict=True)]
+    return replace(plan, chunks=tuple(chunks))
 
 
 def test_masks_stand_in_the_rows_of_their_requests():
+    """Without a grammar everything is permitted; so it is for a sequence that ended on the host
+    with a step in flight."""
     drafts = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.int32)
-    masks = pack_masks(with_matcher(DECODE, 10_000, None, 20_000), drafts, LAYOUT)
+    plan = with_matcher(DECODE, 10_000, 30_000, 20_000)
+    plan.sequences[1].finish_reason = "stop"
+    masks = pack_masks(plan, drafts, LAYOUT)
     assert masks.dtype == np.int32 and masks.shape == (4, 3, 3)
     assert masks[0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 10_100, 10_300)]
     assert masks[2].tolist() == [[n, n + 1, n + 2] for n in (20_000, 20_500, 21_100)]
-    assert (masks[[1, 3]] == -1).all(), "without a grammar everything is permitted"
+    assert (masks[[1, 3]] == -1).all()
 
 
 def test_nothing_is_known_before_a_first_token():
@@ -314,156 +290,66 @@ def test_nothing_is_known_before_a_first_token():
     assert (masks[[0, 3, 4]] == -1).all()
 
 
-def test_a_finished_matcher_is_not_asked():
-    """Its sequence may have ended on the host with a step in flight."""
-    plan = with_matcher(DECODE, 10_000, 20_000, None)
-    plan.sequences[0].finish_reason = "stop"
-    masks = pack_masks(plan, np.zeros((4, 2), np.int32), LAYOUT)
-    assert (masks[0] == -1).all() and masks[1, 0, 0] == 20_000
-
-
 # --- outputs --------------------------------------------------------------------------------------
 
-
+NOTHING_MORE = Variant()
 TOKENS = np.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]], np.int32)
 DRAFTS = np.array([2, 1, 0, 1], np.int32)
 
 
-def int32s(*values):
-    return np.array(values, np.int32)
+def numbered(count, num_top, first=0):
+    """Log-probabilities that tell which they are: their own ones and ranks count up."""
+    own, top = first + np.arange(count), np.zeros((count, num_top))
+    ints = own.astype(np.int32), top.astype(np.int32)
+    return Logprobs(own.astype(np.float32), *ints, top.astype(np.float32))
 
 
-def unpack_round(outputs, plan, variant):
-    batch, prompts = len(outputs.tokens), outputs.prompt_logprobs
-    outputs = outputs._replace(
-        logprobs=pack_logprobs(outputs.logprobs, batch),
-        prompt_logprobs=None if prompts is None else pack_logprobs(prompts, batch),
-    )
+def unpacked(plan, tokens, counts, drafts, prompts=None, variant=NOTHING_MORE):
+    """The rows of a step's outputs, packed by the device and unpacked by the host."""
+    logprobs = pack_logprobs(numbered(tokens.size, variant.num_logprobs, 100), len(tokens))
+    of_prompts = None if prompts is None else pack_logprobs(prompts, len(tokens))
+    outputs = StepOutputs(tokens, np.array(counts, np.int32), drafts, logprobs, of_prompts)
     packed = np.asarray(jax.jit(pack_outputs)(outputs))
     assert packed.dtype == np.int32
     return unpack_outputs(packed, plan, variant)
 
 
-def no_logprobs(tokens):
-    """What a step gives when nobody wants any."""
-    one, none = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, 0), np.float32)
-    return Logprobs(one, one.astype(np.int32), none.astype(np.int32), none)
-
-
 def test_outputs_round_trip():
-    outputs = StepOutputs(TOKENS, int32s(3, 1, 0, 2), DRAFTS, no_logprobs(TOKENS), None)
-    plan = replace(DECODE, sequences=tuple(map(make_sequence, range(3), (5, 6, 7))))
-    rows = unpack_round(outputs, plan, Variant())
-    assert [row.tokens for row in rows] == [[5, 6, 7], [8], []]
-    assert [row.num_drafts for row in rows] == [2, 1, 0]
-    assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
-    nothing = no_logprobs(TOKENS[:, :1])
-    first = StepOutputs(TOKENS[:, :1], int32s(1, 1, 0, 1), 0 * DRAFTS, nothing, None)
-    chunks = tuple(Chunk(sequence, 0, 5) for sequence in plan.sequences)
-    rows = unpack_round(first, PrefillPlan(chunks, 4, WIDTH), Variant())
-    assert [row.tokens for row in rows] == [[5], [8], []]
-    assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
-
-
-def make_logprobs(tokens, num_top, seed):
-    """Random ones of random logits, and what `Logprob`s to expect of token i32[B, T]."""
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(*tokens.shape, VOCAB))
-    found = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).astype(np.float32)
-    order = np.argsort(-found, axis=-1)
-    own = np.take_along_axis(found, tokens[..., None], -1)
-    ranks = 1 + (found > own).sum(-1)
-    top_ids = order[..., :num_top].reshape(tokens.size, num_top)
-    top = np.take_along_axis(found.reshape(tokens.size, -1), top_ids, -1)
-    ints = ranks.reshape(-1).astype(np.int32), top_ids.astype(np.int32)
-    logprobs = Logprobs(own.reshape(-1), *ints, top)
-
-    def expected(b, t, count):
-        best = [(int(i), rank) for rank, i in enumerate(order[b, t, :count], start=1)]
-        mine = int(tokens[b, t])
-        listed = [(mine, int(ranks[b, t])), *[pair for pair in best if pair[0] != mine]]
-        return [(i, Logprob(float(found[b, t, i]), rank)) for i, rank in listed]
-
-    return logprobs, expected
-
-
-def as_lists(entries):
-    return [list(entry.items()) for entry in entries]
-
-
-@pytest.mark.parametrize("num_top", [2, 5, VOCAB])
-def test_logprobs_round_trip(num_top):
-    """Each request gets as many as it asked for, the token itself first; others get none."""
-    logprobs, expected = make_logprobs(np.asarray(TOKENS), num_top, 0)
-    outputs = StepOutputs(TOKENS, int32s(3, 1, 2, 2), DRAFTS, logprobs, None)
-    rows = unpack_round(outputs, DECODE, Variant(num_logprobs=num_top))
-    assert [row.tokens for row in rows] == [[5, 6, 7], [8], [4, 4]]
-    assert as_lists(rows[0].logprobs) == [expected(0, t, 2) for t in range(3)]
-    assert rows[1].logprobs is None
-    assert as_lists(rows[2].logprobs) == [expected(2, t, 0) for t in range(2)]
-    assert all(row.prompt_logprobs is None for row in rows)
-
-
-def test_only_the_tokens_own_logprobs():
-    logprobs, expected = make_logprobs(np.asarray(TOKENS), 0, 1)
-    outputs = StepOutputs(TOKENS, int32s(3, 1, 2, 2), DRAFTS, logprobs, None)
-    plan = replace(DECODE, sequences=DECODE.sequences[2:])
-    (row,) = unpack_round(outputs, plan, Variant(num_logprobs=0))
-    assert as_lists(row.logprobs) == [expected(0, t, 0) for t in range(3)]
-
-
-def test_prompt_logprobs_are_of_the_tokens_after_a_chunks_rows():
-    """The last chunk has one fewer: what follows the prompt is output."""
-    following = np.zeros((PREFILL.batch, WIDTH), int)
-    for row, chunk in enumerate(CHUNKS):
-        prompt = chunk.sequence.request.prompt_token_ids
-        after = prompt[chunk.start + 1 : chunk.start + 1 + chunk.count]
-        following[row, : len(after)] = after
-    first = np.array([[5], [6], [7], [0], [0]])
-    logprobs, expected = make_logprobs(first, 4, 2)
-    prompt_logprobs, prompt_expected = make_logprobs(following, 3, 3)
-    counts = int32s(1, 0, 1, 0, 0)
-    outputs = StepOutputs(first.astype(np.int32), counts, 0 * counts, logprobs, prompt_logprobs)
-    variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
-    rows = unpack_round(outputs, PREFILL, variant)
-    assert [row.start for row in rows if row.prompt_logprobs] == [0, 8]
-    assert [row.tokens for row in rows] == [[5], [], [7]]
-    assert as_lists(rows[0].logprobs) == [expected(0, 0, 2)]
-    assert as_lists(rows[2].logprobs) == [expected(2, 0, 0)]
-    assert as_lists(rows[0].prompt_logprobs) == [prompt_expected(0, t, 0) for t in range(7)]
-    assert as_lists(rows[1].prompt_logprobs) == [prompt_expected(1, t, 3) for t in range(8)]
-    assert rows[2].prompt_logprobs is None
+    """tests/test_logprobs.py has log-probabilities."""
+    sequences = tuple(map(make_sequence, range(3), (5, 6, 7)))
+    found = unpacked(replace(DECODE, sequences=sequences), TOKENS, (3, 1, 0, 2), DRAFTS)
+    assert [row.tokens for row in found] == [[5, 6, 7], [8], []]
+    assert [row.num_drafts for row in found] == [2, 1, 0]
+    plan = PrefillPlan(tuple(Chunk(sequence, 0, 5) for sequence in sequences), 4, WIDTH)
+    begun = unpacked(plan, TOKENS[:, :1], (1, 1, 0, 1), 0 * DRAFTS)
+    assert [row.tokens for row in begun] == [[5], [8], []]
+    assert all(row.logprobs is None and row.prompt_logprobs is None for row in found + begun)
 
 
 def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
-    prompt = CHUNKS[1].sequence.request.prompt_token_ids
-    following, first = np.array([prompt[9:17]]), np.array([[6]])
-    logprobs, _ = make_logprobs(first, 4, 2)
-    prompt_logprobs, expected = make_logprobs(following, 3, 3)
-    none = int32s(0)
-    outputs = StepOutputs(first.astype(np.int32), none, none, logprobs, prompt_logprobs)
+    """They are of the tokens after a chunk's rows."""
+    plan = PrefillPlan((Chunk(make_sequence(0, 20, prompt_logprobs=0), 8, 8),), 1, WIDTH)
     variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
-    (row,) = unpack_round(outputs, PrefillPlan(CHUNKS[1:2], 1, WIDTH), variant)
-    assert row.logprobs is None
-    assert as_lists(row.prompt_logprobs) == [expected(0, t, 3) for t in range(8)]
+    (row,) = unpacked(plan, TOKENS[:1, :1], (0,), DRAFTS[2:3], numbered(8, 3), variant)
+    assert row.logprobs is None and row.start == 8
+    expected = [{9 + i: Logprob(float(i), i)} for i in range(8)]
+    assert row.prompt_logprobs == expected
 
 
 # --- the host's memory ----------------------------------------------------------------------------
 
 
-@PLANS
+@pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_every_packed_array_is_fresh(plan):
     """JAX may read the array it was given, or even keep it, after the call returns."""
     plan = with_matcher(plan, 10_000, None, 20_000)
 
     def arrays():
         drafts = np.zeros((4, 2), np.int32) if isinstance(plan, DecodePlan) else None
-        new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
-        moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, LAYOUT, is_taken=True)
         return (
             pack(plan, PAGE_TABLES, LAYOUT, Extras(0)),
-            new,
-            moved,
+            pack_admissions([PLAIN, FULL], 3, LAYOUT),
+            pack_snapshots([replace(CHUNKS[0], taken=2)], 3, LAYOUT, is_taken=True),
             pack_masks(plan, drafts, LAYOUT),
         )
 

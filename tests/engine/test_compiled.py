@@ -1,26 +1,23 @@
 """Executables: compiled once per shape and variant, ahead of time, or counted."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
 from support.engines import programs_with
 from support.simulated_device import SimulatedPrograms
+from support.tiny import AnyText, tiny_llama
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.extras import Extras
-from specjax.device.models.layers.rope import Rope
-from specjax.device.models.llama import Llama
 from specjax.device.verification import SeedExact
 from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
-from specjax.engine.executables import executables_folder, keep_programs
 from specjax.engine.programs import Admit, Begin, Decode, Prefill
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
@@ -29,7 +26,6 @@ from specjax.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.every_jax
 
-VOCAB = 31
 PLAIN = Variant()
 EVERY = Variant(num_logprobs=20)  # what every engine compiles
 # A round and a chunk have one shape each.
@@ -43,25 +39,15 @@ SIZES = {
     "prefill_shapes": ((2, 32),),
 }
 TWO_SHAPES = {"decode_batches": (1, 2), "prefill_shapes": ((1, 16), (2, 32))}
+SHAPES = [(1, 1), (30, 5), (33, 20), (20, 9), (63, 1), (2, 62)]  # of prompt and output
+GRAMMAR = {"structured_outputs": {"regex": "a"}}
 
 
-def make_engine(*, make_programs=None, intermediate_size=24, **settings):
-    target = Llama(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=intermediate_size,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope=Rope(head_dim=8),
-        max_position=64,
-    )
+def make_engine(*, make_programs=None, intermediate_size=16, **settings):
+    target = tiny_llama(intermediate_size)
     weights = jax.tree.map(lambda spec: np.full(spec.shape, 0.1, np.float32), target.specs())
-    weights = jax.device_put(weights)
-    config, params = EngineConfig(**(SIZES | settings)), Params(weights, None)
-    policy = StaticPolicy(0)
+    params, policy = Params(jax.device_put(weights), None), StaticPolicy(0)
+    config = EngineConfig(**(SIZES | settings))
     return Engine(config, target, NoDrafter(), params, policy, make_programs=make_programs)
 
 
@@ -77,27 +63,12 @@ def make_any_engine(request):
     return partial(make_engine, make_programs=make)
 
 
-SHAPES = [(1, 1), (30, 5), (33, 20), (20, 9), (63, 1), (2, 62)]  # of prompt and output
-
-
-def permissive():
-    """A grammar that everything follows."""
-    return PermissiveMatcher()
-
-
-@dataclass
-class PermissiveMatcher:
-    is_finished: bool = False
-
-    def accept(self, tokens):
-        pass
-
-    def masks(self, drafts):
-        return np.full((len(drafts) + 1, 1), -1, np.int32)
-
-
 def double(tokens, length, logits):
     return 2 * logits
+
+
+def halve(tokens, length, logits):
+    return logits / 2
 
 
 def make_requests(engine, *kinds):
@@ -105,17 +76,11 @@ def make_requests(engine, *kinds):
     requests = []
     for i, (length, max_tokens) in enumerate(SHAPES):
         params = SamplingParams(**{"temperature": 0} | kinds[i % len(kinds)])
-        requests.append(
-            Request(
-                i,
-                tuple(np.arange(length) % VOCAB),
-                params,
-                max_tokens,
-                tuple(range(params.n)),
-                processor=engine.repertoire.number_of(params.logits_processors),
-                follow_grammar=permissive if params.structured_outputs else None,
-            )
-        )
+        prompt, seeds = tuple(np.arange(length) % 31), tuple(range(params.n))
+        processor = engine.repertoire.number_of(params.logits_processors)
+        follow = AnyText if params.structured_outputs else None
+        own = {"processor": processor, "follow_grammar": follow}
+        requests.append(Request(i, prompt, params, max_tokens, seeds, **own))
     return requests
 
 
@@ -145,19 +110,19 @@ def count_new(engine, requests):
 
 
 def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
-    config, metrics = engine.config, engine.metrics()
-    assert config.decode_batches == (1, 2)
-    assert config.prefill_shapes == ((1, 16), (2, 32))
+    metrics = engine.metrics()
     num_admit, num_prefill, num_begin, num_decode = 2, 2, 2, 2
     assert metrics.num_compilations == num_admit + num_prefill + num_begin + num_decode
-    assert metrics.num_compiles_after_warmup == 0
     assert metrics.compile_seconds > 0
     with compilations.none_expected():
         requests = make_requests(engine, {})
         assert count_new(engine, requests) == 0
         outputs = run_all(engine, requests)
+        engine.set_policy(StaticPolicy(0))  # for which everything is there
     assert [len(outputs[i]) for i in range(6)] == [max_tokens for _, max_tokens in SHAPES]
-    assert engine.metrics().num_compilations == metrics.num_compilations
+    after = engine.metrics()
+    assert after.num_compilations == metrics.num_compilations
+    assert after.num_compiles_after_warmup == 0
 
 
 def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
@@ -171,22 +136,20 @@ def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
-def test_samples_and_ends_need_nothing_of_their_own(engine, compilations):
-    """Nor do draws: temperature and seed are data."""
-    for params in {"n": 3}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"seed": 5}:
+def test_samples_ends_and_draws_need_nothing_of_their_own(engine, compilations):
+    kinds = {"n": 3}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"seed": 5}, {"temperature": 2}
+    for params in kinds:
         assert needed_by(engine, make_requests(engine, params)) == EVERY
     with compilations.none_expected():
         engine.prepare(make_requests(engine, {"n": 3}))
         run_all(engine, make_requests(engine, {"n": 3}))
-    hot = Request(0, (1, 2), SamplingParams(temperature=1.3), 3, (0,))
-    assert needed_by(engine, [hot]) == EVERY
 
 
 WANTED = {
     "edits": ({"presence_penalty": 1.0}, set()),
     "logprobs": ({"logprobs": 7}, set()),
     "prompt-logprobs": ({"prompt_logprobs": 0}, {"begin"}),
-    "grammar": ({"structured_outputs": {"regex": "a"}}, {"propose", "extend", "settle"}),
+    "grammar": (GRAMMAR, {"propose", "extend", "settle"}),
 }
 
 
@@ -212,7 +175,7 @@ def test_mixed_requests_run_in_any_company(compilations):
     engine = make_engine()
     kinds = [
         {"logprobs": 2, "prompt_logprobs": 5},
-        {"structured_outputs": {"regex": "a"}, "top_k": 3},
+        {**GRAMMAR, "top_k": 3},
         {"logit_bias": {3: 1.0}},
         {"logits_processors": [double]},
         {},
@@ -228,31 +191,16 @@ def test_mixed_requests_run_in_any_company(compilations):
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
-def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
-    before = engine.metrics()
-    with compilations.none_expected():
-        engine.set_policy(StaticPolicy(0))
-    after = engine.metrics()
-    assert after.num_compilations == before.num_compilations
-    assert after.num_compiles_after_warmup == 0
-
-
 def test_a_new_policy_is_compiled_in_every_variant(make_any_engine):
     """Requests that came before it may still ask for what they asked for."""
     engine = make_any_engine()
     requests = make_requests(engine, {"logprobs": 2})
     engine.prepare(requests)
     engine.set_policy(StaticPolicy(0))
-    before = engine.metrics().num_compilations
-    engine.prepare(requests)
-    assert engine.metrics().num_compilations == before
+    assert count_new(engine, requests) == 0
 
 
 # --- variants -------------------------------------------------------------------------------------
-
-
-def halve(tokens, length, logits):
-    return logits / 2
 
 
 def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
@@ -275,14 +223,13 @@ def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
 
 
 def test_a_step_does_what_any_of_its_requests_needs(engine):
-    grammar = {"structured_outputs": {"regex": "a"}}
     number = engine.repertoire.number_of((halve,))
     for kinds, needed in (
         ([{}, {}], EVERY),
         ([{"min_tokens": 1}, {"logprobs": 3}], EVERY),
         ([{"prompt_logprobs": 4}, {"logprobs": 0}], Variant((), False, 20, 20)),
         ([{"prompt_logprobs": 0}, {}], Variant((), False, 20, 0)),
-        ([grammar, {"logit_bias": {1: 2.0}}], Variant((), True, 20)),
+        ([GRAMMAR, {"logit_bias": {1: 2.0}}], Variant((), True, 20)),
         ([{"logits_processors": [halve]}, {}], Variant(((number, (halve,)),), False, 20)),
     ):
         assert needed_by(engine, make_requests(engine, *kinds)) == needed
@@ -300,66 +247,51 @@ def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch
         assert needed_by(engine, [request]) == needed
 
 
-@pytest.mark.parametrize(
-    "kinds, extras",
-    [
+def test_a_step_is_told_what_any_of_its_requests_asks_for(engine):
+    for kinds, extras in (
         ([{}, {"temperature": 0.7}], Extras(0)),
         ([{"top_p": 0.5}], Extras(0)),  # at temperature 0 there is nothing to cut
         ([{}, {"temperature": 1.0, "top_p": 0.5}], Extras.EDITS),
         ([{"logprobs": 0}, {}], Extras.LOGPROBS),
         ([{"prompt_logprobs": 1}], Extras(0)),
         ([{"logprobs": 2}, {"bad_words": ["a"]}], Extras.EDITS | Extras.LOGPROBS),
-    ],
-)
-def test_a_step_is_told_what_any_of_its_requests_asks_for(engine, kinds, extras):
-    demands = {request.demands for request in make_requests(engine, *kinds)}
-    assert extras_of(demands) == extras
+    ):
+        demands = {request.demands for request in make_requests(engine, *kinds)}
+        assert extras_of(demands) == extras, kinds
 
 
 # --- programs -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def programs(engine):
-    """Programs of the engine's model that are its own, with nothing compiled."""
+def test_a_program_is_compiled_once_and_a_late_one_is_counted(engine, compilations):
     parts = engine.target, engine.drafter, SeedExact()
-    return Engine.make_programs(engine.config, *parts, engine.params, engine.layout, 0)
+    programs = Engine.make_programs(engine.config, *parts, engine.params, engine.layout, 0)
 
+    def compile_ahead(*keys):
+        """How many there are then, and how many of them are late."""
+        programs.compile_ahead(keys, show_progress=False)
+        return programs.compilations[:2]
 
-def compile_ahead(programs, *keys):
-    """Compile these; how many there are then, and how many of them are late."""
-    programs.compile_ahead(keys, show_progress=False)
-    return programs.compilations[:2]
+    def launch(batch):
+        """Run a round in which every row is padding."""
+        page_tables = engine.scheduler.residents.page_tables
+        packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Extras(0))
+        return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
 
-
-def launch(programs, engine, batch):
-    """Run a round in which every row is padding."""
-    page_tables = engine.scheduler.residents.page_tables
-    packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Extras(0))
-    return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
-
-
-def test_each_program_is_compiled_once(programs, compilations):
     keys = Admit(2), Prefill(2, 32), Begin(2, 32, PLAIN), Decode(1, 0, PLAIN)
-    assert compile_ahead(programs, *keys, *keys) == (4, 0)
+    assert compile_ahead(*keys, *keys) == (4, 0)
     with compilations.none_expected():
-        assert compile_ahead(programs, *keys) == (4, 0)
-    assert compile_ahead(programs, *keys, Decode(2, 0, PLAIN)) == (5, 0)
-
-
-def test_a_late_compilation_is_counted_once(programs, engine, compilations):
-    assert compile_ahead(programs, Decode(1, 0, PLAIN)) == (1, 0)
+        assert compile_ahead(*keys) == (4, 0)
     seconds = programs.compilations.seconds
-    outputs = launch(programs, engine, 2)
+    outputs = launch(2)
     assert outputs.shape == (2, 5) and not outputs[:, :2].any()  # a round in which nobody was
-    assert programs.compilations[:2] == (2, 1)
+    assert programs.compilations[:2] == (5, 1)
     assert programs.compilations.seconds > seconds
     with compilations.none_expected():
-        launch(programs, engine, 2)
-        launch(programs, engine, 1)
-    assert programs.compilations[:2] == (2, 1)
+        launch(2)
+        launch(1)
     # Compiling it ahead afterwards does not make up for it.
-    assert compile_ahead(programs, Decode(2, 0, PLAIN)) == (2, 1)
+    assert compile_ahead(Decode(2, 0, PLAIN)) == (5, 1)
 
 
 def test_what_is_compiled_behind_changes_no_token():
@@ -374,8 +306,7 @@ def test_what_is_compiled_behind_changes_no_token():
     whole = {key.batch for key in behind.programs.ready if isinstance(key, Decode)}
     assert whole == {1, 2}
     assert run_all(behind, make_requests(behind, {})) == expected
-    asking = make_requests(behind, {}, {"structured_outputs": {"regex": "a"}})
-    assert run_all(behind, asking) == expected
+    assert run_all(behind, make_requests(behind, {}, GRAMMAR)) == expected
     assert behind.metrics().num_compiles_after_warmup == 0
     behind.close()
 
@@ -386,46 +317,6 @@ def test_a_request_that_nobody_prepared_for_still_runs():
     plain = run_all(engine, make_requests(engine, {}))
     assert run_all(engine, make_requests(engine, params)) == plain
     assert engine.metrics().num_compiles_after_warmup == len(programs)
-
-
-# --- what is kept between processes ---------------------------------------------------------------
-
-
-CACHE_OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-
-
-@pytest.fixture
-def cache_options():
-    """Sets JAX's cache options; afterwards they are as before."""
-    before = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
-
-    def update(**options):
-        for name, value in options.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-    yield update
-    update(**before)
-
-
-def test_the_folder_is_for_programs_of_engines_alone(cache_options, tmp_path):
-    """JAX's cache is as before: the user's own functions do not land in ours."""
-    cache_options(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
-    try:
-        keep_programs(tmp_path / "kept")
-        assert executables_folder() == tmp_path / "kept" / "programs"
-        jax.jit(lambda x: x * 3 + 17)(2.0)
-        assert jax.config.jax_compilation_cache_dir is None
-        assert not (tmp_path / "kept").exists()
-        cache_options(jax_compilation_cache_dir=str(tmp_path / "theirs"))
-        assert executables_folder() == tmp_path / "theirs" / "programs"
-        cache_options(jax_compilation_cache_dir=None)
-    finally:
-        keep_programs(None)
-    assert executables_folder() is None
-
-
-# --- what is given back ---------------------------------------------------------------------------
 
 
 def test_a_closed_engine_gives_its_memory_maps_back():

@@ -53,6 +53,14 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
+def in_threads(call):
+    """Begin four calls at once; returns what waits for them."""
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    return lambda: [thread.join(timeout=5) for thread in threads]
+
+
 def test_the_urgent_go_first_in_their_order(compiler, gate):
     compiler.ask("ab", is_urgent=False)
     wait_until(lambda: gate.started)
@@ -96,36 +104,26 @@ def test_what_no_request_waits_for_is_compiled_at_a_low_priority():
 
 def test_each_is_compiled_once(compiler, gate):
     got: list[str] = []
-    threads = [threading.Thread(target=lambda: got.append(compiler.get("a"))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    join = in_threads(lambda: got.append(compiler.get("a")))
     compiler.ask("aa", is_urgent=False)
     wait_until(lambda: gate.started)
     gate.let(1)
-    for thread in threads:
-        thread.join()
+    join()
     compiler.ask("a", is_urgent=True)
     assert got == ["A"] * 4 and gate.started == ["a"] and compiler.get("a") == "A"
 
 
-def test_several_at_a_time(compiler, gate):
+def test_several_at_a_time_and_progress_is_told(compiler, gate):
+    told: list[int] = []
     compiler.ask("abcd", is_urgent=True, num_threads=3)
     wait_until(lambda: len(gate.started) == 3)
     assert compiler.num_asked == 4
     gate.let(4)
-    compiler.wait_for(list("abcd"), lambda num_there: None)
-    assert compiler.seconds > 0
+    compiler.wait_for(list("abcd"), told.append)
+    assert told[-1] == 4 and told == sorted(told)
     before = compiler.seconds
     time.sleep(0.01)
-    assert compiler.seconds == before, "nothing is compiled"
-
-
-def test_progress_is_told(compiler, gate):
-    told: list[int] = []
-    compiler.ask("ab", is_urgent=True)
-    gate.let(2)
-    compiler.wait_for(list("ab"), told.append)
-    assert told[-1] == 2 and told == sorted(told)
+    assert compiler.seconds == before > 0, "nothing is compiled"
 
 
 def test_one_that_fails_keeps_no_other_from_its_turn(compiler, gate):
@@ -153,26 +151,12 @@ def test_all_who_wait_for_one_that_fails_are_told(compiler, gate):
         except ValueError as error:
             found.append(str(error))
 
-    threads = [threading.Thread(target=wait, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    join = in_threads(wait)
     wait_until(lambda: gate.started)
     time.sleep(0.05)  # all of them wait
     gate.let(4)
-    for thread in threads:
-        thread.join(timeout=5)
+    join()
     assert found == ["bad is bad"] * 4
-
-
-def test_closing_waits_for_what_is_under_way_and_starts_nothing_more(gate):
-    compiler = Compiler(gate)
-    compiler.ask("ab", is_urgent=True)
-    wait_until(lambda: gate.started)
-    threading.Timer(0.05, gate.let, (2,)).start()
-    compiler.close()
-    assert gate.started == ["a"] and not compiler.ready
-    names = [thread.name for thread in threading.enumerate()]
-    assert "specjax-compiler" not in names
 
 
 def test_threads_end_when_there_is_nothing_to_do(compiler, gate):
@@ -184,20 +168,18 @@ def test_threads_end_when_there_is_nothing_to_do(compiler, gate):
     assert not thread.is_alive() and not threads
 
 
-def test_with_few_maps_left_only_what_is_needed_is_compiled(compiler, gate, monkeypatch, caplog):
+def test_few_maps_are_for_what_is_needed(compiler, gate, monkeypatch, caplog):
+    """Without any left, that fails before the process does."""
     monkeypatch.setattr(module, "maps_in_use", lambda: 0.6)
     gate.let(3)
-    compiler.ask("abc", is_urgent=False)
-    wait_until(lambda: not compiler.is_busy)
-    compiler.ask("d", is_urgent=False)
+    for keys in "abc", "d":
+        compiler.ask(keys, is_urgent=False)
+        wait_until(lambda: not compiler.is_busy)
     assert compiler.get("x") == "X"
     wait_until(lambda: not compiler.is_busy)
     assert set(compiler.ready) == {"x"} and not compiler.failures
     (record,) = caplog.records
     assert "60 % of this process's memory maps" in record.message
-
-
-def test_without_maps_what_is_needed_fails_before_the_process_does(compiler, monkeypatch):
     monkeypatch.setattr(module, "maps_in_use", lambda: 0.95)
     with pytest.raises(MemoryError, match="95% of the memory maps.*close LLMs"):
         compiler.get("a")
@@ -217,16 +199,19 @@ def test_what_an_interrupted_wait_was_for_is_not_begun(compiler, gate):
     assert compiler.get("b") == "B" and gate.started == ["a", "b"], "asked for once more, it is"
 
 
-def test_closing_says_what_it_waits_for(gate, monkeypatch, caplog):
+def test_closing_waits_for_what_is_under_way_and_says_so(gate, monkeypatch, caplog):
+    """Nothing more is begun."""
     monkeypatch.setattr(leaving, "PATIENCE", 0.0)
     compiler = Compiler(gate)
-    compiler.ask("ab", is_urgent=True, num_threads=2)
+    compiler.ask("abc", is_urgent=True, num_threads=2)
     wait_until(lambda: len(gate.started) == 2)
     closing = threading.Thread(target=compiler.close)
     closing.start()
     wait_until(lambda: caplog.records)
     gate.let(2)
     closing.join()
+    assert sorted(gate.started) == ["a", "b"] and not compiler.ready
+    assert "specjax-compiler" not in [thread.name for thread in threading.enumerate()]
     (told,) = caplog.messages
     assert told.startswith("waiting for 2 programs that XLA is compiling")
 

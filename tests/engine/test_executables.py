@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,17 +18,22 @@ from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
 from support.engines import programs_with
 from support.shapes import FUNCTIONS
+from support.tiny import tiny_llama
 
 from specjax.config import EngineConfig
 from specjax.device import sampling
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
-from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import SeedExact
 from specjax.engine import executables, programs
 from specjax.engine.engine import Engine
-from specjax.engine.executables import Executables, open_executables
+from specjax.engine.executables import (
+    Executables,
+    executables_folder,
+    keep_programs,
+    open_executables,
+)
 from specjax.engine.programs import Decode, ProcessRound, Propose, Settle
 from specjax.engine.step_model import step_model
 from specjax.host.request import Request
@@ -46,72 +50,33 @@ CONFIG = EngineConfig(
     prefill_shapes=((2, 16),),
     compile_ahead=True,
 )
-TARGET = Llama(
-    vocab_size=29,
-    hidden_size=16,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope=Rope(head_dim=8),
-    max_position=32,
-)
+TARGET = tiny_llama()
 MODEL = step_model(CONFIG, TARGET, NoDrafter(), SeedExact(), "cpu")
 PLACEMENT = Placement.on(default_device())
 KEY = Decode(2, 0, Variant())
 
 
 @contextmanager
-def without_jaxs_cache() -> Iterator[None]:
-    """JAX keeps nothing that it compiles."""
+def jaxs_cache_in(folder) -> Iterator[None]:
+    """Where JAX keeps what it compiles; None for nowhere."""
     others = jax.config.values["jax_compilation_cache_dir"]
-    _keep_in(None)
-    yield
-    _keep_in(others)
+    for one in folder, others:
+        jax.config.update("jax_compilation_cache_dir", one)
+        compilation_cache.reset_cache()
+        if one is folder:
+            yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def functions_as_users_have_them():
     """Patched ones, as those that check shapes are, keep programs from being kept."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, jaxs_cache_in(None):
         for name in FUNCTIONS:
             patch.setattr(programs, name, getattr(programs, name).__wrapped__)
         yield
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """The folder of a first process, and the tokens it came to."""
-    folder = tmp_path_factory.mktemp("first")
-    with without_jaxs_cache():
-        return folder, serve(folder)
-
-
-@pytest.fixture
-def expected(first):
-    return first[1]
-
-
-@pytest.fixture
-def folder(first, tmp_path):
-    """A copy of what the first process left."""
-    folder = shutil.copytree(first[0], tmp_path / "programs")
-    with without_jaxs_cache():
-        yield folder
-
-
-@pytest.fixture
-def one(folder):
-    """The file that is compiled again most quickly."""
-    return min(folder.iterdir(), key=lambda path: path.stat().st_size)
-
-
-def _keep_in(folder):
-    """Where JAX keeps what it compiles."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
+# --- of engines -----------------------------------------------------------------------------------
 
 
 def serve(folder, **options):
@@ -135,7 +100,8 @@ def serve(folder, **options):
     return [sample.output for sample in samples]
 
 
-def test_a_later_process_compiles_nothing(folder, expected, compilations):
+def test_a_later_process_compiles_nothing(tmp_path, compilations, caplog):
+    folder, expected = tmp_path / "programs", serve(tmp_path / "programs")
     names = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(names) == 4 and {len(output) for output in expected} == {12}
     with compilations.none_expected():
@@ -143,18 +109,77 @@ def test_a_later_process_compiles_nothing(folder, expected, compilations):
     after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert after.keys() == names.keys(), "nothing is left over"
     assert all(after[name] > names[name] for name in names), "they count as used"
+    before = count_maps()
+    for _ in range(3):
+        serve(folder)
+    assert count_maps() - before < 200, "what is read is let go again"
+    caplog.set_level("INFO", "specjax")
+    min(folder.iterdir(), key=lambda path: path.stat().st_size).unlink()
+    assert serve(folder, show_progress=True) == expected
+    assert re.search(r"4 programs in [\d.]+ s: 3 from the cache, 1 compiled", caplog.text)
 
 
-def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(folder):
+def test_the_folder_is_for_programs_of_engines_alone(tmp_path):
+    """JAX's cache is as before: the user's own functions do not land in ours."""
+    try:
+        keep_programs(tmp_path / "kept")
+        assert executables_folder() == tmp_path / "kept" / "programs"
+        jax.jit(lambda x: x * 3 + 17)(2.0)
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+        assert not (tmp_path / "kept").exists()
+        with jaxs_cache_in(str(tmp_path / "theirs")):
+            assert executables_folder() == tmp_path / "theirs" / "programs"
+    finally:
+        keep_programs(None)
+    assert executables_folder() is None
+
+
+# --- of one program -------------------------------------------------------------------------------
+
+
+def compile():
+    """A program that updates a state in place."""
+
+    @partial(jax.jit, donate_argnums=1)
+    def run(weights, state, x):
+        return [one + x @ weights for one in state], (x @ weights).sum(axis=1)
+
+    shape = jax.ShapeDtypeStruct((64, 64), np.float32)
+    return run.trace(shape, [shape, shape], shape).lower().compile()
+
+
+class Process:
+    """Asks a folder for a program, as one process after another does."""
+
+    def __init__(self, folder):
+        self.folder, self.num_compiled = folder / "programs", 0
+
+    def get(self):
+        """The program, and whether it was compiled."""
+        before = self.num_compiled
+        kept = Executables(self.folder, "a program of this test", [default_device()])
+        return kept.get(KEY, self._compile), self.num_compiled > before
+
+    def _compile(self):
+        self.num_compiled += 1
+        return compile()
+
+    @property
+    def file(self):
+        (file,) = self.folder.iterdir()
+        return file
+
+
+@pytest.fixture
+def later(tmp_path):
+    """Of a folder in which a first one has left its program."""
+    process = Process(tmp_path)
+    assert process.get()[1] and not process.get()[1]
+    return process
+
+
+def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(later):
     """As the program that was compiled: the state is donated, in memory and by address."""
-
-    def compile():
-        @partial(jax.jit, donate_argnums=1)
-        def run(weights, state, x):
-            return [one + x @ weights for one in state], (x @ weights).sum(axis=1)
-
-        shape = jax.ShapeDtypeStruct((64, 64), np.float32)
-        return run.trace(shape, [shape, shape], shape).lower().compile()
 
     def use(program):
         weights, x = (jnp.full((64, 64), i, jnp.float32) for i in (2, 3))
@@ -165,56 +190,49 @@ def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(folder):
         assert all(one.is_deleted() for one in state)
         return found, [one.unsafe_buffer_pointer() for one in new] == places
 
-    kept = Executables(folder, "a program of this test", [default_device()])
-    compiled = kept.get(KEY, compile)
-    again = kept.get(KEY, lambda: pytest.fail("it was compiled again"))
+    compiled, (again, _) = compile(), later.get()
     for one, other in zip(use(compiled)[0], use(again)[0], strict=True):
         np.testing.assert_array_equal(one, other)
     assert use(compiled)[1] and use(again)[1]
-    sizes = "argument", "output", "temp", "alias"
     of_both = [
-        [getattr(one.memory_analysis(), f"{name}_size_in_bytes") for name in sizes]
+        [
+            getattr(one.memory_analysis(), f"{name}_size_in_bytes")
+            for name in ("argument", "output", "temp", "alias")
+        ]
         for one in (compiled, again)
     ]
     assert of_both[0] == of_both[1] and of_both[0][3] == 2 * 64 * 64 * 4
 
 
-def test_what_is_read_is_let_go_again(folder):
-    serve(folder)
-    before = count_maps()
-    for _ in range(3):
-        serve(folder)
-    assert count_maps() - before < 200
-
-
-def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(folder, one, expected, tmp_path):
+def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(later, tmp_path):
     """It would lack functions when it is read."""
-    _keep_in(str(tmp_path / "of-jax"))
-    one.unlink()
-    assert serve(folder) == expected and one.exists()
-    one.unlink()
-    assert serve(folder) == expected and not one.exists()
-    assert serve(folder) == expected
+    with jaxs_cache_in(str(tmp_path / "of-jax")):
+        for is_kept in True, False:
+            for file in later.folder.iterdir():
+                file.unlink()
+            assert later.get()[1] and any(later.folder.iterdir()) == is_kept
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "another's", "open"])
-def test_a_damaged_file_is_replaced(folder, one, expected, caplog, damage):
-    content = one.read_bytes()
-    if damage == "cut":
-        damaged = content[: len(content) // 2]
-    elif damage == "changed":
-        damaged = content[:-1] + bytes([content[-1] ^ 1])
-    elif damage == "another's":
-        damaged = executables._DIGEST(b"junk").digest() + b"junk"
-    else:  # nothing but who may write to it
-        damaged = content
-        one.chmod(0o666)
-    one.write_bytes(damaged)
-    assert serve(folder) == expected
-    assert "cannot be used, and is replaced" in caplog.text
-    assert one.stat().st_size > len(content) // 2
+JUNK = b"junk"
+DAMAGES = {
+    "cut": lambda content: content[: len(content) // 2],
+    "changed": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "another's": lambda content: executables._DIGEST(JUNK).digest() + JUNK,
+    "open": lambda content: content,  # nothing but who may write to it
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_replaced(later, caplog, damage):
+    file = later.file
+    content = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](content))
+    if damage == "open":
+        file.chmod(0o666)
+    assert later.get()[1] and "cannot be used, and is replaced" in caplog.text
+    assert later.file == file and file.stat().st_size > len(content) // 2
     caplog.clear()
-    assert serve(folder) == expected and not caplog.records
+    assert not later.get()[1] and not caplog.records
 
 
 def fail(number):
@@ -225,40 +243,37 @@ def fail(number):
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_folder_that_is_only_read_is_as_good(
-    folder, expected, compilations, caplog, monkeypatch, number
-):
+def test_a_folder_that_is_only_read_is_as_good(later, caplog, monkeypatch, number):
     """Of an image, or of another user: a file cannot be marked as used."""
     monkeypatch.setattr(executables.os, "utime", fail(number))
-    with compilations.none_expected():
-        assert serve(folder) == expected
-    assert not caplog.records
+    assert not later.get()[1] and not caplog.records
+
+
+def test_a_folder_that_another_user_alone_may_write_to_is_as_good(later, monkeypatch):
+    monkeypatch.setattr(executables.os, "getuid", lambda: later.folder.stat().st_uid + 1)
+    monkeypatch.setattr(executables, "_write", fail(errno.EPERM))
+    assert not later.get()[1]
 
 
 @pytest.mark.parametrize("owner", [executables.tempfile, executables.os], ids=["open", "rename"])
-def test_a_folder_that_cannot_be_written_to_is_told_of_once(
-    folder, one, expected, caplog, monkeypatch, owner
-):
+def test_a_folder_that_cannot_be_written_to_is_told_of_once(later, caplog, monkeypatch, owner):
     failing = "replace" if owner is os else "NamedTemporaryFile"
     monkeypatch.setattr(owner, failing, fail(errno.ENOSPC))
-    for path in [path for path in folder.iterdir() if path != one]:
-        path.unlink()
-    assert serve(folder) == expected and list(folder.iterdir()) == [one], "nothing is left over"
+    later.file.unlink()
+    assert later.get()[1] and later.get()[1]
+    assert not list(later.folder.iterdir()), "nothing is left over"
     (told,) = caplog.records
-    assert f"{folder}: No space left on device; compiled" in told.getMessage()
+    assert f"{later.folder}: No space left on device; compiled" in told.getMessage()
 
 
 @pytest.mark.parametrize("is_parent", [False, True])
-def test_a_folder_that_others_may_write_to_is_not_read(
-    folder, expected, caplog, monkeypatch, is_parent
-):
+def test_a_folder_that_others_may_write_to_is_not_read(later, caplog, monkeypatch, is_parent):
     """Who writes there would run code in this process; in the one above, by another folder."""
     monkeypatch.setattr(executables.pickle, "loads", fail(errno.EPERM))
-    open_to_all = folder.parent if is_parent else folder
+    open_to_all = later.folder.parent if is_parent else later.folder
     mode = open_to_all.stat().st_mode
     open_to_all.chmod(0o770)
-    for _ in range(2):
-        assert serve(folder) == expected
+    assert later.get()[1] and later.get()[1]
     open_to_all.chmod(mode)
     (told,) = caplog.records
     assert told.getMessage().endswith(
@@ -279,17 +294,10 @@ def test_threads_that_compile_say_a_line_once(monkeypatch):
     assert told == ["a line of this test"]
 
 
-def test_a_folder_that_another_user_alone_may_write_to_is_as_good(folder, expected, monkeypatch):
-    monkeypatch.setattr(executables.os, "getuid", lambda: folder.stat().st_uid + 1)
-    monkeypatch.setattr(executables, "_write", fail(errno.EPERM))
-    assert serve(folder) == expected
-
-
 def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):
     old = os.umask(0o002)  # as many systems have it
     try:
-        with without_jaxs_cache():
-            serve(tmp_path / "new" / "programs")
+        Process(tmp_path / "new").get()
     finally:
         os.umask(old)
     for new in tmp_path / "new", tmp_path / "new" / "programs":
@@ -297,11 +305,7 @@ def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):
     assert open_executables(tmp_path / "new" / "programs", PLACEMENT, MODEL)
 
 
-def test_the_log_tells_what_was_compiled_and_what_was_read(folder, one, caplog):
-    caplog.set_level("INFO", "specjax")
-    one.unlink()
-    serve(folder, show_progress=True)
-    assert re.search(r"4 programs in [\d.]+ s: 3 from the cache, 1 compiled", caplog.text)
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_names_follow_from_everything(tmp_path, monkeypatch):
@@ -347,22 +351,20 @@ def test_code_of_a_users_own_is_not_known_by_its_name(tmp_path, monkeypatch):
     assert open_executables(tmp_path, PLACEMENT, MODEL) is None
 
 
+def test_programs_with_logits_processors_are_not_kept(tmp_path):
+    kept = Executables(tmp_path, "", [])
+    assert kept._path(Propose(2, 0, Variant(((0, (abs,)),)))) is None
+    assert kept._path(ProcessRound(2, 0, ((0, (abs,)),))) is None
+
+
 def test_what_was_longest_unused_makes_room(tmp_path, monkeypatch):
     monkeypatch.setattr(executables, "MAX_BYTES", 100)
     for i, size in enumerate((40, 30, 20)):
         path = tmp_path / f"{i}.program"
         path.write_bytes(b"x" * size)
         os.utime(path, (1000 + i, 1000 + i))
-    (tmp_path / "another.file").write_bytes(b"x" * 500)
-    executables._make_room(tmp_path, 10)
-    assert {path.name for path in tmp_path.iterdir()} == {*map("{}.program".format, range(3))} | {
-        "another.file"
-    }
-    executables._make_room(tmp_path, 45)
-    assert {path.name for path in tmp_path.glob("*.program")} == {"1.program", "2.program"}
-
-
-def test_programs_with_logits_processors_are_not_kept(tmp_path):
-    kept = Executables(tmp_path, "", [])
-    assert kept._path(Propose(2, 0, Variant(((0, (abs,)),)))) is None
-    assert kept._path(ProcessRound(2, 0, ((0, (abs,)),))) is None
+    other = tmp_path / "another.file"
+    other.write_bytes(b"x" * 500)
+    for room, left in (10, "012"), (45, "12"):
+        executables._make_room(tmp_path, room)
+        assert {path.stem for path in tmp_path.glob("*.program")} == set(left) and other.exists()

@@ -18,6 +18,8 @@ from specjax import AsyncLLM, SamplingParams
 from specjax.engine.process import OwnLock
 from specjax.rl.turns import Turns
 
+FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, simulated_device):
@@ -46,16 +48,9 @@ def in_fork(call):
     return said
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_is_refused(llm):
-    params = SamplingParams(max_tokens=2)
-    name, text = in_fork(lambda: llm.generate([[1]], params, use_tqdm=False))
-    assert name == "RuntimeError" and f"process {os.getpid()}" in text and "spawn" in text
-    assert llm.generate([[1]], params, use_tqdm=False)[0].finished
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_fork_in_the_middle_of_another_threads_step_is_refused(llm, monkeypatch):
+@FORKS
+def test_a_forked_process_is_refused(llm, monkeypatch):
+    """Also in the middle of another thread's step."""
     params = SamplingParams(max_tokens=2)
     is_within, may_go, step = threading.Event(), threading.Event(), llm.engine.step
 
@@ -69,19 +64,22 @@ def test_a_fork_in_the_middle_of_another_threads_step_is_refused(llm, monkeypatc
         llm.close()  # does nothing to what is the parent's
         llm.generate([[1]], params, use_tqdm=False)
 
+    refusals = [in_fork(use)]
     monkeypatch.setattr(llm.engine, "step", wait_and_step)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(llm.generate, [[1]], params, use_tqdm=False)
         try:
             assert is_within.wait(60)
-            name, text = in_fork(use)
+            refusals.append(in_fork(use))
         finally:
             may_go.set()
         assert other.result(60)[0].finished
-    assert name == "RuntimeError" and "forked" in text
+    for name, text in refusals:
+        assert name == "RuntimeError" and "forked" in text
+        assert f"process {os.getpid()}" in text and "spawn" in text
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@FORKS
 @pytest.mark.parametrize("make", [OwnLock, Turns])
 def test_a_fork_does_not_wait_for_a_lock_that_it_has_no_holder_of(make):
     lock = make()
@@ -96,7 +94,7 @@ def test_a_fork_does_not_wait_for_a_lock_that_it_has_no_holder_of(make):
     assert name == "RuntimeError" and "forked" in text
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@FORKS
 def test_a_forked_process_of_an_async_engine_is_refused(llm, monkeypatch):
     monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: llm)
     monkeypatch.setattr(llm, "close", lambda: None)
@@ -113,12 +111,12 @@ def test_a_forked_process_of_an_async_engine_is_refused(llm, monkeypatch):
         served.shutdown()
 
 
-def test_engines_without_compiled_programs_are_refused(checkpoints):
-    with jax.disable_jit():
-        refusal(lambda: make_llm(llama(checkpoints).folder), "jax_disable_jit=True", "False")
-
-
-@pytest.mark.parametrize("guard", [jax.transfer_guard, jax.transfer_guard_host_to_device])
-def test_engines_whose_arrays_may_not_move_are_refused(checkpoints, guard):
-    with guard("disallow"):
-        refusal(lambda: make_llm(llama(checkpoints).folder), "jax_transfer_guard", "'disallow'")
+def test_settings_in_which_no_engine_can_work_are_refused(checkpoints):
+    disallow = "jax_transfer_guard", "'disallow'"
+    for setting, words in (
+        (jax.disable_jit(), ("jax_disable_jit=True", "False")),
+        (jax.transfer_guard("disallow"), disallow),
+        (jax.transfer_guard_host_to_device("disallow"), disallow),
+    ):
+        with setting:
+            refusal(lambda: make_llm(llama(checkpoints).folder), *words)

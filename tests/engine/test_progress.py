@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import StringIO
 from types import SimpleNamespace
@@ -66,10 +67,13 @@ def always(monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
 
 
+bars: list["Bar"] = []
+
+
 class Bar:
     """Like tqdm's."""
 
-    def __init__(self, total, desc, **_):
+    def __init__(self, total, **_):
         self.total, self.seen, self.postfix, self.is_closed = total, [], "", False
         bars.append(self)
 
@@ -80,20 +84,14 @@ class Bar:
         self.is_closed = True
 
 
-bars: list[Bar] = []
-
-
-def test_loading_is_told(folder, lines):
+def test_loading_is_told_unless_the_llm_is_quiet(folder, lines, capfd):
+    with simulated_llm(folder, verbose=False) as llm:
+        llm.generate(PROMPTS, PARAMS)
+    assert lines() == [] and capfd.readouterr() == ("", "")
     with make(folder):
         begun, done = lines()
     assert f"loading {folder}: " in begun and "float32" in begun and "kB of weights" in begun
     assert "ready after " in done and "compiling" in done
-
-
-def test_nothing_is_told_by_a_quiet_llm(folder, lines, capfd):
-    with simulated_llm(folder, verbose=False) as llm:
-        llm.generate(PROMPTS, PARAMS)
-    assert lines() == [] and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("always")
@@ -150,18 +148,12 @@ def test_a_short_call_is_one_line(plain, lines):
 
 def test_threads_have_a_bar_each(plain, terminal):
     """One live display at a time is all that a console of rich's has."""
-    together, failed = threading.Barrier(2), []
+    together = threading.Barrier(2)
 
-    def work():
+    def work(_):
         together.wait()
-        try:
-            plain.generate(PROMPTS * 4, PARAMS * 4)
-        except Exception as error:
-            failed.append(error)
+        plain.generate(PROMPTS * 4, PARAMS * 4)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and terminal.getvalue().count("28/28") >= 2
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    assert terminal.getvalue().count("28/28") >= 2

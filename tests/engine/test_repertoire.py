@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.simulated_device import SimulatedPrograms
+from support.tiny import AnyText
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter
@@ -24,26 +24,15 @@ from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 from specjax.sampling_params import SamplingParams
 
-VOCAB, K = 31, 2
+K = 2
 NOTHING: Any = None
 
 
 def make_engine(policy=None, *, is_slow=True, **settings):
-    sizes: dict[str, Any] = {
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "num_pages": 16,
-    }
-    target: Any = SimpleNamespace(vocab_size=VOCAB, cache_kinds=())
-    engine = Engine(
-        EngineConfig(**sizes | settings),
-        target,
-        NoDrafter(),
-        NOTHING,
-        policy or StaticPolicy(K),
-        make_programs=SimulatedPrograms,
-    )
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 16}
+    target: Any = SimpleNamespace(vocab_size=31, cache_kinds=())
+    parts = EngineConfig(**sizes | settings), target, NoDrafter(), NOTHING
+    engine = Engine(*parts, policy or StaticPolicy(K), make_programs=SimulatedPrograms)
     engine.programs.is_slow = is_slow
     return engine
 
@@ -53,31 +42,12 @@ def engine():
     return make_engine()
 
 
-class AnyText:
-    is_finished = False
-
-    def accept(self, tokens):
-        pass
-
-    def masks(self, drafts):
-        return np.full((len(drafts) + 1, 1), -1, np.int32)
-
-
 def add(engine, number, max_tokens=10, **params):
     grammar = AnyText if "structured_outputs" in params else None
     asked = SamplingParams(temperature=0, **params)
     processor = engine.repertoire.number_of(tuple(asked.logits_processors or ()))
-    (sample,) = engine.add(
-        Request(
-            number,
-            (1, 2, number),
-            asked,
-            max_tokens,
-            (0,),
-            processor=processor,
-            follow_grammar=grammar,
-        )
-    )
+    own = {"processor": processor, "follow_grammar": grammar}
+    (sample,) = engine.add(Request(number, (1, 2, number), asked, max_tokens, (0,), **own))
     return sample
 
 

@@ -3,20 +3,8 @@
 import itertools
 
 from specjax.device.drafters.drafter import Variant
-from specjax.engine.programs import (
-    Admit,
-    Begin,
-    Decode,
-    Extend,
-    Observe,
-    Prefill,
-    ProcessFirst,
-    ProcessRound,
-    Propose,
-    Restore,
-    Settle,
-    Take,
-)
+from specjax.engine import programs
+from specjax.engine.programs import Begin, Decode, Extend, Observe, Prefill, Propose, Settle
 from specjax.engine.variants import covers, first_programs_of, programs_of
 from specjax.host.plans import DecodePlan, PrefillPlan
 
@@ -62,12 +50,12 @@ def test_a_plan_names_its_programs():
     """Requests are admitted in the same way into chunks of any width."""
     variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
     chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
-    expected = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
+    expected = [programs.Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
     assert programs_of(chunks, variant, is_recurrent=False, defers=True) == expected
     assert programs_of(chunks, variant, is_recurrent=True, defers=True) == [
         *expected,
-        Restore(2),
-        Take(2),
+        programs.Restore(2),
+        programs.Take(2),
     ]
     # Prompts are not a round's business.
     assert programs_of(decode, variant, is_recurrent=True, defers=True) == [Decode(4, 3, EVERY)]
@@ -85,15 +73,15 @@ def test_variants_share_the_programs_that_run_the_target():
         settle = Settle(4, 3, variant._replace(masks=False, processors=()))
         parts = [Propose(4, 3, Variant(variant.processors)), Extend(4, 3), settle]
         if variant.processors:
-            parts.append(ProcessRound(4, 3, halved))
+            parts.append(programs.ProcessRound(4, 3, halved))
         assert programs_of(decode, variant, is_recurrent=False, defers=True) == parts
 
 
 def test_processors_are_in_begin_only_where_prompts_are_scored():
     chunks, halved = PrefillPlan((), 2, 32), ((0, (halve,)),)
-    shared = [Admit(2), Prefill(2, 32)]
+    shared = [programs.Admit(2), Prefill(2, 32)]
     for num_scored, begun in (None, ()), (3, halved):
         variant = Variant(halved, True, 20, num_scored)
         begin = Begin(2, 32, Variant(begun, False, 20, num_scored))
         found = programs_of(chunks, variant, is_recurrent=False, defers=True)
-        assert found == [*shared, begin, ProcessFirst(2, halved)]
+        assert found == [*shared, begin, programs.ProcessFirst(2, halved)]

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiny import tiny_llama
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.layout import Layout
-from specjax.device.models.layers.rope import Rope
-from specjax.device.models.llama import Llama
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import SeedExact
 from specjax.engine.programs import Decode
@@ -20,18 +19,7 @@ from specjax.engine.step_model import empty_state, step_model
 from specjax.engine.tracing import Static, Traces
 from specjax.engine.xla_options import matmul_precision
 
-TARGET = Llama(
-    vocab_size=29,
-    hidden_size=16,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope=Rope(head_dim=8),
-    max_position=32,
-)
+TARGET = tiny_llama()
 OWN = Placement.on(default_device())
 
 

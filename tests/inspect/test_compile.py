@@ -62,26 +62,47 @@ def program(name):
     return globals()[name], args.get(name, (wide,)), {"k": 3} if name == "donating" else {}
 
 
-NAMES = "donating", "take_rows", "loop", "overwrite_row", "flatten", "switch", "double"
+# Passes are written or read, so many times.
+PASSES = {
+    # A parameter is no pass, and a result is one.
+    "double": [("write", 1)],
+    "take_rows": [("write", 1)],
+    # In place.
+    "overwrite_row": [("write", 1)],
+    # A view of another shape is the same array.
+    "flatten": [("write", 1), ("read", 1)],
+    # Once per trip.
+    "loop": [("write", 1), ("read", 3), ("read", 3), ("write", 3)],
+}
 
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
     """Reports by the function's name."""
     over = {"num_elements": ROWS * COLUMNS, "columns": COLUMNS}
-    requests = [
-        {"function": "program", "arguments": {"name": name}, "passes_over": over} for name in NAMES
-    ]
-    requests.append({**requests[-1], "gpu": "h100"})
-    return dict(zip([*NAMES, "h100"], compile_for_h200(__file__, requests), strict=True))
+    cases = {name: ("program", {"name": name}) for name in (*PASSES, "donating", "switch")}
+    # Of few thunks XLA would make no graph.
+    graph = {"xla_gpu_graph_min_graph_size": 1}
+    whole = {"whole switch": ("program", {"name": "switch"})}
+    other = {"h100": ("program", {"name": "double"})}
+    return {
+        **compile_for_h200(__file__, cases, passes_over=over),
+        **compile_for_h200(__file__, whole, options=graph),
+        **compile_for_h200(__file__, other, gpu="h100"),
+    }
 
 
-def accesses(report):
-    return [(one["access"], one["times"]) for one in report["passes"]]
-
-
-def test_a_parameter_is_no_pass_and_a_result_is_one(reports):
-    assert accesses(reports["double"]) == [("write", 1)]
+@pytest.mark.parametrize("name", PASSES)
+def test_passes(reports, name):
+    passes = reports[name]["passes"]
+    assert [(one["access"], one["times"]) for one in passes] == PASSES[name]
+    count = sum(times for _, times in PASSES[name])
+    assert reports[name]["num_passes"] == [count, count]
+    assert {one["shape"].partition("{")[0] for one in passes} <= {
+        f"f32[{ROWS},{COLUMNS}]",
+        f"f32[{ROWS * COLUMNS}]",
+    }
+    assert {one["num_bytes"] for one in passes} == {4 * ROWS * COLUMNS}
 
 
 def test_static_arguments_and_donation(reports):
@@ -92,27 +113,16 @@ def test_static_arguments_and_donation(reports):
     assert memory["temp"] == 0
 
 
-def test_taking_rows_is_no_pass(reports):
-    assert accesses(reports["take_rows"]) == [("write", 1)]
+def within(report):
+    return {thunk["name"]: thunk["within"] for thunk in report["thunks"]}
+
+
+def test_thunks(reports):
     assert len(reports["take_rows"]["top_level"]) == 2
-
-
-def test_an_update_in_place_is_no_pass(reports):
-    assert accesses(reports["overwrite_row"]) == [("write", 1)]
-
-
-def test_a_view_of_another_shape_is_the_same_array(reports):
-    assert accesses(reports["flatten"]) == [("write", 1), ("read", 1)]
-    assert reports["flatten"]["num_passes"] == [2, 2]
-
-
-def test_a_loop_counts_once_per_trip(reports):
-    report = reports["loop"]
-    assert accesses(report) == [("write", 1), ("read", 3), ("read", 3), ("write", 3)]
-    assert report["num_passes"] == [10, 10]
-    around = {thunk["name"]: thunk["within"] for thunk in report["thunks"]}
+    around = within(reports["loop"])
     assert around["loop_compare_fusion"] == ["kWhile", "condition"]
     assert around["loop_sine_fusion"] == ["kWhile", "body"]
+    assert within(reports["switch"])["wrapped_sine"] == ["kConditional", "branch_0"]
 
 
 def test_each_branch_counts_for_itself(reports):
@@ -120,9 +130,12 @@ def test_each_branch_counts_for_itself(reports):
     branches = [[branch for _, branch in one["branches"]] for one in report["passes"]]
     assert branches == [[], [0], [0], [1], [2], [2]]
     assert report["num_passes"] == [3, 2]
-    assert report["uncaptured_conditionals"] == [""]  # fewer thunks than XLA makes a graph of
-    around = {thunk["name"]: thunk["within"] for thunk in report["thunks"]}
-    assert around["wrapped_sine"] == ["kConditional", "branch_0"]
+
+
+def test_whether_it_is_one_cuda_graph(reports):
+    few, whole = reports["switch"], reports["whole switch"]
+    assert few["uncaptured_conditionals"] == [""] and not few["is_one_command_buffer"]
+    assert whole["uncaptured_conditionals"] == [] and whole["is_one_command_buffer"]
 
 
 def test_the_named_gpu_is_the_one_compiled_for(reports):

@@ -1,7 +1,4 @@
-"""The gated delta rule's kernels as compiled for an H200: no spills, and nothing moved but once.
-
-python -m pytest -m h200 tests/inspect/test_gated_delta_rule.py
-"""
+"""The gated delta rule's kernels as compiled for an H200: no spills, and nothing moved but once."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,6 @@ from pallas_kernels.gated_delta_rule import (
     gated_delta_rule,
 )
 from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning, choose_tuning
-from specjax.inspect.resources import Resources
 
 MODELS = {"Qwen3.5-4B": Heads(16, 32, 128, 128), "Qwen3.5-27B": Heads(16, 48, 128, 128)}
 SMALL, LARGE = MODELS
@@ -24,7 +20,7 @@ PROMPTS = [(SMALL, 4, 512), (LARGE, 1, 512)]
 CASES = [*((*shape, False) for shape in STEPS), *((*shape, True) for shape in PROMPTS)]
 TAPS, MAX_ROWS = 4, 8
 LAYERS, SLOTS = 24, 64  # states of more than 4 GiB, which take offsets of 64 bits, as served
-MAX_SHARED, REGISTERS = 227 * 1024, 64 * 1024  # of a multiprocessor
+REGISTERS = 64 * 1024  # of a multiprocessor
 
 pytestmark = pytest.mark.h200
 
@@ -78,67 +74,51 @@ def inputs_bytes(x, heads):
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
     names = "model", "batch", "length", "folds"
-    requests = [
-        {"function": "call", "arguments": dict(zip(names, case, strict=True))} for case in CASES
-    ]
-    made = compile_for_h200(__file__, requests, resources=True)
-    return dict(zip(CASES, made, strict=True))
+    cases = {case: ("call", dict(zip(names, case, strict=True))) for case in CASES}
+    return compile_for_h200(__file__, cases, resources=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_fit(reports, case):
-    kernels = [Resources(**fields) for fields in reports[case]["resources"]]
-    assert kernels
-    for kernel in kernels:
-        assert not kernel.spills and kernel.shared_bytes <= MAX_SHARED, kernel
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_cache_stays_where_it_is(reports, case):
+def test_the_cache_stays_where_it_is_and_nothing_but_kernels_runs(reports, case):
     """All of it is aliased, and there is no room for a second copy of any layer's states: a state
     is read by the one kernel that owns it, and written by it."""
+    (model, *_, folds), report = case, reports[case]
     _, (x, _, cache, *_), _ = call(*case)
-    report = reports[case]
-    heads, (batch, length, _) = MODELS[case[0]], x.shape
+    heads, (batch, length, _) = MODELS[model], x.shape
     out = batch * length * heads.num_values * heads.value_dim * x.dtype.itemsize
     assert report["memory"]["alias"] == num_bytes(cache)
-    scratch = 2 * out + chunks_bytes(x, heads) if case[3] else out + inputs_bytes(x, heads)
+    scratch = 2 * out + chunks_bytes(x, heads) if folds else out + inputs_bytes(x, heads)
     assert report["memory"]["temp"] <= scratch + 4096
     assert " copy(" not in report["hlo"]
+    kinds = ("_prepare", "_chunks", "_keep", "_norm") if folds else ("_inputs", "", "_norm")
+    names = sorted(thunk["name"] for thunk in report["thunks"])
+    assert names == sorted(f"gated_delta_rule{kind}" for kind in kinds)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_nothing_but_kernels_runs(reports, case):
-    names = {thunk["name"] for thunk in reports[case]["thunks"]}
-    kinds = ("_prepare", "_chunks", "_keep", "_norm") if case[3] else ("_inputs", "", "_norm")
-    assert names == {f"gated_delta_rule{kind}" for kind in kinds}
-    assert len(reports[case]["thunks"]) == len(kinds)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if not case[3]], ids=str)
-def test_many_programs_of_a_step_share_a_multiprocessor(reports, case):
-    """Some load while others compute. Their states come to what the memory's latency asks for,
-    about 20 KiB of loads in flight per multiprocessor, several times over."""
-    kernels = {kernel["name"]: kernel for kernel in reports[case]["resources"]}
-    kernel, inputs = kernels["gated_delta_rule"], kernels["gated_delta_rule_inputs"]
-    num_programs = REGISTERS // (kernel["registers"] * kernel["threads"][0])
-    assert num_programs >= 5
-    heads, tile = MODELS[case[0]], MODELS[case[0]].value_dim // kernel["grid"][0]
-    assert num_programs * tile * heads.key_dim * 4 >= 40 * 1024
-    assert REGISTERS // (inputs["registers"] * inputs["threads"][0]) >= 5
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_folding_rounds_as_verifying_does(reports, case):
+def test_kernels_fit_and_fold_as_verifying_rounds(reports, fitting_kernels, case):
     """Both add u k^T to e^g S by a multiply-add that no compiler chose: in the kernel's loop over
     pending tokens, and in a step once more in its loop over new ones, beside two sums over keys, in
     which all pieces but the first are added so."""
-    name = "gated_delta_rule_chunks" if case[3] else "gated_delta_rule"
-    (kernel,) = (kernel for kernel in reports[case]["resources"] if kernel["name"] == name)
-    heads, tuning = MODELS[case[0]], choose_tuning(case[1])
-    per_thread = heads.value_dim // kernel["grid"][0] * heads.key_dim // kernel["threads"][0]
-    if not case[3]:  # all threads have read the pending u's before any of them writes new ones
-        assert per_thread * tuning.fold_tokens in kernel["barriers"]
+    kernels, (model, batch, _, folds) = fitting_kernels(reports[case]), case
+    kernel = kernels["gated_delta_rule_chunks" if folds else "gated_delta_rule"]
+    heads, tuning = MODELS[model], choose_tuning(batch)
+    per_thread = heads.value_dim // kernel.grid[0] * heads.key_dim // kernel.threads[0]
+    if not folds:  # all threads have read the pending u's before any of them writes new ones
+        assert per_thread * tuning.fold_tokens in kernel.barriers
     num_pieces = heads.key_dim // tuning.piece
     verified = 1 + 2 * (num_pieces - 1) / num_pieces
-    assert kernel["multiply_adds"] == per_thread * (1 if case[3] else tuning.fold_tokens + verified)
+    assert kernel.multiply_adds == per_thread * (1 if folds else tuning.fold_tokens + verified)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case[3]], ids=str)
+def test_many_programs_of_a_step_share_a_multiprocessor(reports, fitting_kernels, case):
+    """Some load while others compute. Their states come to what the memory's latency asks for,
+    about 20 KiB of loads in flight per multiprocessor, several times over."""
+    kernels, heads = fitting_kernels(reports[case]), MODELS[case[0]]
+    kernel, inputs = kernels["gated_delta_rule"], kernels["gated_delta_rule_inputs"]
+    num_programs = REGISTERS // (kernel.registers * kernel.threads[0])
+    assert num_programs >= 5
+    tile = heads.value_dim // kernel.grid[0]
+    assert num_programs * tile * heads.key_dim * 4 >= 40 * 1024
+    assert REGISTERS // (inputs.registers * inputs.threads[0]) >= 5

@@ -1,4 +1,4 @@
-"""The grouped product, and the mixtures it is for, as compiled for an H200."""
+"""The grouped product, the mixtures it is for, and their routes, as compiled for an H200."""
 
 import functools
 
@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
+from pallas_kernels.route import Rule, route
 from specjax.device.models.layers.mlp import MLP
 from specjax.device.models.layers.moe import Experts, MoE, moe
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
-from specjax.inspect.resources import Resources
 
-MAX_SHARED = 227 * 1024
 # Rows, groups, depth, columns: Qwen3.5-35B-A3B's experts, of 64 tokens and of prompts' chunks, and
 # Qwen3-Next's, 512 of which 10 are chosen. Last DeepSeek-V3's, more than 2^31 numbers.
 SHAPES = [
@@ -23,11 +22,31 @@ SHAPES = [
     (65536, 256, 512, 2048),
     (512, 256, 7168, 4096),
 ]
+PRODUCTS = [*((*shape, "bfloat16") for shape in SHAPES)]
+PRODUCTS += [(*SHAPES[0], "float32"), (*SHAPES[2], "float32")]
+MIXTURES = 8, 256  # rows
+SIGMOID = Rule(is_sigmoid=True, scaling=1.8)
+# By name: rows, experts, chosen of them, rule, dtype of the logits.
+ROUTES = {
+    "Qwen3-30B-A3B": (8, 128, 8, Rule(), "bfloat16"),
+    "Qwen3-30B-A3B, 64 rows": (64, 128, 8, Rule(), "bfloat16"),
+    "Qwen3.5-35B-A3B": (8, 256, 8, Rule(), "bfloat16"),
+    "Qwen3-Next-80B-A3B": (8, 512, 10, Rule(), "bfloat16"),
+    "Qwen3-Next-80B-A3B, 16 rows": (16, 512, 10, Rule(), "bfloat16"),
+    "gpt-oss-20b": (8, 32, 4, Rule(), "bfloat16"),
+    "GLM-4.7-Flash": (8, 64, 4, SIGMOID, "float32"),
+    "not normalised": (8, 64, 8, Rule(normalises=False), "bfloat16"),
+    "one row": (1, 128, 8, Rule(), "bfloat16"),
+    # As many as there may be.
+    "most experts": (16, 512, 32, SIGMOID, "float32"),
+    "most rows": (256, 32, 4, Rule(normalises=False), "float32"),
+}
+ROUTE_SHARED = 8192  # bytes that sums over rows take; the largest tiles would take four times that
 
 pytestmark = pytest.mark.h200
 
 
-def product(rows, groups, depth, columns, dtype="bfloat16"):
+def product(rows, groups, depth, columns, dtype):
     """For the compiler: a product whose rows come from others."""
     shapes = (rows, depth), (groups, depth, columns)
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -54,53 +73,51 @@ def mixture(rows, num_experts=256, num_chosen=8):
     return jax.jit(functools.partial(moe, experts=experts, kernels="triton")), args, {}
 
 
-MIXTURES = 8, 256  # rows
+def routing(name):
+    """For compile.py: the choice of a step with padding rows."""
+    rows, experts, chosen, rule, dtype = ROUTES[name]
+
+    def run(logits, correction, is_padding):
+        given = correction if rule.is_sigmoid else None
+        return route(logits, chosen, rule, given, is_padding, kernels="triton")
+
+    shapes = ((rows, experts), dtype), ((experts,), "float32"), ((rows,), "bool")
+    return jax.jit(run), tuple(jax.ShapeDtypeStruct(*one) for one in shapes), {}
 
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Those of products by shape and dtype, those of mixtures by rows."""
+    """Those of products by shape and dtype, of mixtures by rows, of routes by name."""
     names = "rows", "groups", "depth", "columns", "dtype"
-    products = [(*shape, "bfloat16") for shape in SHAPES]
-    products += [(*SHAPES[0], "float32"), (*SHAPES[2], "float32")]
-    requests = [
-        {"function": "product", "arguments": dict(zip(names, case, strict=True))}
-        for case in products
-    ]
-    requests += [{"function": "mixture", "arguments": {"rows": rows}} for rows in MIXTURES]
-    made = compile_for_h200(__file__, requests, resources=True)
-    return dict(zip([*products, *MIXTURES], made, strict=True))
+    cases = {case: ("product", dict(zip(names, case, strict=True))) for case in PRODUCTS}
+    cases |= {rows: ("mixture", {"rows": rows}) for rows in MIXTURES}
+    cases |= {name: ("routing", {"name": name}) for name in ROUTES}
+    return compile_for_h200(__file__, cases, resources=True)
 
 
-@pytest.fixture
-def kernels(reports):
-    """Resources of products by shape and dtype."""
-    found = {case: report["resources"] for case, report in reports.items() if case not in MIXTURES}
-    return {case: Resources(**fields) for case, (fields,) in found.items()}
-
-
-def test_nothing_spills_and_everything_fits(kernels):
-    for case, kernel in kernels.items():
-        assert not kernel.spills, (case, kernel)
-        assert kernel.shared_bytes <= MAX_SHARED, (case, kernel)
-        assert kernel.registers <= 128, (case, kernel)
-
-
-def test_bf16_runs_on_tensor_cores_and_fp32_is_exact(kernels):
-    for (*shape, dtype), kernel in kernels.items():
-        assert bool(kernel.products) == (dtype == "bfloat16"), (shape, dtype, kernel)
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_bf16_runs_on_tensor_cores_and_fp32_is_exact(reports, fitting_kernels, case):
+    (kernel,) = fitting_kernels(reports[case]).values()
+    assert kernel.registers <= 128, kernel
+    assert bool(kernel.products) == (case[-1] == "bfloat16"), kernel
 
 
 @pytest.mark.parametrize("rows", MIXTURES)
-def test_a_mixture_is_one_cuda_graph_of_few_kernels(reports, rows):
+def test_a_mixture_is_one_cuda_graph_of_few_kernels_and_copies_no_weight(reports, rows):
     layer = reports[rows]
     assert layer["is_one_command_buffer"]
-    kernels = [thunk for thunk in layer["thunks"] if thunk["kind"] != "kCommandBuffer"]
-    assert len(kernels) <= 15, [thunk["name"] for thunk in kernels]
-    assert sum("grouped_matmul" in thunk["name"] for thunk in kernels) == 2
+    names = [thunk["name"] for thunk in layer["thunks"] if thunk["kind"] != "kCommandBuffer"]
+    assert len(names) <= 15, names
+    assert sum("grouped_matmul" in name for name in names) == 2
+    # The largest of what is made on the way are the experts' outputs, 8 for each row.
+    assert layer["memory"]["temp"] < 4 * rows * 8 * 2048 * 2
 
 
-@pytest.mark.parametrize("rows", MIXTURES)
-def test_no_weight_is_copied(reports, rows):
-    """The largest of what is made on the way are the experts' outputs, 8 for each row."""
-    assert reports[rows]["memory"]["temp"] < 4 * rows * 8 * 2048 * 2
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_route_is_one_launch_in_which_no_tile_passes_between_warps(
+    reports, fitting_kernels, name
+):
+    (thunk,) = reports[name]["thunks"]
+    assert "route" in thunk["name"]
+    (kernel,) = fitting_kernels(reports[name]).values()
+    assert kernel.shared_bytes <= ROUTE_SHARED, kernel

@@ -1,7 +1,4 @@
-"""What jax_triton makes of translated kernels, beside what Pallas makes of them; needs no GPU.
-
-python -m pytest -m h200 tests/inspect/test_jax_triton.py
-"""
+"""What jax_triton makes of translated kernels, beside what Pallas makes of them; needs no GPU."""
 
 import importlib.util
 
@@ -80,17 +77,13 @@ def reports(compile_for_h200, dumped):
     """By backend."""
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("needs jax-triton")
-    made = {}
+    made, traffic = {}, {"batch": BATCH, "context": 2048}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_TRITON_DUMP_DIR", str(dumped))
         for backend in BACKENDS:
             patch.setenv(VARIABLE, backend)
-            request = {
-                "function": "program",
-                "options": GPU_OPTIONS,
-                "traffic": {"batch": BATCH, "context": 2048},
-            }
-            (made[backend],) = compile_for_h200(__file__, [request])
+            case = {backend: ("program", {})}
+            made |= compile_for_h200(__file__, case, options=GPU_OPTIONS, traffic=traffic)
     return made
 
 

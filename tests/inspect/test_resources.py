@@ -6,7 +6,6 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_call import triton_call
-from specjax.inspect.resources import Resources
 
 pytestmark = pytest.mark.h200
 
@@ -60,29 +59,24 @@ def mosaic():
 
 
 @pytest.fixture(scope="module")
-def resources(compile_for_h200):
-    """Resources by function, then by the kernel's name."""
-    requests = {
-        "both": {"num_warps": 4, "kernels": ["scale", "scale"]},
-        "crowd": {"num_warps": 1, "kernels": ["crowd"], "size": (64, 128)},
+def resources(compile_for_h200, resources_of):
+    """Resources by case, then by the kernel's name."""
+    cases = {
+        "both": ("triton", {"num_warps": 4, "kernels": ["scale", "scale"]}),
+        "crowd": ("triton", {"num_warps": 1, "kernels": ["crowd"], "size": (64, 128)}),
+        "mosaic": ("mosaic", {}),
     }
-    asked = [{"function": "triton", "arguments": arguments} for arguments in requests.values()]
-    made = compile_for_h200(__file__, [*asked, {"function": "mosaic"}], resources=True)
-    return {
-        name: {one.name: one for one in map(Resources.of, report["resources"])}
-        for name, report in zip([*requests, "mosaic"], made, strict=True)
-    }
+    made = compile_for_h200(__file__, cases, resources=True)
+    return {name: resources_of(report) for name, report in made.items()}
 
 
-def test_a_small_kernel_does_not_spill(resources):
+def test_a_kernel_that_spills_is_found(resources):
+    """And one that does not is not."""
     (scale,) = resources["both"].values()  # the second call is of the same kernel
     assert scale.name == scale.kernel == "scale" and not scale.spills
     assert scale.grid == (ROWS, 1, 1) and scale.threads == (128, 1, 1)
     assert 4 < scale.registers < 64
     assert scale.static_shared_bytes == scale.dynamic_shared_bytes == 0
-
-
-def test_a_kernel_that_spills_is_found(resources):
     (crowd,) = resources["crowd"].values()
     assert crowd.spills and crowd.spill_store_bytes > 0 and crowd.spill_load_bytes > 0
     assert crowd.registers >= 64 and crowd.threads == (32, 1, 1)

@@ -2,13 +2,16 @@
 
 conftest.py has how the engine is run. The oracle runs transformers' model over a whole context and
 one block, so that every block is compared: what it reads, where it stands, how wide it is. Which
-rows see which is transformers' own mask, or in other layouts one by their published rules.
+rows see which is transformers' own mask, or in other layouts one by their published rules. What
+DSpark and DFlash2 add to DFlash is written here in torch, on transformers' model of the latter.
 """
 
-from types import SimpleNamespace
-
 import pytest
-from support.dflash import CAPACITY, SWA, VOCAB, oracle_of, torch, transformers, write_head
+from support import dflash
+from support.dflash import CAPACITY, IN_CONFIG, SWA, VOCAB, torch, transformers
+
+WINDOW = 5
+RANK, NUM_TAPS, GROUP, NUM_CANDIDATES, SCALE = 6, 3, 8, 5, 1.5
 
 
 @pytest.fixture(scope="module")
@@ -16,63 +19,170 @@ def target(checkpoints):
     return checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=3)
 
 
+# --- what a row at a position sees at others ------------------------------------------------------
+
+
 def everything(row, at, anchor):
     return (row >= 0) & (at >= 0)
 
 
-WINDOW = 5
-# What a row at a position sees at others, by layout and kind of layer.
-RULES = {
-    "speculators": {
-        "full": everything,
-        "sliding": lambda row, at, anchor: (at <= row) & (at >= anchor - WINDOW),
+def from_the_anchor(row, at, anchor):
+    return (row >= 0) & (at >= anchor - WINDOW)
+
+
+def causal_from_the_anchor(row, at, anchor):
+    return (at <= row) & (at >= anchor - WINDOW)
+
+
+def causal_window(row, at, anchor):
+    return (at <= row) & (row - at < WINDOW)
+
+
+def near(row, at, anchor):
+    return (row - at).abs() < 2
+
+
+# --- what other heads add: tensors, and what refines the logits of a draft ------------------------
+
+
+def dspark(own, model, num_drafted, generator):
+    first = torch.randn(VOCAB, RANK, generator=generator)
+    second = torch.randn(num_drafted, RANK, generator=generator)
+    own["markov_head.markov_w1.weight"] = first
+    own["markov_head.markov_w2.weight"] = second
+    own["confidence_head.proj.weight"] = torch.ones(1, model.config.hidden_size + RANK)
+    own["confidence_head.proj.bias"] = torch.ones(1)
+    return lambda logits, hidden, previous: logits + second @ first[previous]
+
+
+def convolved(x, base, taps):
+    """Rows x [1, T, D], each mixed with those before it by base [taps, D] and [1, T, taps, G]."""
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        for i in range(min(t + 1, NUM_TAPS)):
+            out[0, t] += (base[i] + taps[0, t, i].repeat_interleave(GROUP)) * x[0, t - i]
+    return out
+
+
+def convolve_around(before, after, base, projection):
+    """Hook the convolutions on the output of two modules."""
+    kept = []
+
+    def first(module, inputs, x):
+        taps = (x @ projection.T).reshape(*x.shape[:2], 2, NUM_TAPS, -1)
+        kept[:] = [taps[:, :, 1]]
+        return convolved(x, base[0], taps[:, :, 0])
+
+    def second(module, inputs, x):
+        is_tuple = isinstance(x, tuple)
+        out = convolved(x[0] if is_tuple else x, base[1], kept[0])
+        return (out, *x[1:]) if is_tuple else out
+
+    before.register_forward_hook(first)
+    after.register_forward_hook(second)
+
+
+def dflash2(own, model, num_drafted, generator):
+    dim = model.config.hidden_size
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    for i, layer in enumerate(model.layers):
+        parts = {
+            "attention": (layer.input_layernorm, layer.self_attn),
+            "mlp": (layer.post_attention_layernorm, layer.mlp),
+        }
+        for name, modules in parts.items():
+            base = random(2, NUM_TAPS, dim)
+            projection = random(2 * NUM_TAPS * dim // GROUP, dim) / dim**0.5
+            own[f"layers.{i}.{name}_conv.base_kernel"] = base
+            own[f"layers.{i}.{name}_conv.kernel_projection.weight"] = projection
+            convolve_around(*modules, base, projection)
+    first, second, down = random(VOCAB, RANK), random(VOCAB, RANK), random(RANK, dim) / dim**0.5
+    own["candidate_selector.predecessor_codebook"] = first
+    own["candidate_selector.successor_codebook"] = second
+    own["candidate_selector.hidden_projection.weight"] = down
+
+    def refine(logits, hidden, previous):
+        best = logits.topk(NUM_CANDIDATES)
+        unary = 3 * torch.tanh(0.5 * best.values / 3)
+        pairs = second[best.indices] @ (first[previous] * (down @ hidden))
+        return torch.full((VOCAB,), -torch.inf).index_copy(0, best.indices, unary + pairs)
+
+    return refine
+
+
+# --- drafts of the engine -------------------------------------------------------------------------
+
+DSPARK = {"add": dspark, "markov_rank": RANK, "sees": {"full": everything}}
+DFLASH2 = {
+    "add": dflash2,
+    "sees": {"full": everything},
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        **IN_CONFIG,
+        "conv_kernel_size": NUM_TAPS,
+        "conv_group_size": GROUP,
+        "selector_rank": RANK,
+        "selector_top_k": NUM_CANDIDATES,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 3.0,
+        "input_embedding_scale": SCALE,
     },
-    "speculators-non-causal": {
-        "sliding": lambda row, at, anchor: (row >= 0) & (at >= anchor - WINDOW),
-    },
-    "authors": {
-        "full": everything,
-        "sliding": lambda row, at, anchor: (at <= row) & (row - at < WINDOW),
-    },
-    # All layers slide, which their layer_types do not say.
-    "authors-non-causal": {"full": lambda row, at, anchor: (row - at).abs() < 2},
 }
-SLOW = pytest.mark.slow
-CASES = [
-    (
-        "speculators",
-        {"layout": "speculators", "has_own": True, "kinds": ("sliding", "full")},
+# Of `write_head`, of the oracle, and K in turn.
+CASES = {
+    "windows-from-the-anchor-own-embedding-d2t-k-changes": (
+        {
+            "layout": "speculators",
+            "has_own": True,
+            "kinds": ("sliding", "full"),
+            "sees": {"full": everything, "sliding": causal_from_the_anchor},
+        },
+        {},
         (3, 0, 1, 0, 0, 0, 0),
     ),
-    pytest.param(
-        "speculators-non-causal",
-        {"layout": "speculators", "kinds": ("sliding",), "sliding_window_non_causal": True},
+    "windows-from-the-anchor-non-causal": (
+        {
+            "layout": "speculators",
+            "kinds": ("sliding",),
+            "sliding_window_non_causal": True,
+            "sees": {"sliding": from_the_anchor},
+        },
+        {},
         (3,),
-        marks=SLOW,
     ),
-    pytest.param("authors", {"kinds": ("sliding", "full")}, (3, 2), marks=SLOW),
-    pytest.param("authors-non-causal", {"dflash_config": SWA}, (3,), marks=SLOW),
-]
-IDS = [
-    "windows-from-the-anchor-own-embedding-d2t-k-changes",
-    "windows-from-the-anchor-non-causal",
-    "causal-windows-of-some-layers",
-    "non-causal-windows-of-all-layers",
-]
+    "causal-windows-of-some-layers": (
+        {"kinds": ("sliding", "full"), "sees": {"full": everything, "sliding": causal_window}},
+        {},
+        (3, 2),
+    ),
+    # All layers slide, which their layer_types do not say.
+    "non-causal-windows-of-all-layers": ({"dflash_config": SWA, "sees": {"full": near}}, {}, (3,)),
+    "dspark": (
+        {**DSPARK, "architectures": ["Qwen3DSparkModel"], "block_size": 3},
+        {"first_row": 0},
+        (3, 0, 1),
+    ),
+    "dspark-of-speculators-rows-as-dflash": (
+        {**DSPARK, "speculators_model_type": "dspark", "layout": "speculators", "has_own": True},
+        {},
+        (3,),
+    ),
+    "dflash2": (DFLASH2, {"scale": SCALE}, (3, 2)),
+}
+QUICK = "windows-from-the-anchor-own-embedding-d2t-k-changes", "dspark"
 
 
-@pytest.mark.parametrize("rules, options, ks", CASES, ids=IDS)
-def test_dflash_drafts(target, check_drafts, tmp_path, rules, options, ks):
-    sees = RULES[rules]
-    files = write_head(tmp_path / "head", target.hf.config.hidden_size, sees=sees, **options)
-    check_drafts(
-        target,
-        SimpleNamespace(folder=files.folder),
-        "dflash",
-        oracle_of(target, files),
-        ks=ks,
-        least=20,
-    )
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
+)
+def test_dflash_drafts(target, check_drafts, tmp_path, name):
+    options, of_oracle, ks = CASES[name]
+    files = dflash.write_head(tmp_path / "head", target.hf.config.hidden_size, **options)
+    oracle = dflash.oracle_of(target, files, **of_oracle)
+    check_drafts(target, files.folder, "dflash", oracle, ks=ks, least=20)
 
 
 def candidates(target, assistant, prompt, num_tokens, monkeypatch):
@@ -99,42 +209,32 @@ def candidates(target, assistant, prompt, num_tokens, monkeypatch):
     return found
 
 
+THREE_LAYERS = {"aux": (1, 0, 1), "kinds": ("full", "sliding", "full"), "window": 3}
+
+
 @pytest.mark.parametrize(
     "options, k",
     [
         ({"kinds": ("full", "sliding")}, 3),
-        pytest.param(
-            {"aux": (1, 0, 1), "kinds": ("full", "sliding", "full"), "window": 3, "block_size": 6},
-            5,
-            marks=SLOW,
-        ),
+        pytest.param(THREE_LAYERS | {"block_size": 6}, 5, marks=pytest.mark.slow),
     ],
     ids=["two-layers", "three-layers-a-window-shorter-than-the-block"],
 )
 def test_drafts_are_those_of_transformers_generation(
     target, check_drafts, ragged_prompts, tmp_path, monkeypatch, options, k
 ):
-    dim = target.hf.config.hidden_size
-    files = write_head(tmp_path / "head", dim, layout="transformers", **options)
-    prompts = []
+    dim, prompts = target.hf.config.hidden_size, []
+    files = dflash.write_head(tmp_path / "head", dim, layout="transformers", **options)
 
     def make_prompts(*lengths, **others):
         prompts[:] = ragged_prompts(*lengths, **others)
         return prompts
 
-    _, engine = check_drafts(
-        target,
-        SimpleNamespace(folder=files.folder),
-        "dflash",
-        oracle_of(target, files),
-        ks=(k,),
-        make_prompts=make_prompts,
-        least=20,
-    )
+    oracle, given = dflash.oracle_of(target, files), {"make_prompts": make_prompts, "least": 20}
+    *_, drafted = check_drafts(target, files.folder, "dflash", oracle, ks=(k,), **given)
     num_rounds = 0
-    drafted, _ = engine.programs.state.drafter[1]
     # Every second request is greedy.
-    for prompt, of_request in list(zip(prompts, drafted.tolist(), strict=True))[::2]:
+    for prompt, of_request in list(zip(prompts, drafted, strict=True))[::2]:
         lengths = [n for n, drafts in enumerate(of_request) if drafts[0] >= 0]
         # It does not draft when one token is left: so it is asked for more.
         num_tokens = lengths[-1] + 3 - len(prompt)

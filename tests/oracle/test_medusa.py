@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ VOCAB, NUM_HEADS = 24, 3
 FIRST, VLLM = "authors", "vllm"
 
 
-def write_heads(folder, layout, dim, *, seed=0, **edits):
+def write_heads(folder, layout, dim, **edits):
     """A checkpoint with random weights; its folder and, by head, blocks and head in torch."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) / dim**0.5
@@ -57,28 +56,24 @@ def write_heads(folder, layout, dim, *, seed=0, **edits):
 
 @dataclass(frozen=True)
 class OracleHeads:
-    """The heads as a chain: rows of NaN after the true ones say how many drafts there are."""
+    """Head i drafts the i-th token, each from the target's last hidden state."""
 
     heads: Any
     ids: torch.Tensor
-    embedding: torch.Tensor
+    keeps_last = True
 
     def fuse(self, final, entering):
         return final
 
-    def run(self, embedded, hidden):
-        num_drafts = int(hidden.isnan().all(-1).sum())
-        x = hidden[len(hidden) - 1 - num_drafts]
-        blocks, head = self.heads[num_drafts]
-        for weight, bias in blocks:
-            x = x + torch.nn.functional.silu(weight @ x + bias)
-        return torch.full((VOCAB,), -torch.inf).index_copy(0, self.ids, head @ x)[None]
-
-    def recycled(self, y):
-        return torch.full((self.embedding.shape[1],), torch.nan)
-
-    def logits(self, y):
-        return y
+    def drafts(self, fused, tokens, length, k, num_drafts, choose):
+        found, committed = [], tokens[: length + 1]
+        for blocks, head in self.heads[:num_drafts]:
+            x = fused[length - 1]
+            for weight, bias in blocks:
+                x = x + torch.nn.functional.silu(weight @ x + bias)
+            logits = torch.full((VOCAB,), -torch.inf).index_copy(0, self.ids, head @ x)
+            found.append(choose(logits, [*committed, *found]))
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -88,24 +83,21 @@ def target(checkpoints):
 
 @pytest.mark.parametrize("layout, ks", [(FIRST, (3, 0, 1)), (VLLM, (3,))])
 def test_medusa_drafts(target, check_drafts, tmp_path, layout, ks):
-    dim = target.hf.config.hidden_size
-    folder, heads, ids = write_heads(tmp_path / "heads", layout, dim)
-    oracle = OracleHeads(heads, ids, target.hf.get_input_embeddings().weight)
-    check_drafts(target, SimpleNamespace(folder=folder), "medusa", oracle, ks=ks, least=20)
+    folder, *heads = write_heads(tmp_path / "heads", layout, target.hf.config.hidden_size)
+    check_drafts(target, folder, "medusa", OracleHeads(*heads), ks=ks, least=20)
 
 
-def refused(target, folder, *, k=NUM_HEADS):
+REFUSED = {
+    "too-few": (4, 0, {}, "3 heads draft as many"),
+    "too-wide": (NUM_HEADS, 2, {}, "wrong shape"),
+    "of-fewer-tokens": (NUM_HEADS, 0, {"truncated_vocab_size": 9}, "have no token_map"),
+}
+
+
+@pytest.mark.parametrize("k, wider, edits, words", REFUSED.values(), ids=REFUSED)
+def test_heads_that_do_not_fit_are_refused(target, tmp_path, k, wider, edits, words):
+    dim = target.hf.config.hidden_size + wider
+    folder, *_ = write_heads(tmp_path / "heads", FIRST, dim, **edits)
     speculation = {"method": "medusa", "model": str(folder), "num_speculative_tokens": k}
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=words):
         LLM(target.folder, speculative_config=speculation, verbose=False)
-    return str(error.value)
-
-
-def test_heads_that_do_not_fit_are_refused(target, tmp_path):
-    dim = target.hf.config.hidden_size
-    folder, *_ = write_heads(tmp_path / "few", FIRST, dim)
-    assert "num_heads=3" in refused(target, folder, k=4)
-    folder, *_ = write_heads(tmp_path / "wide", FIRST, dim + 2)
-    assert "wrong shape" in refused(target, folder)
-    folder, *_ = write_heads(tmp_path / "small", FIRST, dim, truncated_vocab_size=9)
-    assert "have no token_map" in refused(target, folder)

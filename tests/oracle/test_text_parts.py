@@ -18,21 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 FLOAT32 = np.dtype(np.float32)
-# By the model type of the whole: fields of its text model. test_hybrid.py has Qwen3.5's.
-WHOLES = {
-    "qwen2_vl": {},
-    "qwen2_5_vl": {"tie_word_embeddings": True},
-    "qwen3_vl": {},
-    "qwen3_vl_moe": {},
-    "glm4v_moe": {"num_hidden_layers": 2},
-    "mistral3": {"sliding_window": None},
-    "llava": {},
-    "internvl": {},
-    "idefics3": {},
-    "smolvlm": {},
-    "voxtral": {},
-    "gemma3": {"tie_word_embeddings": True},
-}
+TIED = {"tie_word_embeddings": True}
 MINISTRAL = {
     "model_type": "ministral3",
     "head_dim": 8,
@@ -41,8 +27,21 @@ MINISTRAL = {
         **{"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
     },
 }
-CASES = {kind: (kind, fields) for kind, fields in WHOLES.items()}
-CASES["mistral3-ministral"] = "mistral3", MINISTRAL
+# By the model type of the whole: fields of its text model. test_models.py has Qwen3.5's.
+WHOLES = dict.fromkeys(
+    ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "internvl", "idefics3", "smolvlm", "voxtral"),
+    {},
+) | {
+    "qwen2_5_vl": TIED,
+    "glm4v_moe": {"num_hidden_layers": 2},
+    "mistral3": {"sliding_window": None},
+    "gemma3": TIED,
+}
+CASES = {kind: (kind, fields) for kind, fields in WHOLES.items()} | {
+    "mistral3-ministral": ("mistral3", MINISTRAL),
+    # Where gate and up together are as wide as the model, their down projections tell.
+    "experts-of-the-same-width": ("qwen3_vl_moe", {"moe_intermediate_size": 16}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +49,7 @@ def tokens():
     return np.random.default_rng(0).integers(0, 90, (1, 40))
 
 
-def whole(checkpoints, name):
-    kind, fields = CASES[name]
+def written(checkpoints, kind="llama", **fields):
     return checkpoints.target(kind, **{"num_hidden_layers": 1} | fields)
 
 
@@ -59,9 +57,9 @@ def test_every_whole_is_here():
     assert WHOLES.keys() | {"qwen3_5", "qwen3_5_moe"} == WRAPPERS.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_text_alone_has_the_same_logits(checkpoints, tokens, name):
-    target = whole(checkpoints, name)
+@pytest.mark.parametrize("kind, fields", CASES.values(), ids=CASES)
+def test_text_alone_has_the_same_logits(checkpoints, tokens, kind, fields):
+    target = written(checkpoints, kind, **fields)
     expected = hf_logits(target.hf, tokens)
     np.testing.assert_allclose(causal_logits(target.folder, tokens), expected, rtol=0, atol=1e-4)
 
@@ -75,22 +73,17 @@ def read(folder):
     return *load_model(folder, FLOAT32, log=lines.append), lines
 
 
-def rewritten(checkpoints, rewrite_tensors, folder, change, **edits):
-    made = checkpoints.copy(folder, **edits)
-    rewrite_tensors(made / "model.safetensors", change)
-    return made
+@pytest.fixture
+def rewritten(checkpoints, rewrite_tensors):
+    """Copies a target, with its tensors changed; or with more of them."""
 
+    def copy(target, change=None, more=()):
+        made = checkpoints.copy(target.folder)
+        more = {name: torch.ones(2) for name in more}
+        rewrite_tensors(made / "model.safetensors", change or (lambda old: old | more))
+        return made
 
-def renamed(*pairs):
-    """Replaces beginnings of names, by the first pair that fits."""
-
-    def rename(name):
-        for old, new in pairs:
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
-
-    return lambda tensors: {rename(name): x for name, x in tensors.items()}
+    return copy
 
 
 def check_same(folder, other, *words):
@@ -113,45 +106,48 @@ ROOTS = [
 
 
 @pytest.mark.parametrize("root, head", ROOTS)
-def test_names_of_other_exports(checkpoints, rewrite_tensors, root, head):
-    folder = checkpoints.target("llama", num_hidden_layers=1).folder
-    change = renamed(("model.", root), ("lm_head.", head))
-    check_same(rewritten(checkpoints, rewrite_tensors, folder, change), folder)
+def test_names_of_other_exports(checkpoints, rewritten, root, head):
+    def rename(name):
+        part, _, rest = name.partition(".")
+        return {"model": root, "lm_head": head}[part] + rest
+
+    target = written(checkpoints)
+    made = rewritten(target, lambda tensors: {rename(name): x for name, x in tensors.items()})
+    check_same(made, target.folder)
 
 
-@pytest.mark.parametrize("kind, fields", [("qwen3_5_moe", {}), ("glm4v_moe", {})])
-def test_modules_of_a_whole_are_passed_over(checkpoints, rewrite_tensors, kind, fields):
-    target = checkpoints.target(kind, **fields)
-    module = "mtp." if kind == "qwen3_5_moe" else "model.language_model.layers.2."
-    more = {f"{module}enorm.weight": torch.ones(3), f"{module}fc.weight": torch.ones(3)}
-    folder = rewritten(checkpoints, rewrite_tensors, target.folder, lambda old: old | more)
-    model, _, (line,) = read(folder)
+@pytest.mark.parametrize(
+    "kind, module", [("qwen3_5_moe", "mtp."), ("glm4v_moe", "model.language_model.layers.2.")]
+)
+def test_modules_of_a_whole_are_passed_over(checkpoints, rewritten, kind, module):
+    target = checkpoints.target(kind)
+    names = f"{module}enorm.weight", f"{module}fc.weight"
+    model, _, (line,) = read(rewritten(target, more=names))
     assert model == read(target.folder)[0]
-    group = "mtp.* (2)" if kind == "qwen3_5_moe" else "model.language_model.layers.2.* (2)"
-    assert group in line and "model.visual.*" in line
+    assert f"{module}* (2)" in line and "model.visual.*" in line
 
 
-OTHERS = {
-    "model.visual.blocks.0.attn.weight": "model.visual.* (1)",
-    "vision_tower.layers.0.weight": "vision_tower.* (1)",
-    "audio_tower.conv1.weight": "audio_tower.* (1)",
-    "multi_modal_projector.linear_1.weight": "multi_modal_projector.* (1)",
-    "v_head.summary.weight": "v_head.* (1)",
-    "score.weight": "score.* (1)",
-}
+OTHERS = (
+    "model.visual.blocks.0.attn.weight",
+    "vision_tower.layers.0.weight",
+    "audio_tower.conv1.weight",
+    "multi_modal_projector.linear_1.weight",
+    "v_head.summary.weight",
+    "score.weight",
+)
+GROUPS = "model.visual", "vision_tower", "audio_tower", "multi_modal_projector", "v_head", "score"
 
 
-def test_other_parts_are_named_in_one_line(checkpoints, rewrite_tensors):
-    folder = checkpoints.target("llama", num_hidden_layers=1).folder
-    more = {name: torch.ones(2) for name in OTHERS}
-    made = rewritten(checkpoints, rewrite_tensors, folder, lambda old: old | more)
-    check_same(made, folder, "not loaded", *OTHERS.values())
+def test_other_parts_are_named_in_one_line(checkpoints, rewritten):
+    target = written(checkpoints)
+    groups = [f"{group}.* (1)" for group in GROUPS]
+    check_same(rewritten(target, more=OTHERS), target.folder, "not loaded", *groups)
 
 
 @pytest.mark.parametrize("verbose", [True, False])
 @pytest.mark.usefixtures("simulated_device")
 def test_lines_are_in_the_log_of_an_llm(checkpoints, caplog, verbose):
-    folder = checkpoints.target("smolvlm", num_hidden_layers=1).folder
+    folder = written(checkpoints, "smolvlm").folder
     with caplog.at_level("INFO", "specjax"), LLM(folder, verbose=verbose, max_model_len=32):
         assert ("not loaded with the text model: model.connector" in caplog.text) == verbose
 
@@ -160,10 +156,8 @@ def test_lines_are_in_the_log_of_an_llm(checkpoints, caplog, verbose):
     "name", ["embedder.weight", "model.adapter.weight", "model.layers.0.lora_A", "lm_head.bias"]
 )
 @pytest.mark.parametrize("kind", ["llama", "mistral3"])
-def test_unknown_names_are_refused(checkpoints, rewrite_tensors, kind, name):
-    folder = checkpoints.target(kind, num_hidden_layers=1).folder
-    more = {name: torch.ones(2)}
-    made = rewritten(checkpoints, rewrite_tensors, folder, lambda old: old | more)
+def test_unknown_names_are_refused(checkpoints, rewritten, kind, name):
+    made = rewritten(written(checkpoints, kind), more=[name])
     with pytest.raises(CheckpointError, match=rf"unexpected: {name}\n"):
         load_model(made, FLOAT32)
 
@@ -171,20 +165,13 @@ def test_unknown_names_are_refused(checkpoints, rewrite_tensors, kind, name):
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "smolvlm"])
 def test_updates_by_the_names_of_the_whole(checkpoints, kind):
     """As a trainer of transformers has them, whose experts lie otherwise than those of files."""
-    target = whole(checkpoints, kind)
+    target = written(checkpoints, kind)
     model, params, _ = read(target.folder)
     named = read_named(target.hf.state_dict(), params, "weights")
     sharding = jax.tree.leaves(params)[0].sharding
     sources = stage_target(named, model, params)
     for source, leaf in zip(sources, jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(source.copy(leaf.dtype, sharding), leaf)
-
-
-def test_experts_of_the_same_width_inside_and_outside(checkpoints, tokens):
-    """Where gate and up together are as wide as the model, their down projections tell."""
-    target = checkpoints.target("qwen3_vl_moe", num_hidden_layers=1, moe_intermediate_size=16)
-    expected = hf_logits(target.hf, tokens)
-    np.testing.assert_allclose(causal_logits(target.folder, tokens), expected, rtol=0, atol=1e-4)
 
 
 # --- tied output heads ----------------------------------------------------------------------------
@@ -194,15 +181,11 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @pytest.fixture(scope="module")
 def tied(checkpoints):
-    """A tied model, and its folder."""
-    return checkpoints.target("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    return written(checkpoints, **TIED)
 
 
-def test_another_head_than_the_tied_one_counts(checkpoints, rewrite_tensors, tied, tokens):
-    def add(tensors):
-        return tensors | {HEAD: torch.flip(tensors[EMBEDDING], (0,))}
-
-    folder = rewritten(checkpoints, rewrite_tensors, tied.folder, add)
+def test_another_head_than_the_tied_one_counts(rewritten, tied, tokens):
+    folder = rewritten(tied, lambda old: old | {HEAD: torch.flip(old[EMBEDDING], (0,))})
     hf = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     expected = hf_logits(hf.eval(), tokens)
     assert abs(expected - hf_logits(tied.hf, tokens)).max() > 1
@@ -213,14 +196,14 @@ def test_another_head_than_the_tied_one_counts(checkpoints, rewrite_tensors, tie
 
 
 @pytest.mark.parametrize("keeps_embedding", [True, False])
-def test_a_copy_of_the_tied_head_is_silent(checkpoints, rewrite_tensors, tied, keeps_embedding):
+def test_a_copy_of_the_tied_head_is_silent(rewritten, tied, keeps_embedding):
     """Or what is left of both, as some exports drop the other name."""
 
     def change(tensors):
         both = tensors | {HEAD: tensors[EMBEDDING].clone()}
         return both if keeps_embedding else {n: x for n, x in both.items() if n != EMBEDDING}
 
-    check_same(rewritten(checkpoints, rewrite_tensors, tied.folder, change), tied.folder)
+    check_same(rewritten(tied, change), tied.folder)
 
 
 def test_an_update_cannot_untie(tied):
@@ -232,10 +215,9 @@ def test_an_update_cannot_untie(tied):
 
 
 @pytest.mark.parametrize("theta, words", [(10000.0, ()), (500.0, ("inv_freq", "1 more differ"))])
-def test_frequencies_that_old_exports_hold(checkpoints, rewrite_tensors, theta, words):
-    folder = checkpoints.target("llama").folder
+def test_frequencies_that_old_exports_hold(checkpoints, rewritten, theta, words):
+    target = checkpoints.target("llama")
     frequencies = (theta ** -(torch.arange(0, 8, 2) / 8)).to(torch.bfloat16)
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
     more = {name: frequencies.clone() for name in names}
-    made = rewritten(checkpoints, rewrite_tensors, folder, lambda old: old | more)
-    check_same(made, folder, *words)
+    check_same(rewritten(target, lambda old: old | more), target.folder, *words)

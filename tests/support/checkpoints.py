@@ -27,10 +27,8 @@ class Checkpoints:
     def target(
         self, kind: str = "llama", *, seed: int = 0, max_shard_size: str = "1GB", **config: Any
     ) -> TargetFiles:
-        """A target of model type `kind` as transformers saves it, `config` over small defaults.
-
-        Those with a vision tower take the config of their text part.
-        """
+        """A target of model type `kind` as transformers saves it, `config` over small defaults; one
+        with a vision tower takes the config of its text part."""
         return self._once(write_target, kind, seed, max_shard_size, config)
 
     def fused(self, target: TargetFiles) -> TargetFiles:
@@ -38,35 +36,25 @@ class Checkpoints:
         return self._once(write_fused, target)
 
     def mtp(
-        self,
-        target: TargetFiles,
-        *,
-        seed: int = 1,
-        layout: str = "fused",
-        is_beside: bool = False,
-        count: int = 1,
+        self, target: TargetFiles, *, layout: str = "fused", is_beside: bool = False, count: int = 1
     ) -> HeadFiles:
         """A copy of `target` with MTP modules, in the same file or beside it.
 
         Experts are in the `layout` "fused" (as published, and as the result has them) or "single".
         """
-        return self._once(write_mtp, target, seed, layout, is_beside, count)
+        return self._once(write_mtp, target, layout, is_beside, count)
 
-    def eagle(
-        self, target: TargetFiles, *, seed: int = 1, file: str = "model.safetensors", **options: Any
-    ) -> HeadFiles:
-        """An EAGLE-1 head for `target`; see `eagle_tensors` for the options."""
-        return self._once(write_head, eagle_tensors, target, seed, file, options)
+    def eagle(self, target: TargetFiles, **options: Any) -> HeadFiles:
+        """An EAGLE-1 head for `target`; options are those of `write_head` and `eagle_tensors`."""
+        return self._once(write_head, eagle_tensors, target, options)
 
-    def eagle3(
-        self, target: TargetFiles, *, seed: int = 1, file: str = "model.safetensors", **options: Any
-    ) -> HeadFiles:
-        """An EAGLE-3 head for `target`; see `eagle3_tensors` for the options."""
-        return self._once(write_head, eagle3_tensors, target, seed, file, options)
+    def eagle3(self, target: TargetFiles, **options: Any) -> HeadFiles:
+        """An EAGLE-3 head for `target`, with the options of `eagle3_tensors`."""
+        return self._once(write_head, eagle3_tensors, target, options)
 
-    def p_eagle(self, target: TargetFiles, *, seed: int = 1, **options: Any) -> HeadFiles:
-        """A P-EAGLE head for `target`; see `p_eagle_tensors` for the options."""
-        return self._once(write_head, p_eagle_tensors, target, seed, "model.safetensors", options)
+    def p_eagle(self, target: TargetFiles, **options: Any) -> HeadFiles:
+        """A P-EAGLE head for `target`, with the options of `p_eagle_tensors`."""
+        return self._once(write_head, p_eagle_tensors, target, options)
 
     def copy(self, folder: Path, **edits: Any) -> Path:
         """A copy of a checkpoint folder with `edits` to its config.json; None removes a field."""

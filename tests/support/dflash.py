@@ -40,24 +40,6 @@ class Files:
     sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
 
 
-def make_model(dim, aux, kinds, window, block_size):
-    """Transformers' model of random weights."""
-    config = transformers.MuseGlimmerAssistantConfig(
-        hidden_size=dim,
-        num_hidden_layers=len(kinds),
-        layer_types=[f"{kind}_attention" for kind in kinds],
-        sliding_window=window,
-        target_layer_ids=list(aux),
-        mask_token_id=MASK,
-        block_size=block_size,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e2},
-        **SIZES,
-    )
-    model = transformers.MuseGlimmerAssistantModel(config).eval().requires_grad_(False)
-    randomise(dict(model.named_parameters()), seed=0)
-    return model
-
-
 def write_head(
     folder,
     dim,
@@ -74,7 +56,19 @@ def write_head(
 ):
     """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
     masks an embedding in another file. `add` adds tensors, and returns what drafts pass."""
-    model = make_model(dim, aux, kinds, window, block_size)
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=dim,
+        num_hidden_layers=len(kinds),
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        sliding_window=window,
+        target_layer_ids=list(aux),
+        mask_token_id=MASK,
+        block_size=block_size,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e2},
+        **SIZES,
+    )
+    model = transformers.MuseGlimmerAssistantModel(config).eval().requires_grad_(False)
+    randomise(dict(model.named_parameters()), seed=0)
     generator = torch.Generator().manual_seed(1)
     ids, own, config = torch.arange(VOCAB), {}, model.config.to_dict()
     if has_own:
@@ -83,13 +77,12 @@ def write_head(
         own["lm_head.weight"] = torch.randn(len(ids), dim, generator=generator)
         own["d2t"] = ids - torch.arange(len(ids))
     refine = None if add is None else add(own, model, len(ids), generator)
-    tensors = {ENCODER.get(name, name): x for name, x in model.state_dict().items()}
-    fields = {"block_size": block_size, "mask_token_id": MASK, "draft_vocab_size": len(ids)}
-    if layout == "transformers":
-        tensors = model.state_dict()
-    else:
+    tensors = model.state_dict()
+    if layout != "transformers":
+        tensors = {ENCODER.get(name, name): x for name, x in tensors.items()}
+        fields = {"block_size": block_size, "mask_token_id": MASK, "draft_vocab_size": len(ids)}
         kept = *SIZES, "hidden_size", "num_hidden_layers", "layer_types", "sliding_window"
-        shape = {name: config.pop(name) for name in kept}
+        shape = {name: config[name] for name in kept}
         shape |= {"vocab_size": VOCAB, "rope_theta": 5e2, "model_type": "qwen3"}
         config = {**shape, **fields, "architectures": ["DFlashDraftModel"]}
         config["dflash_config"] = {"target_layer_ids": list(aux), "mask_token_id": MASK}
@@ -151,12 +144,8 @@ class OracleBlock:
 
 
 def oracle_of(target, files, **options):
-    embedding = target.hf.get_input_embeddings().weight
-    lm_head = target.hf.get_output_embeddings().weight
-    own = files.own
-    return OracleBlock(
-        files,
-        own.get("embed_tokens.weight", embedding),
-        own.get("lm_head.weight", lm_head),
-        **options,
-    )
+    """The oracle of a head, which may have an embedding and an output head of its own."""
+    shared = target.hf.get_input_embeddings().weight, target.hf.get_output_embeddings().weight
+    names = "embed_tokens.weight", "lm_head.weight"
+    both = [files.own.get(name, own) for name, own in zip(names, shared, strict=True)]
+    return OracleBlock(files, *both, **options)

@@ -9,17 +9,15 @@ from support.weights import HeadFiles, TargetFiles, randomise
 
 
 def write_head(
-    folder: Path,
-    make: Any,
-    target: TargetFiles,
-    seed: int,
-    file: str,
-    options: Mapping[str, Any],
+    folder: Path, make: Any, target: TargetFiles, options: Mapping[str, Any]
 ) -> HeadFiles:
+    """What `make` makes of the options, but for `seed` and the weights' `file`."""
     import safetensors.torch
     import torch
 
-    tensors, config = make(target, **options)
+    own = {"seed": 1, "file": "model.safetensors"}
+    seed, file = (options.get(name, default) for name, default in own.items())
+    tensors, config = make(target, **{n: x for n, x in options.items() if n not in own})
     floats = {name: x for name, x in tensors.items() if x.is_floating_point()}
     randomise({n: x for n, x in floats.items() if n != "embed_tokens.weight"}, seed)
     folder.mkdir()
@@ -125,10 +123,11 @@ def p_eagle_tensors(
         tensors |= _decoder_layer(decoder, f"layers.{i}", dim)
         tensors[f"layers.{i}.input_layernorm.weight"] = torch.empty(dim)
     if bias:
-        names = [name for name in tensors if ".self_attn." in name]
-        for name in names:
-            stem = name.removesuffix(".weight")
-            tensors[f"{stem}.bias"] = torch.empty(len(tensors[name]))
+        tensors |= {
+            name.removesuffix("weight") + "bias": torch.empty(len(x))
+            for name, x in tensors.items()
+            if ".self_attn." in name
+        }
     tensors["mask_hidden"] = torch.empty(1, 1, wide)
     return tensors, config
 
@@ -159,16 +158,17 @@ def _decoder_layer(config: Mapping[str, Any], layer: str, num_in: int) -> dict[s
     dim, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    return {
-        f"{layer}.self_attn.q_proj.weight": torch.empty(queries, num_in),
-        f"{layer}.self_attn.k_proj.weight": torch.empty(keys, num_in),
-        f"{layer}.self_attn.v_proj.weight": torch.empty(keys, num_in),
-        f"{layer}.self_attn.o_proj.weight": torch.empty(dim, queries),
-        f"{layer}.post_attention_layernorm.weight": torch.empty(dim),
-        f"{layer}.mlp.gate_proj.weight": torch.empty(inner, dim),
-        f"{layer}.mlp.up_proj.weight": torch.empty(inner, dim),
-        f"{layer}.mlp.down_proj.weight": torch.empty(dim, inner),
+    shapes = {
+        "self_attn.q_proj": (queries, num_in),
+        "self_attn.k_proj": (keys, num_in),
+        "self_attn.v_proj": (keys, num_in),
+        "self_attn.o_proj": (dim, queries),
+        "post_attention_layernorm": (dim,),
+        "mlp.gate_proj": (inner, dim),
+        "mlp.up_proj": (inner, dim),
+        "mlp.down_proj": (dim, inner),
     }
+    return {f"{layer}.{name}.weight": torch.empty(shape) for name, shape in shapes.items()}
 
 
 def _embedding(target: TargetFiles, kind: str | None, dim: int) -> dict[str, Any]:

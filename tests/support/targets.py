@@ -1,7 +1,6 @@
 """Tiny targets as transformers saves them, and their MTP modules as they are published."""
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,19 +73,10 @@ LATENT_SIZES = {
 }
 LATENT_KINDS = ("deepseek_v3", "glm4_moe_lite")
 SIGMOID_KINDS = (*LATENT_KINDS, "glm4_moe")
-VISION_SIZES = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "num_position_embeddings": 16,
-    "patch_size": 4,
-}
-
-
 # The other part of models with more than text, as small as may be.
-_PIXTRAL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "image_size": 8}
-_ENCODER = {**_PIXTRAL, "num_attention_heads": 2, "patch_size": 4}
+_WIDTH = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+VISION_SIZES = {**_WIDTH, "depth": 1, "num_heads": 2, "num_position_embeddings": 16}
+_ENCODER = {**_WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
 _OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {"embed_dim": 16, "depth": 1, "num_heads": 2, "hidden_size": 32},
     "qwen2_5_vl": {**VISION_SIZES, "fullatt_block_indexes": [0], "window_size": 8},
@@ -148,16 +138,10 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
 
 def _text_sizes(kind: str) -> dict[str, Any]:
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        **CONFIG_SIZES,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
         "tie_word_embeddings": False,
         **_TEXTS.get(kind, {}),
     }
@@ -215,30 +199,14 @@ def write_target(
 
 
 def write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
-    import torch
-
-    def fuse(tensors):
-        fused, found = {}, {}
-        for name, tensor in tensors.items():
-            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-            if match:
-                found.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
-            else:
-                fused[name] = tensor
-        for prefix, one in found.items():
-            numbers = sorted({number for number, _ in one})
-            pairs = [torch.cat([one[i, "gate"], one[i, "up"]]) for i in numbers]
-            fused[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
-            fused[f"{prefix}.down_proj"] = torch.stack([one[i, "down"] for i in numbers])
-        return fused
-
+    """As transformers' own modules hold their tensors."""
     shutil.copytree(target.folder, folder)
-    rewrite(folder / "model.safetensors", fuse)
+    rewrite(folder / "model.safetensors", lambda _: target.hf.state_dict())
     return TargetFiles(folder, target.hf)
 
 
 def write_mtp(
-    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool, count: int
+    folder: Path, target: TargetFiles, layout: str, is_beside: bool, count: int
 ) -> HeadFiles:
     import safetensors.torch
     import torch
@@ -259,7 +227,7 @@ def write_mtp(
         tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
         for norm in norms:
             tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
-    randomise(tensors, seed, plain_norms="norm" if numbered else "none")
+    randomise(tensors, 1, plain_norms="norm" if numbered else "none")
 
     shutil.copytree(target.folder, folder)
     written = _unfused(tensors) if layout == "single" else tensors
@@ -278,13 +246,12 @@ def _unfused(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors with a name for each expert's own."""
     single = {}
     for name, tensor in tensors.items():
-        prefix, _, last = name.rpartition(".")
-        if not prefix.endswith(".experts"):
+        prefix, _, last = name.rpartition(".experts.")
+        names = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(last)
+        if not prefix or names is None:
             single[name] = tensor
             continue
         for i, one in enumerate(tensor):
-            parts = (one,) if last == "down_proj" else one.chunk(2)
-            names = ("down",) if last == "down_proj" else ("gate", "up")
-            for part, of in zip(parts, names, strict=True):
-                single[f"{prefix}.{i}.{of}_proj.weight"] = part.clone()
+            for of, part in zip(names, one.chunk(len(names)), strict=True):
+                single[f"{prefix}.experts.{i}.{of}_proj.weight"] = part.clone()
     return single

@@ -1,4 +1,9 @@
-"""EAGLE heads in torch, written from their published descriptions: the oracle of tests."""
+"""Drafters' heads in torch, written from their published descriptions: the oracles of tests.
+
+An oracle has `fuse`, from the target's features, final and entering each layer, to the hidden
+states that the head reads; and `drafts`, the first of a round's k drafts for the positions after
+x_n, n = length.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +11,31 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+
+
+class Chain:
+    """A head that drafts one token after another: `run` gives its output y at every row.
+
+    A subclass has `embedding`, `run`, what the next draft takes for its hidden state (`recycled`),
+    and the logits of a row over the target's vocabulary.
+    """
+
+    keeps_last = True  # the drafter has the hidden state of the last row, as `fuse` gives it
+
+    def fuse(self, final, entering):
+        return final
+
+    def recycled(self, y):
+        return y
+
+    def drafts(self, fused, tokens, length, k, num_drafts, choose):
+        """It runs over rows (f_p, x_{p+1}) at p = 0..n-1, then over its own output and drafts."""
+        committed, drafts, hidden = tokens[: length + 1], [], fused[:length]
+        for _ in range(num_drafts):
+            y = self.run(self.embedding[torch.tensor([*committed[1:], *drafts])], hidden)[-1]
+            drafts.append(choose(self.logits(y), [*committed, *drafts]))
+            hidden = torch.cat([hidden, self.recycled(y)[None]])
+        return drafts
 
 
 def rms_norm(x, weight, eps):
@@ -23,7 +53,7 @@ def rotate(x, theta):
 
 
 @dataclass(frozen=True)
-class OracleHead:
+class OracleHead(Chain):
     """An EAGLE head in torch, from the tensors and config of its checkpoint."""
 
     tensors: dict[str, torch.Tensor]
@@ -84,10 +114,7 @@ class OracleHead:
         return self.after_attention(residual + self.attend(u, layer), layer)
 
     def fuse(self, final, entering):
-        """The target's features as the head's hidden states."""
-        if not self.aux_layers:
-            return final
-        return self.fused([entering[i] for i in self.aux_layers])
+        return self.fused([entering[i] for i in self.aux_layers]) if self.aux_layers else final
 
     def fused(self, states):
         if "fc_norm.0.weight" in self.tensors:
@@ -116,7 +143,7 @@ def oracle_of(target, files, *, aux_layers=(), kind=OracleHead, **options):
     own_head = files.tensors.get("lm_head.weight")
     return kind(
         files.tensors,
-        files.config,
+        files.config.get("transformer_layer_config", files.config),
         files.tensors.get("embed_tokens.weight", embedding).detach(),
         (target.hf.get_output_embeddings().weight if own_head is None else own_head).detach(),
         aux_layers,
