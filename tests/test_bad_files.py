@@ -160,7 +160,7 @@ def test_a_drafter_that_is_none(letters, heads, tmp_path):
         refused(letters, str(letters), "drafter", method=method, model=letters)  # a target
         file = heads[method] / "config.json"
         refused(letters, "is a file", method=method, model=file)
-    refused(letters, "'mtp' needs a model with a module", "llama", method="mtp")
+    refused(letters, "'mtp' needs a model with an MTP module", "llama", method="mtp")
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import generate, generate_tokens, make_llm, tokens_of
+from support.engines import assert_idle, generate, generate_tokens, make_llm, tokens_of
 from support.stopping import (
     FREE,
-    assert_idle,
     assert_stopped,
     cut,
     in_runs,

@@ -10,7 +10,6 @@ FILE_LINES, TEST_FILE_LINES, FUNCTION_LINES, PARAMETERS = 450, 500, 80, 10
 # What is larger, with the reason; an entry that is no longer needed must go.
 OPERANDS = "a parameter for each operand of the operation"
 REFS = "a kernel takes a reference for each of its operands"
-ENGINES = "its tests share engines that are built once for the module"
 SCRIPT = "a script's options and output, read from top to bottom"
 EXCEPTIONS = {
     "benchmarks/gpu/snapshots.py:_kernel": REFS,
@@ -26,9 +25,7 @@ EXCEPTIONS = {
     "pallas_kernels/rope_write/reference.py:split_heads": OPERANDS,
     "pallas_kernels/rope_write/triton.py:_kernel": REFS,
     "pallas_kernels/rope_write/triton.py:rope_write_triton": OPERANDS,
-    "tests/host/test_grammar.py": "one brute-force reader of grammars serves all its tests",
     "tests/support/simulated_device.py:SimulatedPrograms.__init__": "how a device behaves",
-    "tests/test_async_llm.py": ENGINES,
 }
 
 

@@ -11,14 +11,12 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from support.engines import patched
+from support.engines import assert_idle, generate, patched
 from support.scripts import TextScript
 from support.stopping import (
     FREE,
-    assert_idle,
     assert_stopped,
     cut,
-    generate,
     run_on,
     some_stops,
     text_between,

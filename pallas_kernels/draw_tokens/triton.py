@@ -53,7 +53,6 @@ def draw_tokens_triton(
     kernel = functools.partial(
         _kernel,
         stream=stream,
-        num_counters=len(counters),
         rows_per_request=num_rows // len(seeds),
         num_tokens=num_tokens,
         block=config.block_tokens,
@@ -93,7 +92,6 @@ def _kernel(
     seeds_ref,
     *refs,
     stream,
-    num_counters,
     rows_per_request,
     num_tokens,
     block,
@@ -102,6 +100,7 @@ def _kernel(
     interpret,
 ):
     row, tile = pl.program_id(0), pl.program_id(1)
+    num_counters = len(refs) - has_ids - has_first - 2
     call = tile * (block // 2) + jnp.arange(block // 2, dtype=jnp.int32)
     column = call // PAIRED * (2 * PAIRED) + call % PAIRED
     first = refs[num_counters + has_ids][0] if has_first else 0  # the token of the first column

@@ -8,7 +8,7 @@ from specjax.cli import main
 
 # What both commands check alike is among `tests/commands/test_bad_commands.py`.
 BAD = [
-    ("bench --k 0", "--k 0 alone drafts nothing; list a K of at least 1"),
+    ("bench --k 0", "--k 0 alone drafts nothing; also list a K of at least 1"),
     ("bench --k two", "--k two must list integers"),
     ("bench --max-tokens 1", "--max-tokens 1 leaves nothing to time"),
     ("bench --num-prompts 99", "--num-prompts 99: there are 24"),
@@ -19,7 +19,7 @@ BAD = [
     (f"bench --seed={2**64}", f"--seed={2**64} must be an integer of 64 bits"),
     ("bench --drafter eagle", "lacks a checkpoint; give --drafter eagle=CHECKPOINT"),
     ("bench --drafter eagle=/", "--drafter eagle=... is given twice"),
-    ("bench --drafter lookahead=/", "--drafter lookahead=/: 'lookahead' is no method"),
+    ("bench --drafter lookahead=/", "--drafter lookahead=/: 'lookahead' is not a method"),
     ("bench --drafter medusa=/no/such/head", "no such folder: '/no/such/head'"),
     ("bench sweep --k 0", "--k 0 alone drafts nothing"),
     ("bench sweep --max-tokens 1", "--max-tokens 1 leaves nothing to time"),

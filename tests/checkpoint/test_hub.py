@@ -46,7 +46,7 @@ def test_a_cached_snapshot_needs_no_network_but_its_weights(cache):
     (snapshot / "config.json").write_text("{}")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
-    refusal(lambda: resolve("org/name"), "not whole in the local hub cache")
+    refusal(lambda: resolve("org/name"), "not complete in the local hub cache")
     save_file({"a": np.ones(2)}, snapshot / "model.safetensors")
     assert resolve("org/name") == snapshot
 

@@ -72,7 +72,7 @@ def test_scales_of_another_shape_or_none(checkpoints, folders, rewrite_tensors):
     rewrite_tensors(
         folder / "model.safetensors", lambda old: {n: x for n, x in old.items() if n != lost}
     )
-    refusal(lambda: load_model(folder, FLOAT32), f"without their scales: {name}")
+    refusal(lambda: load_model(folder, FLOAT32), f"without scales: {name}")
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------------
@@ -136,6 +136,6 @@ def test_packed_experts_of_another_type_are_refused(checkpoints, rewrite_tensors
     made = checkpoints.copy(packings[0])
     name = "model.layers.1.mlp.experts.down_proj_scales"
     rewrite_tensors(made / "model.safetensors", lambda old: old | {name: old[name].float()})
-    refusal(lambda: load_model(made, FLOAT32), "not of bytes", f"{name} (float32)")
+    refusal(lambda: load_model(made, FLOAT32), "not bytes", f"{name} (float32)")
     odd = checkpoints.copy(packings[0], hidden_size=48)
     refusal(lambda: load_model(odd, FLOAT32), "hidden_size=48", "multiples of 32")

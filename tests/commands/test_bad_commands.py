@@ -69,7 +69,7 @@ COMMANDS = [
     (f"{INFO} --k 3", ["--k goes with --drafter"]),
     (f"{INFO} --method eagle3", ["eagle3 lacks a checkpoint"]),
     (f"{INFO} --method mtp --k 0", ["num_speculative_tokens=0"]),
-    (f"info {LLAMA} --method mtp", ["mtp", "module of its own"]),
+    (f"info {LLAMA} --method mtp", ["mtp", "an MTP module"]),
     ("info --compile h200", ["no model is given"]),
     ("info / --compile h200", ["cannot be read"]),
     (f"info {LLAMA} --resources", ["--resources goes with --compile"]),
@@ -80,8 +80,8 @@ COMMANDS = [
     ("profile show", ["FILE"]),
     ("profile show none.json", ["none.json", "cannot be read"]),
     ("bench simulate", ["--profile, --policy"]),
-    ("bench --seed 3 simulate --profile x --policy table", ["--seed stands before simulate"]),
-    ("bench --json simulate --profile x --policy table", ["--json stands before simulate"]),
+    ("bench --seed 3 simulate --profile x --policy table", ["--seed precedes simulate"]),
+    ("bench --json simulate --profile x --policy table", ["--json precedes simulate"]),
     ("train", ["KIND"]),
     ("train target", ["--data, --out"]),
 ]
@@ -122,7 +122,7 @@ COMPILE = [
     ("--method eagle3", "eagle3 lacks a checkpoint"),
     ("--drafter / --method eagle", "/"),
     ("--method ngram", "'ngram' drafts without a model"),
-    ("--method mtp", "module of its own"),
+    ("--method mtp", "an MTP module"),
     ("--adaptive --method eagle", "--adaptive does not go with --compile"),
     *((f"{one} 2", f"{one} does not go with") for one in ("--max-model-len", "--max-num-seqs")),
     *((f"{one} 2", f"{one} does not go with") for one in ("--speculative-config", "--devices")),
@@ -202,7 +202,7 @@ def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
     fields = json.loads((CONFIGS / "Qwen3.5-0.8B" / "config.json").read_text())
     fields["text_config"]["mtp_num_hidden_layers"] = 2
     config.write_text(json.dumps(fields))
-    refused(f"info {config} --method mtp", "of one layer")
+    refused(f"info {config} --method mtp", "only one layer")
     for text in "", "{", "[]", "5", "{}":
         config.write_text(text)
         word = "profile again" if text == "{}" else "JSON"

@@ -111,7 +111,7 @@ REFUSED = [
     (
         ["ministral"],
         [
-            ({"layer_types": [FULL, SLIDING] * 2, "sliding_window": None}, "no sliding_window"),
+            ({"layer_types": [FULL, SLIDING] * 2, "sliding_window": None}, "window is not set"),
             ({"layer_types": [SLIDING]}, "num_hidden_layers=4"),
         ],
     ),

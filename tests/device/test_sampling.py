@@ -12,7 +12,7 @@ from specjax.device.edits import History
 from specjax.device.logprobs import token_logprobs
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests, init_requests
-from specjax.device.sampling import choose, draw_draft, process, spread
+from specjax.device.sampling import choose, draw_draft, process
 from specjax.sampling_params import SamplingParams
 
 compiled_process, compiled_choose = jax.jit(process), jax.jit(choose)
@@ -161,13 +161,6 @@ def test_a_draft_that_nothing_was_left_for_has_no_probability():
     sampling, counters = sampling_of([1.0, 1.0]), (np.arange(2), np.zeros(2, int))
     _, q = compiled_draw(logits, None, 5, sampling, Stream.DRAFT, counters, wants_probs=True)
     np.testing.assert_array_equal(q, [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
-
-
-def test_spread_logits_stand_at_their_ids():
-    logits = np.float32([[1.0, 2.0], [3.0, 4.0]])
-    full = jax.jit(spread, static_argnums=2)(logits, np.array([2, 0]), 4)
-    inf = np.inf
-    np.testing.assert_array_equal(full, [[2, -inf, 1, -inf], [4, -inf, 3, -inf]])
 
 
 @pytest.mark.parametrize("vocab_size, num_top", [(7, 7), (200, 5), (200, 0), (5000, 20)])

@@ -88,7 +88,7 @@ def test_medusa_drafts(target, check_drafts, tmp_path, layout, ks):
 
 
 REFUSED = {
-    "too-few": (4, 0, {}, "3 heads draft as many"),
+    "too-few": (4, 0, {}, "num_heads=3"),
     "too-wide": (NUM_HEADS, 2, {}, "wrong shape"),
     "of-fewer-tokens": (NUM_HEADS, 0, {"truncated_vocab_size": 9}, "have no token_map"),
 }

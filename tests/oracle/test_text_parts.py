@@ -149,7 +149,7 @@ def test_other_parts_are_named_in_one_line(checkpoints, rewritten):
 def test_lines_are_in_the_log_of_an_llm(checkpoints, caplog, verbose):
     folder = written(checkpoints, "smolvlm").folder
     with caplog.at_level("INFO", "specjax"), LLM(folder, verbose=verbose, max_model_len=32):
-        assert ("not loaded with the text model: model.connector" in caplog.text) == verbose
+        assert ("not part of the text model: model.connector" in caplog.text) == verbose
 
 
 @pytest.mark.parametrize(

@@ -97,5 +97,5 @@ def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
 def test_only_a_models_own_checkpoint_is_its_source(checkpoints, tmp_path):
     model, _ = load_model(checkpoints.target("llama", vocab_size=VOCAB).folder, FLOAT32)
     other = checkpoints.target("qwen3", vocab_size=VOCAB).folder
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="not the checkpoint of the model"):
         save_model(tmp_path, model, random_params(model.specs(), 0), other)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from support.engines import generate
 
 from specjax import SamplingParams
 
@@ -46,17 +47,6 @@ def watch_runs(scheduler):
 
     scheduler.commit = watched
     return runs
-
-
-def generate(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def assert_idle(llm):
-    scheduler = llm.engine.scheduler
-    assert not llm.engine.has_work and scheduler.num_running == 0
-    assert scheduler.pages.num_free == scheduler.pages.num_pages
-    assert sorted(scheduler.residents.free_slots) == list(range(llm.engine.config.max_num_seqs))
 
 
 def cut(tokenizer, token_ids, stop, *, min_tokens=0, include=False):
