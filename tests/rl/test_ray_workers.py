@@ -154,7 +154,7 @@ def test_weights_reach_all_workers_and_those_that_replace_them(
     assert_same(workers.generate(prompts, PARAMS), single.generate(prompts, PARAMS))
     wrong = {"fc.weight": np.zeros((2, 2), np.float32)}
     for refused, words in (
-        ({"weights": weights, "version": single.version}, "is not above"),
+        ({"weights": weights, "version": single.version}, "must be above"),
         ({"weights": {"lm_head": weights.lm_head}}, "missing"),
         ({"weights": original, "drafter": wrong}, "drafter's weights do not fit"),
     ):
