@@ -10,6 +10,7 @@ from pallas_kernels.latent_attention import latent_attention
 from specjax.device.cache.latent import LatentAttention
 from specjax.device.cache.latent_prompt import attend_plainly
 from specjax.device.cache.rows import CachedRows
+from specjax.device.weights.latent_up import LatentUp
 from specjax.engine.xla_options import GPU_OPTIONS
 
 CAPACITY = 8192  # tokens of a request
@@ -88,8 +89,10 @@ def chunk(name):
 
     @jax.jit
     def attend(positions, table, *arrays):
+        *arrays, up = arrays
         rows = CachedRows(positions, table, folds=True, kernels="triton")
-        return attend_plainly(rows, *arrays, kind.scale)
+        weight = LatentUp(up, kind.num_heads, kind.nope_dim)
+        return attend_plainly(rows, *arrays, weight, kind.scale)
 
     return attend, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes.values()), {}
 

@@ -17,6 +17,7 @@ from pallas_kernels.latent_attention import latent_attention, latent_attention_t
 from pallas_kernels.latent_attention.triton import LatentTuning
 from specjax.device.cache.latent_prompt import attend_plainly
 from specjax.device.cache.rows import CachedRows
+from specjax.device.weights.latent_up import LatentUp
 
 RANK, ROTATED, NOPE, VALUE, PAGE_SIZE = 64, 16, 36, 20, 16
 SCALE = 0.21
@@ -111,10 +112,9 @@ def test_the_plain_form_of_chunks(kernels):
     """Keys and values of heads, of the context in blocks of a page; one request ends before."""
     nope, rotated, key_up, value_up, pool, table, positions = made("chunk")
     rows = CachedRows(positions.reshape(-1), table, folds=True, kernels=kernels)
-    up = np.concatenate([key_up, value_up], axis=1).reshape(-1, RANK)
+    up = np.concatenate([key_up, value_up], axis=1).reshape(-1, RANK).astype(np.float32)
+    up = LatentUp(up, *key_up.shape[:2])
     queries = (x.reshape(-1, *x.shape[2:]).astype(np.float32) for x in (nope, rotated))
-    out = jax.jit(attend_plainly)(
-        rows, pool, np.int32(LAYER), *queries, up.astype(np.float32), np.float32(SCALE)
-    )
+    out = jax.jit(attend_plainly)(rows, pool, np.int32(LAYER), *queries, up, np.float32(SCALE))
     expected = attention_by_definition(*made("chunk"))
     np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=0, atol=1e-5)

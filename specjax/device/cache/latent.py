@@ -13,6 +13,7 @@ from pallas_kernels.rope_write.reference import rotate
 from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.latent_prompt import attend_plainly, head_dim
 from specjax.device.cache.rows import CachedRows
+from specjax.device.weights.latent_up import LatentUp
 
 NORM_EPS = 1e-6  # of the latent norm; fixed, independent of the model's rms_norm_eps
 # Number of products that a GPU computes in the time of moving one 16-bit number: 184 measured on an
@@ -26,7 +27,7 @@ class ProjectedLatents(NamedTuple):
     q: jax.Array  # [N, H (D_n + D_r)]
     latent: jax.Array  # [N, R + D_r], the latent, then the key part shared by all heads
     norm: jax.Array  # [R], norm of the latent
-    up: jax.Array  # [H (D_n + D_v), R], for each head first keys, then values
+    up: LatentUp
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles, f32[N, D_r / 2]
 
     def of_rows(self, part: slice) -> "ProjectedLatents":
@@ -102,8 +103,7 @@ class LatentAttention(PagesOnly):
         if rows.folds and rows.width >= self.plain_width:
             out = attend_plainly(rows, cache, layer, nope, rope, inputs.up, self.scale)
             return out, cache
-        keys_up, values_up = self._ups(inputs.up)
-        q = jnp.concatenate([jnp.einsum("nhd,hdr->nhr", nope, keys_up), rope], axis=-1)
+        q = jnp.concatenate([inputs.up.absorb(nope), rope], axis=-1)
         reach = rows.by_request(rows.positions if rows.reach is None else rows.reach)
         mixed = latent_attention(
             rows.by_request(q),
@@ -115,8 +115,7 @@ class LatentAttention(PagesOnly):
             scale=self.scale,
             kernels=rows.kernels,
         )
-        mixed = mixed.reshape(-1, *mixed.shape[2:])
-        return jnp.einsum("nhr,hdr->nhd", mixed, values_up), cache
+        return inputs.up.project(mixed.reshape(-1, *mixed.shape[2:])), cache
 
     def causal(self, length: int, inputs: ProjectedLatents) -> jax.Array:
         """Attend within each sequence, to every head's keys and values; return [N, H, D_v]."""
@@ -156,16 +155,10 @@ class LatentAttention(PagesOnly):
         rotated = self._rotated(rope[:, None], inputs.angles)[:, 0]
         return rms_norm(latent, inputs.norm, NORM_EPS), rotated
 
-    def _ups(self, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the up-projections of keys [H, D_n, R] and values [H, D_v, R]."""
-        # XLA fuses slices of this axis into the products; slices of other axes would be copied.
-        up = up.reshape(self.num_heads, -1, self.rank)
-        return up[:, : self.nope_dim], up[:, self.nope_dim :]
-
     def _heads(self, inputs: ProjectedLatents) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries and keys [N, H, D_n + D_r] and values [N, H, D_v] of every head."""
         latent, shared = self._entries(inputs)
-        keys, values = (jnp.einsum("nr,hdr->nhd", latent, up) for up in self._ups(inputs.up))
+        keys, values = inputs.up.expand(latent)
         shared = jnp.broadcast_to(shared[:, None], (*keys.shape[:2], self.rope_dim))
         q = jnp.concatenate(self._queries(inputs), axis=-1)
         return q, jnp.concatenate([keys, shared], axis=-1), values

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import paged_attention_part
 from specjax.device.cache.rows import CachedRows
+from specjax.device.weights.latent_up import LatentUp
 
 
 def attend_plainly(
@@ -19,7 +20,7 @@ def attend_plainly(
     layer: jax.Array,
     nope: jax.Array,
     rope: jax.Array,
-    up: jax.Array,
+    up: LatentUp,
     scale: float,
 ) -> jax.Array:
     """Return the attention output [N, H, D_v] of queries over the latents up to their own row.
@@ -30,12 +31,12 @@ def attend_plainly(
         layer: i32[] index into the pool.
         nope: [N, H, D_n] parts of queries that are not rotated.
         rope: [N, H, D_r] rotated parts of queries.
-        up: [H (D_n + D_v), R] for each head first keys, then values.
+        up: projects latents to keys and values.
         scale: multiplies the scores.
     """
     page_size, width = pool.shape[2:]
     (_, num_heads, nope_dim), rope_dim = nope.shape, rope.shape[2]
-    rank, value_dim = width - rope_dim, up.shape[0] // num_heads - nope_dim
+    rank, value_dim = width - rope_dim, up.value_dim
     dim = head_dim(nope_dim + rope_dim, value_dim)  # by which the kernel scales the scores
     q = rows.by_request(_padded(jnp.concatenate([nope, rope], axis=-1), dim) * (scale * dim**0.5))
 
@@ -49,11 +50,10 @@ def attend_plainly(
         """Attend over block i; return f32[B, T, H, D_v] and the log-sum-exp of its scores."""
         entries = pool[layer, jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)]
         entries = entries.reshape(batch, num_tokens, width)
-        made = jnp.einsum("bcr,xr->bcx", entries[..., :rank], up)
-        made = made.reshape(batch, num_tokens, num_heads, -1)
-        shared = jnp.broadcast_to(entries[..., None, rank:], (*made.shape[:3], rope_dim))
-        keys = jnp.concatenate([made[..., :nope_dim], shared], axis=-1)
-        kv = jnp.stack([_padded(keys, dim), _padded(made[..., nope_dim:], dim)], axis=2)
+        keys, values = up.expand(entries[..., :rank])
+        shared = jnp.broadcast_to(entries[..., None, rank:], (*keys.shape[:3], rope_dim))
+        keys = jnp.concatenate([keys, shared], axis=-1)
+        kv = jnp.stack([_padded(keys, dim), _padded(values, dim)], axis=2)
         kv = kv.reshape(1, batch * pages, page_size, *kv.shape[2:])
         within = positions - i * num_tokens
         out, lse = paged_attention_part(q, kv, jnp.int32(0), table, within, kernels=rows.kernels)

@@ -10,6 +10,7 @@ from specjax.checkpoint.spec import stored
 from specjax.device.cache.latent import NORM_EPS, LatentAttention, ProjectedLatents
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
+from specjax.device.weights.latent_up import LatentUp, latent_up
 from specjax.device.weights.matrix import Matrix, dense
 
 
@@ -22,7 +23,7 @@ class MLA:
     q_norm: jax.Array | None  # [Q]; like `q_up`, None if queries have no rank
     q_up: Matrix | None  # [Q, H (D_n + D_r)]
     latent_norm: jax.Array  # [R]
-    up: jax.Array  # [H (D_n + D_v), R], for each head first keys, then values
+    up: LatentUp  # R to the keys D_n and values D_v of H heads
     out: Matrix  # [H D_v, D]
 
     def mix(
@@ -49,7 +50,6 @@ def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) 
     heads = kind.num_heads
     q_width, out_width = heads * (kind.nope_dim + kind.rope_dim), heads * kind.value_dim
     inputs = ["q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"]
-    up_width = heads * (kind.nope_dim + kind.value_dim)
     return MLA(
         down=dense(
             [f"{prefix}.{name}.weight" for name in inputs],
@@ -62,6 +62,6 @@ def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) 
         if q_rank
         else None,
         latent_norm=stored([f"{prefix}.kv_a_layernorm.weight"], (kind.rank,)),
-        up=stored([f"{prefix}.kv_b_proj.weight"], (up_width, kind.rank), axes=("heads", None)),
+        up=latent_up(f"{prefix}.kv_b_proj.weight", heads, kind.nope_dim, kind.value_dim, kind.rank),
         out=dense([f"{prefix}.o_proj.weight"], out_width, [dim], axes=("heads", None)),
     )

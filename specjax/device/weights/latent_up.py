@@ -1,0 +1,52 @@
+"""Weights that project latents up to the keys and values of every head (MLA)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.spec import stored
+from specjax.device.weights.weight import Weight, weight
+
+
+@weight
+@dataclass(frozen=True)
+class LatentUp(Weight):
+    """A matrix [R, D_n + D_v] for each of H heads, stored transposed; D_n columns make its key."""
+
+    values: jax.Array  # [H (D_n + D_v), R]
+    num_heads: int
+    key_dim: int  # D_n
+
+    @property
+    def value_dim(self) -> int:
+        """The width D_v of a head's value."""
+        return self.values.shape[0] // self.num_heads - self.key_dim
+
+    def expand(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the keys [..., H, D_n] and values [..., H, D_v] of latents [..., R]."""
+        made = jnp.einsum("...r,xr->...x", latents, self.values)
+        made = made.reshape(*latents.shape[:-1], self.num_heads, -1)
+        return made[..., : self.key_dim], made[..., self.key_dim :]
+
+    def absorb(self, queries: jax.Array) -> jax.Array:
+        """Return queries [N, H, R] for latents, from queries [N, H, D_n] for keys."""
+        return jnp.einsum("nhd,hdr->nhr", queries, self._by_head()[:, : self.key_dim])
+
+    def project(self, mixed: jax.Array) -> jax.Array:
+        """Return mixed values [N, H, D_v], from mixed latents [N, H, R]."""
+        return jnp.einsum("nhr,hdr->nhd", mixed, self._by_head()[:, self.key_dim :])
+
+    def _by_head(self) -> jax.Array:
+        """Return the weights [H, D_n + D_v, R].
+
+        XLA fuses slices of the middle axis into the products; it would copy slices of others.
+        """
+        return self.values.reshape(self.num_heads, -1, self.values.shape[1])
+
+
+def latent_up(name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> Any:
+    """Return the specs of a tensor [H (D_n + D_v), R] that holds all heads."""
+    shape = num_heads * (key_dim + value_dim), rank
+    return LatentUp(stored([name], shape, axes=("heads", None)), num_heads, key_dim)
