@@ -38,8 +38,8 @@ class DeltaInputs(NamedTuple):
 class Snapshots(NamedTuple):
     """Copies of S states, and the previous tokens that the convolution still reads.
 
-    A snapshot and the pages of the same tokens together serve requests that begin with these
-    tokens; neither is useful alone.
+    A request that begins with some cached tokens needs both a snapshot and the pages of these
+    tokens. Neither is useful alone.
     """
 
     state: jax.Array  # f32[layers, S, H_v, D_v, D_k]
@@ -139,7 +139,10 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Fold pending tokens into the states, then run the rows; return [N, H_v, D_v]."""
+        """Fold pending tokens into the states, then run the rows.
+
+        Return the output [N, H_v, D_v] and the new cache.
+        """
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
             rows.by_request(inputs.x),
@@ -156,7 +159,7 @@ class DeltaRule:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
-        """Run sequences from an empty state; return [N, H_v, D_v]."""
+        """Return the output [N, H_v, D_v] for sequences of `length` rows, from empty states."""
         weights = inputs.weights
         x = inputs.x.reshape(-1, length, inputs.x.shape[-1])
         raw, z, gates = split_inputs(x, weights, self.heads)
