@@ -16,7 +16,7 @@ class CacheSizes(NamedTuple):
     num_slots: int  # maximum number of resident requests
     num_pages: int  # of layers without separate window pages
     page_size: int  # tokens
-    max_rows: int  # maximum rows per request and step; some may be rejected
+    max_rows: int  # maximum number of rows per request in a step; some may be rejected
     num_snapshots: int = 0  # number of snapshots of recurrent states
     window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers with separate pages
     page_dtype: Any = None  # dtype of pages; None: the model's dtype
@@ -27,7 +27,7 @@ class CacheSizes(NamedTuple):
 
 
 class CacheKind(Protocol):
-    """One kind of cache: a hashable value. Methods take its arrays, whose first axis is layers.
+    """One kind of cache: a hashable value. Its methods take arrays, whose first axis is the layer.
 
     `Rows.mix` calls the method for its kind of rows: `cached` in serving; `causal` or `unrolled` in
     training, without a cache and with gradients. Their argument `inputs` holds a layer's
@@ -98,7 +98,7 @@ class CacheKind(Protocol):
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run the `CachedRows` `rows`; return the output [N, ...], and the cache with the rows."""
+        """Run `CachedRows` on the cache; return the output [N, ...] and the cache with the rows."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:

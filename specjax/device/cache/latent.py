@@ -73,7 +73,7 @@ class LatentAttention(PagesOnly):
 
     @property
     def plain_width(self) -> float:
-        """The estimated number of rows in a chunk from which on the plain form is faster.
+        """The estimated number of rows in a chunk above which the plain form is faster.
 
         It does not depend on the context's length. For each context token and head, the operations
         that the rows save must outweigh the additional work: to project the token up, to lay out

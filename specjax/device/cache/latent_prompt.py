@@ -23,7 +23,7 @@ def attend_plainly(
     up: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """Return the attention output [N, H, D_v] of queries over the latents up to their own row.
+    """Return the output [N, H, D_v] of attention; queries see the latents up to their own row.
 
     Args:
         rows: the rows of chunks. A block of the context is as long as a chunk.
@@ -47,7 +47,7 @@ def attend_plainly(
     positions = rows.by_request(rows.positions)
 
     def part(i: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Attend to block i; return the output f32[B, T, H, D_v] and its scores' log-sum-exp."""
+        """Attend to block i; return the output f32[B, T, H, D_v] and the scores' log-sum-exp."""
         entries = pool[layer, jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)]
         entries = entries.reshape(batch, num_tokens, width)
         made = jnp.einsum("bcr,xr->bcx", entries[..., :rank], up)

@@ -48,7 +48,7 @@ class Snapshots(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The memory of Gated DeltaNet: a matrix per head, written after a short convolution."""
+    """The memory of Gated DeltaNet: one matrix per head, updated after a short convolution."""
 
     num_layers: int
     heads: Heads
@@ -124,7 +124,7 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """Copy snapshots to slots, with no tokens pending; see `CacheKind.restore`."""
+        """Copy the snapshots `ids` to `slots`, with no tokens pending; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
         # As after a prompt, entries that no step may read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])

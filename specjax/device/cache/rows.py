@@ -31,10 +31,12 @@ class CachedRows:
 
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row
     page_table: Int32[jax.Array, "B P"]  # -1 where no page is assigned
-    slots: Int32[jax.Array, "B"] | None = None  # of recurrent states; out of range for padding
+    slots: Int32[jax.Array, "B"] | None = None  # slots of states; out of range for padding
     pending: Int32[jax.Array, "B"] | None = None
-    reach: Int32[jax.Array, "N"] | None = None  # last position that a row attends to; None: its own
-    origin: Int32[jax.Array, "N"] | None = None  # last position of its window; None: `reach`
+    # The last position that a row attends to; None: the row's position.
+    reach: Int32[jax.Array, "N"] | None = None
+    # The last position of a row's window; None: `reach`.
+    origin: Int32[jax.Array, "N"] | None = None
     folds: bool = field(default=False, metadata={"static": True})
     window_tables: tuple[Int32[jax.Array, "B P"], ...] = ()  # one per window
     windows: tuple[int, ...] = field(default=(), metadata={"static": True})
@@ -70,7 +72,7 @@ class CachedRows:
         return self.page_table
 
     def without_windows(self) -> "CachedRows":
-        """Return the rows without separate pages for windows."""
+        """Return the rows without separate page tables for windows."""
         return replace(self, window_tables=(), windows=())
 
     def mix(

@@ -45,7 +45,7 @@ class DrafterFiles:
 
     @classmethod
     def without_weights(cls, folder: Path) -> "DrafterFiles":
-        """Read the config of a folder without weights."""
+        """Return the files of a folder that has a config but no weights."""
         nothing = TensorFiles(folder, {})
         return cls(nothing, read_config(folder), Placement.on(default_device()))
 
@@ -55,7 +55,7 @@ class DrafterFiles:
         return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
-        """Return whether the files have a tensor of this published name."""
+        """Return whether the files have the tensor with the published name `name`."""
         return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
@@ -124,7 +124,7 @@ def cannot_matter(name: str) -> bool:
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
     """Return the embeddings [N, D] of `tokens` i32[N].
 
-    They come from the drafter's table if its weights include one, else from the target's.
+    They come from the drafter's embedding if its weights include one, else from the target's.
     """
     own = params.drafter.embedding
     return target.embed(params.target, tokens) if own is None else own.rows(tokens)

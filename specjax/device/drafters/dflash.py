@@ -110,7 +110,7 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """An addition to DFlash by a related kind of head. This base class adds nothing."""
+    """An addition that a related method makes to DFlash. This base class adds nothing."""
 
     embedding_scale: float = 1.0  # multiplies the block's embedded tokens
     is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the previous draft
@@ -174,7 +174,7 @@ class DFlashHead:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
-    attention_masks: tuple[AttentionMask, ...]  # by layer
+    attention_masks: tuple[AttentionMask, ...]  # one per layer
     has_embedding: bool = False
     has_lm_head: bool = False
     has_mask: bool = False
@@ -291,7 +291,8 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def embed(self, target: Model, params: Params, last: jax.Array, width: int) -> jax.Array:
         """Return the blocks' embeddings [B width, D].
 
-        The first row of each block embeds a token in `last` i32[B]; the other rows embed the mask.
+        The first row of each block embeds a token of `last` i32[B]. All other rows embed the mask
+        token.
         """
         x, mask = embed_tokens(target, params, last), params.drafter.mask
         if mask is None:

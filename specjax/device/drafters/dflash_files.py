@@ -137,7 +137,7 @@ def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
 
 
 def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
-    """Return the addition to DFlash, and the block's row that gives the first draft."""
+    """Return the addition to DFlash, and the index of the first draft's row in a block."""
     names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
     read = next((READERS[name] for name in names if name in READERS), None)
     if read is not None:
@@ -148,7 +148,7 @@ def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
 
 
 def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
-    """Return the `config.json` of a head without windows in the authors' layout.
+    """Return a head's `config.json` in the authors' layout. The head must have no windows.
 
     The config allows at most `block_size - 1` drafts. `num_target_layers` is the target's number of
     layers.
@@ -176,7 +176,7 @@ def _decoder(hf: HFConfig) -> Mapping[str, Any]:
 
 
 def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
-    """Return the sizes of the head's decoder; `vocab_size` is the default of the config's field."""
+    """Return the sizes of the head's decoder. `vocab_size` is the default of that field."""
     fields = {"vocab_size": vocab_size, **_decoder(hf)}
     for name in _WINDOWS:  # these differ in heads: see `_read_attention_masks`
         fields.pop(name, None)

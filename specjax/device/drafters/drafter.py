@@ -21,7 +21,7 @@ from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 class Params(NamedTuple):
-    """The weights of a step. They are arguments, so that new weights need no recompilation."""
+    """The weights of a step: arguments of its program, so that new weights need no compilation."""
 
     target: Any
     drafter: Any
@@ -67,7 +67,7 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return `counts[b]` rows from position `starts[b]` on for each request b, then padding.
+        """Return the rows of each request b: `counts[b]` from position `starts[b]` on, and padding.
 
         `most` is the largest count. Inactive requests have only padding rows. `pending` i32[B] and
         `writes` are explained in `CachedRows`; only recurrent states need `pending`.
@@ -263,7 +263,7 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state in addition to pages that later rows do not determine.
+        """Whether requests have a state, in addition to pages, that later rows do not determine.
 
         If so, reusing pages is not enough to skip observing tokens: a snapshot of the state is
         needed, too.
@@ -272,9 +272,9 @@ class Drafter(Protocol):
 
     @property
     def may_defer(self) -> bool:
-        """Whether the drafter may observe the rows of rounds without drafts later.
+        """Whether it is possible to postpone observing the rows of rounds without drafts.
 
-        The rows of several such rounds are then observed at once, like the rows of a chunk. This
+        If so, the rows of several such rounds are observed at once, like the rows of a chunk. This
         saves time only if `observe` reads weights.
         """
         ...

@@ -49,7 +49,7 @@ class Markov(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the correction of a config, and the index of the first draft's row in a block.
+    """Return the correction that a config describes, and the index of the first draft's row.
 
     The correction is a plain `Refinement` if the config has none. `own` is the config's field
     `dflash_config`.

@@ -109,7 +109,7 @@ class Eagle3Head:
         """Return the float weights as `TensorSpec`s.
 
         `names` are the tensor names in the files. They determine whether the layout is the
-        published one or the one of the speculators library.
+        published layout or the speculators library's.
         """
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
@@ -227,8 +227,10 @@ def first_layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[Eagle3Head, Eagle3Params]:
-    """Load an EAGLE-3 head in the published layout (`midlayer.*`) or in speculators'
-    (`layers.0.*`)."""
+    """Load an EAGLE-3 head.
+
+    Its layout is the published layout (`midlayer.*`) or the speculators library's (`layers.0.*`).
+    """
     head = _read_chain_head(files, config, target)
     return head, load_weights(files, head, target, dtype)
 
@@ -370,12 +372,12 @@ def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
 
 
 def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int, ...]:
-    """Return the target's layers whose input the head reads; `num_layers` is their number L.
+    """Return the target's layers whose input the head reads.
 
     `convention` says what a number i in the config means. "entering": the residual stream that
-    enters layer i. "output": the output of layer i, which enters layer i + 1. By default, the
-    layers are 2, L // 2 and L - 3. The tuple is empty if the config says that there are no
-    auxiliary states.
+    enters layer i. "output": the output of layer i, which enters layer i + 1. If the config has no
+    numbers, the layers are 2, L // 2 and L - 3, where L = `num_layers` is the target's number of
+    layers. The tuple is empty if the config says that there are no auxiliary states.
     """
     nested = hf.get("eagle_config", {})
     if nested.get("use_aux_hidden_state") is False:

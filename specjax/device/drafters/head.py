@@ -52,7 +52,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads compute keys and values.
+        """True: most heads observe rows by computing keys and values.
 
         The keys and values of a row depend only on this row and earlier rows.
         """

@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): one small head per draft token, all on the same hidden state.
+"""Medusa (Cai et al. 2024): one small head per draft token. All heads read one hidden state.
 
     x <- x + silu(L_ij x) for the blocks j of head i, from x = f_p      logits_i = W_i x
 
@@ -168,7 +168,7 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[MedusaDrafter, MedusaParams]:
-    """Load heads in vLLM's layout, or in the authors' (`medusa_lm_head`).
+    """Load heads in vLLM's layout or in the authors' layout (`medusa_lm_head`).
 
     Raises:
         CheckpointError: the heads were made for another target, or there are fewer heads than K.

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2; Qwen3-Next): the target has a drafting layer.
+"""Multi-token prediction (MTP): drafting with an additional layer that the target comes with.
 
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
@@ -6,7 +6,7 @@ h is the target's hidden state after its final norm. The embedding e and the out
 target's. The layer has the form of the target's attention layers, and a separate KV cache. For each
 further draft, the layer runs again on h', unless the target has several modules (see
 `mtp_modules`). The form of the layer and the names of its tensors depend on the target's family
-(see `NAMES`).
+(see `NAMES`). Sources: DeepSeek-V3, section 2.2; Qwen3-Next.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -106,7 +106,7 @@ class MTPHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The name of the target's tensor for each module tensor that is a copy of it."""
+        """A map from module tensors that are copies to the target's tensors that they copy."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

@@ -7,7 +7,7 @@ at position n - 1 + i. The module attends to the rows in its cache, and its rows
 belong to this round's drafts. After the last module, further draft tokens come from the last
 module, which then takes its own output.
 
-At a request's first rows (p < i), module i has no input from module i - 1: zeros replace it.
+At a request's first rows (p < i), module i has no input from module i - 1: the input is zero.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,7 +48,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The name of the target's tensor for each module tensor that is a copy of it."""
+        """A map from module tensors that are copies to the target's tensors that they copy."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
@@ -152,9 +152,10 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return Draft.stacked(drafts, probs, len(starts)), replace(state, kv=tuple(kv))
 
     def _run(self, target, params, number, context, first, tokens, inputs, kv):
-        """Run module `number` on `tokens` i32[B, T] and `inputs` [B, T, D] from `first` i32[B] on.
+        """Run module `number` on `tokens` i32[B, T] with hidden `inputs` [B, T, D].
 
-        `first` holds positions. Return the output [B, T, D] and the module's new cache.
+        The tokens of request b have positions from `first[b]` on. Return the output [B, T, D] and
+        the module's new cache.
         """
         count = tokens.shape[1]
         writes = number > 0

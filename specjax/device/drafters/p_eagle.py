@@ -46,7 +46,7 @@ MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs by specu
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PEagleParams(Eagle3Params):
-    """Weights of a P-EAGLE head: an EAGLE-3 head with the first layer, and further layers."""
+    """Weights of a P-EAGLE head: the fields of an EAGLE-3 head, and the layers after the first."""
 
     layers: tuple[DecoderLayer, ...]  # after the first
     mask_states: jax.Array  # [1, 1, A D_target], `mask_hidden`

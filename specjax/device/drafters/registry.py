@@ -67,7 +67,7 @@ def load_drafter(
     target_folder: Path | None = None,
     log: Log = no_log,
 ) -> tuple[Drafter, Any]:
-    """Load the drafter that `config` describes and its parameters; check both against the target.
+    """Load a drafter and its parameters, as `config` describes, and check them against the target.
 
     `folder` is the drafter's checkpoint; None for a method without a checkpoint. The parameters go
     to `placement`; None means `default_device`. `target_folder` is the target's checkpoint; None

@@ -1,4 +1,4 @@
-"""The fields of Hugging Face configs: which are read, which are harmless, which raise an error.
+"""Decides which fields of Hugging Face configs are read, are harmless or raise an error.
 
 transformers is the reference. If the class in transformers for a model type reads a field, this
 field is also read here, or raises an error if it is set. transformers ignores all other fields. If

@@ -70,7 +70,7 @@ class DecoderParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Base of decoders, which are hashable values: static arguments of a compiled step."""
+    """Base of decoders, which are hashable: a decoder can be a compiled step's static argument."""
 
     vocab_size: int
     hidden_size: int
@@ -141,7 +141,7 @@ class Decoder:
         """Return the weights of the layer `prefix` as `TensorSpec`s.
 
         `names` are the checkpoint's tensor names. `kind` is an index into `cache_kinds`.
-        `is_sparse` says that the layer has experts.
+        `is_sparse` says whether the layer has experts.
         """
         mlp = f"{prefix}.mlp"
 
@@ -232,7 +232,7 @@ def decoder_layer(
 ) -> tuple[Residual, Any]:
     """Run one decoder layer; return the residual stream after it, and the cache with the rows.
 
-    `layer` i32[] is its index among the layers of this cache `kind`, which share the `cache`.
+    `layer` i32[] is the layer's index among the layers of the cache `kind`, which share `cache`.
     """
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)

@@ -47,8 +47,8 @@ class DeepSeek(Decoder):
     def head_shape(self) -> Llama:
         """See `Model.head_shape`.
 
-        The sizes of latent attention do not suit other attention. Instead, heads are at most 128
-        wide, and there are at most eight key heads.
+        The sizes of latent attention are not used, because they do not suit other attention. The
+        heads are at most 128 wide, and there are at most eight key heads.
         """
         head_dim = gcd(self.hidden_size, 128)
         num_heads = self.hidden_size // head_dim

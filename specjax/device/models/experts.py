@@ -10,7 +10,7 @@ from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 
 class _Defaults(NamedTuple):
-    """The values of fields that a config lacks."""
+    """Default values of a config's fields."""
 
     num_experts: int
     num_chosen: int

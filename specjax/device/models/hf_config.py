@@ -71,7 +71,7 @@ class HFConfig:
             )
 
     def require_unset(self, *keys: str) -> None:
-        """Raise `CheckpointError` if one of the fields `keys` switches on its feature."""
+        """Raise `CheckpointError` if one of the unsupported fields `keys` is switched on."""
         for key in keys:
             if self.fields.get(key):
                 raise CheckpointError(

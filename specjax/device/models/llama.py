@@ -58,14 +58,14 @@ class Llama(Decoder):
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The layers' kinds, from their windows; see `Model.layer_kinds`."""
+        """Each layer's index into `cache_kinds`, which depends on the layer's window."""
         windows = self._layer_windows
         kinds = list(dict.fromkeys(windows))
         return tuple(kinds.index(one) for one in windows)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings, from the layers' windows; see `Decoder.ropes`."""
+        """The rotary embedding of each cache kind, which depends on the kind's window."""
         local = self.local_rope or self.rope
         return tuple(self.rope if kind.window is None else local for kind in self.cache_kinds)
 

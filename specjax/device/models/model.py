@@ -23,7 +23,10 @@ class Features:
 
     @classmethod
     def of(cls, hidden: jax.Array, auxiliary: Sequence[jax.Array]) -> "Features":
-        """Return features with the states [N, D] in `auxiliary` concatenated, or None if empty."""
+        """Return features from `hidden` and the states [N, D] of the auxiliary layers.
+
+        The states are concatenated. `Features.auxiliary` is None if there are no states.
+        """
         return cls(hidden, jnp.concatenate(auxiliary, axis=-1) if auxiliary else None)
 
 
@@ -52,7 +55,10 @@ class Model(Protocol):
         ...
 
     def with_layers(self, num_layers: int) -> "Model":
-        """Return the model with only its first `num_layers` layers, to measure their cost."""
+        """Return the model with only its first `num_layers` layers.
+
+        This serves to measure the cost of layers.
+        """
         ...
 
     @property
@@ -135,9 +141,9 @@ def init_caches(model: Model, sizes: CacheSizes, dtype: Any) -> tuple[Any, ...]:
 def take_snapshots(
     model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Apply `CacheKind.take` to each cache kind; return each kind's new snapshots.
+    """Call `CacheKind.take` of each cache kind; return the new snapshots of each kind.
 
-    `moves` holds its arguments `slots`, `ids` and `ends`.
+    `moves` holds the arguments `slots`, `ids` and `ends` of these calls.
     """
     slots, ids, ends = moves
     each = zip(model.cache_kinds, snapshots, caches, strict=True)
@@ -147,9 +153,9 @@ def take_snapshots(
 def restore_snapshots(
     model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Apply `CacheKind.restore` to each cache kind; return each kind's new cache.
+    """Call `CacheKind.restore` of each cache kind; return the new cache of each kind.
 
-    `moves` holds its arguments `slots`, `ids` and `ends`.
+    `moves` holds the arguments `slots`, `ids` and `ends` of these calls.
     """
     slots, ids, ends = moves
     each = zip(model.cache_kinds, snapshots, caches, strict=True)

@@ -80,7 +80,7 @@ class Qwen35(Decoder):
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The layers' kinds, from the config's `layer_types`; see `Model.layer_kinds`."""
+        """Each layer's index into `cache_kinds`, which depends on `layer_types`."""
         return tuple(map(KINDS.index, self.layer_types))
 
     def with_layers(self, num_layers: int) -> "Qwen35":

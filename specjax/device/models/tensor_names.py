@@ -41,7 +41,7 @@ class TensorNames:
 
     @classmethod
     def of(cls, names: Collection[str]) -> "TensorNames":
-        """Return the prefixes that occur in `names`. Their default is the specs' prefixes."""
+        """Return the prefixes that occur in `names`. The defaults are the specs' prefixes."""
 
         def is_there(root: str) -> bool:
             parts = tuple(root + part for part in _DECODER)
@@ -90,7 +90,10 @@ def is_within(name: str, beginnings: Iterable[str]) -> bool:
 
 
 def other_part(name: str) -> str | None:
-    """Return the unused part that the tensor `name` belongs to; None if it belongs to none."""
+    """Return the part of a checkpoint that the tensor `name` belongs to.
+
+    None if it is not one of the parts that the text model does not use.
+    """
     rest = name.removeprefix("model.")
     return next((part for part, names in _OTHER_PARTS.items() if rest.startswith(names)), None)
 

@@ -114,8 +114,8 @@ def mlp_specs(
 ) -> MLP:
     """Return the weights as `TensorSpec`s with Hugging Face's names.
 
-    `prefix` is the layer's name in checkpoints, `dim` is D and `inner` is F. `is_merged` says that
-    the checkpoint stores gate and up in one tensor.
+    `prefix` is the layer's name in checkpoints, `dim` is D and `inner` is F. `is_merged` says
+    whether the checkpoint stores gate and up in one tensor.
     """
     inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]
     sizes = [inner] * len(inputs)

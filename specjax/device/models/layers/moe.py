@@ -27,7 +27,7 @@ class Experts(NamedTuple):
     """The sizes and functions of a mixture."""
 
     num_experts: int  # E
-    num_chosen: int  # per token
+    num_chosen: int  # number of experts per token
     intermediate_size: int  # F
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
