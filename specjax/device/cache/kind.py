@@ -36,7 +36,7 @@ class CacheKind(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of layers with this kind in Hugging Face configs."""
+        """The name of this kind of layer in Hugging Face configs."""
         ...
 
     @property
@@ -67,7 +67,10 @@ class CacheKind(Protocol):
 
     @property
     def row_size(self) -> int:
-        """Number of intermediate values per row and layer, beyond a few times the model's width."""
+        """The number of intermediate values per row in one layer.
+
+        Memory planning adds it to a fixed multiple of the model's width.
+        """
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:

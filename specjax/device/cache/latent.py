@@ -59,7 +59,7 @@ class LatentAttention(PagesOnly):
 
     @property
     def name(self) -> str:
-        """The name in reports. Configs have no name for this kind."""
+        """The name of this kind of layer in reports. Configs have no name for it."""
         return "latent_attention"
 
     @property

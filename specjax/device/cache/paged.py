@@ -49,7 +49,7 @@ class PagedAttention(PagesOnly):
 
     @property
     def name(self) -> str:
-        """The name in configs."""
+        """The name of this kind of layer in Hugging Face configs."""
         return "full_attention" if self.window is None else "sliding_attention"
 
     @property

@@ -57,7 +57,7 @@ class DeltaRule:
 
     @property
     def name(self) -> str:
-        """The name in configs."""
+        """The name of this kind of layer in Hugging Face configs."""
         return "linear_attention"
 
     @property

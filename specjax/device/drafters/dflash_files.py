@@ -176,7 +176,10 @@ def _decoder(hf: HFConfig) -> Mapping[str, Any]:
 
 
 def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
-    """Return the sizes of the head's decoder. `vocab_size` is the default of that field."""
+    """Return the sizes of the head's decoder.
+
+    `vocab_size` is the vocabulary size if the config has none.
+    """
     fields = {"vocab_size": vocab_size, **_decoder(hf)}
     for name in _WINDOWS:  # these differ in heads: see `_read_attention_masks`
         fields.pop(name, None)

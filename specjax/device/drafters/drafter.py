@@ -67,10 +67,10 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return the rows of each request b: `counts[b]` from position `starts[b]` on, and padding.
+        """Return `counts[b]` rows per request b, which begin at `starts[b]`, and padding rows.
 
         `most` is the largest count. Inactive requests have only padding rows. `pending` i32[B] and
-        `writes` are explained in `CachedRows`; only recurrent states need `pending`.
+        `writes` are explained in `CachedRows`. Only recurrent states need `pending`.
         """
         return CachedRows.starting_at(
             starts,

@@ -28,7 +28,7 @@ from specjax.device.verification import Draft
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModulesParams:
-    """Weights of the modules."""
+    """Weights of several MTP modules."""
 
     modules: tuple[MTPParams, ...]
 

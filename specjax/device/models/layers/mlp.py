@@ -79,7 +79,7 @@ class ClampedSwiGLU:
 
 
 class FeedSettings(Protocol):
-    """The settings of a model that its feed-forward layers read."""
+    """The model settings that feed-forward layers read."""
 
     @property
     def activation(self) -> Activation: ...

@@ -16,7 +16,7 @@ class Rows(Protocol):
     def kernels(self) -> str: ...
     @property
     def attends(self) -> bool:
-        """Whether the output of attention is used, or only the written keys and values."""
+        """Whether the output of attention is used. If not, only keys and values are needed."""
         ...
 
     def mix(
