@@ -199,9 +199,10 @@ def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask,
     """Return the attention mask of a block's rows for each layer.
 
     The meaning of a window of W tokens depends on the training framework. With speculators, a row
-    sees W tokens before the block, and the block. With transformers, it sees W tokens to either
-    side. With the authors' code, it sees W - 1 tokens to either side, or only the W - 1 tokens
-    before the row if the mask is causal.
+    sees W tokens before the block, and the block's rows (only up to itself unless
+    `sliding_window_non_causal` is true). With transformers, a row sees W tokens to either side.
+    With the authors' code, a row sees W - 1 tokens to either side, or only the W - 1 tokens before
+    itself if the mask is causal.
     """
     windowed, window = _windowed_layers(hf, num_layers), _read_window(hf)
     if any(windowed) and window is None:
