@@ -1,7 +1,7 @@
-"""The interface of a cache kind: arrays shared by layers of a model, and how rows use them.
+"""The interface of a cache kind: arrays that layers of a model share, and the way rows use them.
 
-A model lists its cache kinds, and has one pytree of arrays for each. The step, the engine and the
-memory planning iterate over that list, and do not depend on specific kinds.
+A model lists its cache kinds, and each kind has one pytree of arrays. The step, the engine and the
+memory planning iterate over this list, and do not depend on specific kinds.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -16,34 +16,38 @@ class CacheSizes(NamedTuple):
     num_slots: int  # maximum number of resident requests
     num_pages: int  # of layers without separate window pages
     page_size: int  # tokens
-    max_rows: int  # maximum rows per request and step; some may be rejected
+    max_rows: int  # maximum number of rows per request in a step; some may be rejected
     num_snapshots: int = 0  # number of snapshots of recurrent states
     window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers with separate pages
-    page_dtype: Any = None  # dtype of pages; None for the model's
+    page_dtype: Any = None  # dtype of pages; None: the model's dtype
 
     def pages(self, window: int | None) -> int:
-        """Return the number of pages of layers with this window."""
+        """Return the number of pages of layers with this `window`."""
         return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 
 class CacheKind(Protocol):
-    """One kind of cache. Hashable; its arrays, with layers as first axis, are arguments.
+    """One kind of cache: a hashable value. Its methods take arrays, whose first axis is the layer.
 
-    It has one method for each kind of `Rows`, see `Rows.mix`: `cached` for serving; `causal` and
-    `unrolled` for training, without a cache and with gradients. `inputs` are a layer's projections.
+    `Rows.mix` calls the method for its kind of rows: `cached` in serving; `causal` or `unrolled` in
+    training, without a cache and with gradients. Their argument `inputs` holds a layer's
+    projections of the rows.
     """
 
     @property
     def name(self) -> str:
-        """The name in Hugging Face configs of layers with this kind."""
+        """The name of this kind of layer in Hugging Face configs."""
         ...
 
     @property
     def num_layers(self) -> int: ...
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state in addition to pages, so that reusing pages is not enough
-        to skip running their tokens."""
+        """Whether requests have a state in addition to pages.
+
+        If so, reusing pages is not enough to skip running tokens: a snapshot of the state is
+        needed, too.
+        """
         ...
 
     @property
@@ -63,7 +67,10 @@ class CacheKind(Protocol):
 
     @property
     def row_size(self) -> int:
-        """Number of intermediate values per row and layer, beyond a few times the model's width."""
+        """The number of intermediate values per row in one layer.
+
+        Memory planning adds it to a fixed multiple of the model's width.
+        """
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
@@ -71,31 +78,30 @@ class CacheKind(Protocol):
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
-        """Allocate snapshots of the state outside pages; None if there is no such state."""
+        """Allocate snapshots of the states outside pages; return None if there are no states."""
         ...
 
     def take(
         self, snapshots: Any, ids: jax.Array, cache: Any, slots: jax.Array, ends: jax.Array
     ) -> Any:
-        """Copy the states of `slots` i32[B] to snapshots `ids` i32[B]; return the snapshots.
+        """Copy the states of `slots` i32[B] to the snapshots `ids` i32[B]; return the snapshots.
 
-        The states are at `ends` i32[B] tokens, with no tokens pending. Out-of-range ids are
-        dropped.
+        The states include `ends` i32[B] tokens, and no tokens are pending. Out-of-range ids are
+        ignored.
         """
         ...
 
     def restore(
         self, cache: Any, slots: jax.Array, snapshots: Any, ids: jax.Array, ends: jax.Array
     ) -> Any:
-        """Copy snapshots `ids`, taken at `ends` tokens, to `slots`; return the cache.
+        """Copy the snapshots `ids` to the states of `slots`; return the cache.
 
-        Out-of-range slots are dropped.
+        The snapshots include `ends` tokens. Out-of-range slots are ignored.
         """
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run `CachedRows` on the cache; return the output [N, ...], and the cache with the
-        rows."""
+        """Run `CachedRows` on the cache; return the output [N, ...] and the cache with the rows."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
@@ -103,7 +109,7 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run one more draft of every row; return the output, and `kept` with it added.
+        """Run one more draft of every row; return the output, and `kept` with the draft's entry.
 
         `kept` holds the previous drafts' entries; it is () at first.
         """
@@ -111,7 +117,7 @@ class CacheKind(Protocol):
 
 
 class PagesOnly:
-    """Base of kinds whose only state is the pages."""
+    """Base of cache kinds whose only state is pages."""
 
     num_layers: int
     window: Any
@@ -148,7 +154,7 @@ class PagesOnly:
     def take(
         self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
     ) -> None:
-        """Do nothing: the pages themselves are kept."""
+        """Return None: the pages themselves are kept."""
 
     def restore(
         self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array

@@ -16,8 +16,8 @@ from specjax.device.cache.rows import CachedRows
 from specjax.device.weights.latent_up import LatentUp
 
 NORM_EPS = 1e-6  # of the latent norm; fixed, independent of the model's rms_norm_eps
-# Number of products that a GPU computes in the time of moving one 16-bit number: 184 measured on an
-# H100, about 130 expected on an H200.
+# Number of products that a GPU computes in the time that it takes to move one 16-bit number: 184
+# measured on an H100, about 130 expected on an H200.
 PRODUCTS_PER_NUMBER = 150
 
 
@@ -42,10 +42,11 @@ class ProjectedLatents(NamedTuple):
 class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
-    A head's key is (W_k c, r) and its value is W_v c. The cache holds the latent c and the rotated
-    r in a pool [layers, pages, page_size, R + D_r]. On cached rows W_k is applied to the queries
-    and W_v to the output, so that latents are used without expanding them (the absorbed form). For
-    wide prefill chunks, recomputing keys and values takes fewer operations (the plain form).
+    A head's key is (W_k c, r) and its value is W_v c, where c is the latent and r is the rotated
+    part, which all heads share. The cache holds c and r in a pool [layers, pages, page_size,
+    R + D_r]. Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to
+    the output, so that latents need not be expanded. Wide prefill chunks take the plain form, in
+    which recomputing keys and values takes fewer operations.
     """
 
     num_layers: int
@@ -59,7 +60,7 @@ class LatentAttention(PagesOnly):
 
     @property
     def name(self) -> str:
-        """The name in reports; configs have none."""
+        """The name of this kind of layer in reports. Configs have no name for it."""
         return "latent_attention"
 
     @property
@@ -73,10 +74,11 @@ class LatentAttention(PagesOnly):
 
     @property
     def plain_width(self) -> float:
-        """Estimated rows per chunk above which the plain form is faster, for any context length.
+        """The estimated number of rows in a chunk above which the plain form is faster.
 
-        Per context token and head, the savings of all rows must outweigh projecting the token up,
-        laying out its key and value, and adding outputs in f32.
+        It does not depend on the context's length. For each context token and head, the operations
+        that the rows save must outweigh the additional work: to project the token up, to lay out
+        its key and value, and to add outputs in f32.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim
@@ -85,8 +87,11 @@ class LatentAttention(PagesOnly):
 
     @property
     def row_size(self) -> int:
-        """Values of the plain form: queries; keys and values, also in their projected layout; and
-        the f32 output before and after adding a block. The absorbed form has fewer."""
+        """The number of intermediate values per row in the plain form.
+
+        They are the queries, the keys and values in two layouts, and the f32 outputs before and
+        after a block is added. The absorbed form has fewer.
+        """
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 
     @property
@@ -96,7 +101,10 @@ class LatentAttention(PagesOnly):
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents
     ) -> tuple[jax.Array, jax.Array]:
-        """Write latents to the pages, then attend the queries to them; return [N, H, D_v]."""
+        """Write latents to the pages, then attend to the pages.
+
+        Return the output [N, H, D_v] and the new cache.
+        """
         nope, rope = self._queries(inputs)
         if rows.writes:
             cache = _write(cache, layer, rows, jnp.concatenate(self._entries(inputs), axis=-1))
@@ -118,7 +126,7 @@ class LatentAttention(PagesOnly):
         return inputs.up.project(mixed.reshape(-1, *mixed.shape[2:])), cache
 
     def causal(self, length: int, inputs: ProjectedLatents) -> jax.Array:
-        """Attend within each sequence, to every head's keys and values; return [N, H, D_v]."""
+        """Return the output [N, H, D_v] of causal attention within sequences of `length` rows."""
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         weights = jax.nn.softmax(self._causal_scores(q, k), axis=-1)
         return _mixed(weights, v).reshape(-1, *v.shape[2:])
@@ -126,9 +134,10 @@ class LatentAttention(PagesOnly):
     def unrolled(
         self, length: int, kept: tuple, inputs: ProjectedLatents
     ) -> tuple[jax.Array, tuple]:
-        """Attend in one softmax to the rows of step 0 up to a row, and to that row's later drafts.
+        """Return the attention output [N, H, D_v] of one more step, and `kept` with this step.
 
-        `kept` is a tuple of (k, v) per step so far.
+        A row attends, in one softmax, to the rows of step 0 up to the same row, and to the same row
+        in all later steps, which are its drafts. `kept` is a tuple with (k, v) of each step so far.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))
@@ -164,27 +173,28 @@ class LatentAttention(PagesOnly):
         return q, jnp.concatenate([keys, shared], axis=-1), values
 
     def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotate x [N, heads, D_r]; the first dimensions of all pairs come first, then the second.
+        """Return x [N, heads, D_r] after rotation.
 
-        This order does not affect scores, as queries and keys share it.
+        In the result, the first dimensions of all pairs come before the second dimensions. This
+        order does not affect scores, because queries and keys share it.
         """
         if self.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         return rotate(x, *angles)
 
     def _causal_scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return causal scaled scores f32[B, H, T, T] of q and k [B, T, H, D]."""
+        """Return the scaled scores f32[B, H, T, T] of q and k [B, T, H, D], with a causal mask."""
         scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * self.scale
         return jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
 
 
 def _by_sequence(x: jax.Array, length: int) -> jax.Array:
-    """Reshape [N, ...] to [B, T, ...]."""
+    """Reshape x [N, ...] to [B, T, ...], where T is `length`."""
     return x.reshape(-1, length, *x.shape[1:])
 
 
 def _mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Return the output [B, T, H, D_v] of attention weights f32[B, H, T, T] and v."""
+    """Return the sums [B, T, H, D_v] of values v, weighted by `weights` f32[B, H, T, T]."""
     return jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
 

@@ -1,9 +1,10 @@
 """Attention over pages of latents in the plain form, for prefill chunks.
 
-Every head's keys and values are computed from the latents, one block of the context at a time, and
-all rows attend to them. A pair of a query and a key then takes D_n + D_r + D_v products (more if
-the kernel pads them). The absorbed form takes 2 R + D_r, because each head's key is as wide as a
-latent. In exchange, each chunk recomputes the keys and values of the whole context.
+For one block of the context after another, every head's keys and values are computed from the
+latents, and all rows attend to this block. A pair of a query and a key then takes D_n + D_r + D_v
+products (more if the kernel pads them). The absorbed form takes 2 R + D_r products, because each
+head's key is as wide as a latent. The disadvantage of the plain form is that each chunk recomputes
+the keys and values of the whole context.
 """
 
 import jax
@@ -23,15 +24,15 @@ def attend_plainly(
     up: LatentUp,
     scale: float,
 ) -> jax.Array:
-    """Return the attention output [N, H, D_v] of queries over the latents up to their own row.
+    """Return the output [N, H, D_v] of attention; queries see the latents up to their own row.
 
     Args:
-        rows: rows of chunks; a block of the context has the length of a chunk.
+        rows: the rows of chunks. A block of the context is as long as a chunk.
         pool: [layers, pages, page_size, R + D_r] latents, including the latents of `rows`.
         layer: i32[] index into the pool.
-        nope: [N, H, D_n] parts of queries that are not rotated.
-        rope: [N, H, D_r] rotated parts of queries.
-        up: projects latents to keys and values.
+        nope: [N, H, D_n] the parts of queries that are not rotated.
+        rope: [N, H, D_r] the rotated parts of queries.
+        up: the weight that projects latents to keys and values.
         scale: multiplies the scores.
     """
     page_size, width = pool.shape[2:]
@@ -47,7 +48,7 @@ def attend_plainly(
     positions = rows.by_request(rows.positions)
 
     def part(i: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Attend over block i; return f32[B, T, H, D_v] and the log-sum-exp of its scores."""
+        """Attend to block i; return the output f32[B, T, H, D_v] and the scores' log-sum-exp."""
         entries = pool[layer, jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)]
         entries = entries.reshape(batch, num_tokens, width)
         keys, values = up.expand(entries[..., :rank])

@@ -33,8 +33,8 @@ class ProjectedHeads(NamedTuple):
 class PagedAttention(PagesOnly):
     """Grouped-query attention of each row over its request's rows up to itself.
 
-    With a `window`, only over the last `window` rows, including itself. The cache is a pool
-    [layers, pages, page_size, 2, H_kv, D_h]; axis 3 holds a token's key and value.
+    If `window` is set, a row attends only to the last `window` rows, including itself. The cache is
+    a pool [layers, pages, page_size, 2, H_kv, D_h]; axis 3 holds a token's key and value.
     """
 
     num_layers: int
@@ -42,14 +42,14 @@ class PagedAttention(PagesOnly):
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    has_centred_norms: bool = False  # weights of q and k norms are stored minus one
+    has_centred_norms: bool = False  # whether q and k norms' weights are their scales minus one
     window: int | None = None  # None: no limit
     query_scale: float = 1.0  # multiplies rotated queries, in addition to head_dim^-1/2
     soft_cap: float | None = None  # c in c tanh(score / c), which bounds scores
 
     @property
     def name(self) -> str:
-        """The name in configs."""
+        """The name of this kind of layer in Hugging Face configs."""
         return "full_attention" if self.window is None else "sliding_attention"
 
     @property
@@ -60,9 +60,10 @@ class PagedAttention(PagesOnly):
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
     ) -> tuple[jax.Array, jax.Array]:
-        """Write keys and values to the pages, then attend the queries to them; return [N, H, D_h].
+        """Write keys and values to the pages, then attend to the pages.
 
-        If rows do not attend, there are no queries, and the output has no heads.
+        Return the output [N, H, D_h] and the new cache. If `rows.attends` is false, there are no
+        queries, and the output has no heads.
         """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
@@ -101,15 +102,16 @@ class PagedAttention(PagesOnly):
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
-        """Attend within each sequence; return [N, H, D_h]."""
+        """Return the output [N, H, D_h] of causal attention within sequences of `length` rows."""
         q, k, v = self.split(inputs)
         weights = _softmax([self._causal_scores(q, k, length)], inputs.sinks)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
-        """Attend in one softmax to the rows of step 0 up to a row, and to that row's later drafts.
+        """Return the attention output [N, H, D_h] of one more step, and `kept` with this step.
 
-        `kept` is a tuple of (k, v) per step so far.
+        A row attends, in one softmax, to the rows of step 0 up to the same row, and to the same row
+        in all later steps, which are its drafts. `kept` is a tuple with (k, v) of each step so far.
         """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))
@@ -153,16 +155,17 @@ class PagedAttention(PagesOnly):
         return (q.astype(jnp.float32) * self.query_scale).astype(q.dtype)
 
     def _capped(self, scores: jax.Array) -> jax.Array:
-        """Apply the soft cap, if there is one, to scores."""
+        """Return scores after the soft cap, or unchanged if there is no cap."""
         cap = self.soft_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def _causal_scores(
         self, q: jax.Array, k: jax.Array, length: int, distance: int = 0
     ) -> jax.Array:
-        """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
+        """Return scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
 
-        Row t of q, at position t + distance, sees keys up to t, within `window` positions.
+        They have a causal mask. Row t of q has position t + `distance`. It sees the keys of rows up
+        to t that are among the last `window` positions.
         """
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
         scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
@@ -178,13 +181,16 @@ def _heads_first(x: jax.Array, length: int) -> jax.Array:
 
 
 def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
-    """Group queries [N, H, D_h] by key head: [B, H_kv, H / H_kv, T, D_h]."""
+    """Return queries q [N, H, D_h] grouped by key head: [B, H_kv, H / H_kv, T, D_h]."""
     q = _heads_first(q, length)
     return q.reshape(q.shape[0], num_kv_heads, -1, *q.shape[2:])
 
 
 def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:
-    """Return attention weights for scores f32[B, H_kv, G, T, ...], concatenated."""
+    """Return the softmax over the concatenated `scores`, each f32[B, H_kv, G, T, ...].
+
+    `sinks` [H] are additional scores, one per head, whose weights are dropped.
+    """
     if sinks is None:
         return jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     shape = (*scores[0].shape[:-1], 1)
@@ -194,7 +200,7 @@ def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:
 
 
 def _weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return values v weighted by attention weights [B, H_kv, G, T, T], in `shape` [N, H, D_h]."""
+    """Return the sums of values v weighted by `weights` [B, H_kv, G, T, T], as [N, H, D_h]."""
     length = weights.shape[-2]
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), _heads_first(v, length))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)

@@ -38,8 +38,8 @@ class DeltaInputs(NamedTuple):
 class Snapshots(NamedTuple):
     """Copies of S states, and the previous tokens that the convolution still reads.
 
-    A snapshot and the pages of the same tokens together serve requests that begin with these
-    tokens; neither is useful alone.
+    A request that begins with some cached tokens needs both a snapshot and the pages of these
+    tokens. Neither is useful alone.
     """
 
     state: jax.Array  # f32[layers, S, H_v, D_v, D_k]
@@ -48,7 +48,7 @@ class Snapshots(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The memory of Gated DeltaNet: a matrix per head, written after a short convolution."""
+    """The memory of Gated DeltaNet: one matrix per head, updated after a short convolution."""
 
     num_layers: int
     heads: Heads
@@ -57,7 +57,7 @@ class DeltaRule:
 
     @property
     def name(self) -> str:
-        """The name in configs."""
+        """The name of this kind of layer in Hugging Face configs."""
         return "linear_attention"
 
     @property
@@ -124,7 +124,7 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """Copy snapshots to slots, with no tokens pending; see `CacheKind.restore`."""
+        """Copy the snapshots `ids` to `slots`, with no tokens pending; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
         # As after a prompt, entries that no step may read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])
@@ -139,7 +139,10 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Fold pending tokens into the states, then run the rows; return [N, H_v, D_v]."""
+        """Fold pending tokens into the states, then run the rows.
+
+        Return the output [N, H_v, D_v] and the new cache.
+        """
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
             rows.by_request(inputs.x),
@@ -156,7 +159,7 @@ class DeltaRule:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
-        """Run sequences from an empty state; return [N, H_v, D_v]."""
+        """Return the output [N, H_v, D_v] for sequences of `length` rows, from empty states."""
         weights = inputs.weights
         x = inputs.x.reshape(-1, length, inputs.x.shape[-1])
         raw, z, gates = split_inputs(x, weights, self.heads)

@@ -1,4 +1,4 @@
-"""Rows that continue cached sequences: the context of every serving step."""
+"""The rows of serving steps, which continue cached sequences."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -16,24 +16,27 @@ from specjax.device.cache.kind import CacheKind
 class CachedRows:
     """T rows for each of B requests, concatenated; row b*T + t belongs to request b.
 
-    Rejected tokens need no rollback. Their keys and values are past the request's length, where no
-    row reads and the next extension overwrites them. A recurrent state lags behind by the `pending`
-    accepted tokens of the last extension; this extension first folds them in. Rows with `folds` are
-    a prompt's and cannot be rejected, so they leave no tokens pending.
+    Rejected tokens need no rollback. Their keys and values are past the request's length: no row
+    reads them, and later rows at these positions overwrite them. A recurrent state lacks the
+    `pending` accepted tokens of the last extension, and this extension first folds them into the
+    state. Rows with `folds` belong to a prompt and cannot be rejected, so they leave no tokens
+    pending.
 
-    Rows that are already in the pages run again without `writes`: pages are shared, and another
-    program may round differently. Rows that only compute keys and values run without `attends`.
+    If rows that are already in the pages run again, `writes` is false, because pages are shared and
+    another program may round differently. If only keys and values are needed, `attends` is false.
 
-    Layers with one of the `windows` have separate pages. Their table has -1 also for pages that
+    Layers with one of the `windows` have separate pages. In their table, -1 also marks pages that
     were freed because they are behind the window of every row.
     """
 
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row
     page_table: Int32[jax.Array, "B P"]  # -1 where no page is assigned
-    slots: Int32[jax.Array, "B"] | None = None  # of recurrent states; out of range for padding
+    slots: Int32[jax.Array, "B"] | None = None  # slots of states; out of range for padding
     pending: Int32[jax.Array, "B"] | None = None
-    reach: Int32[jax.Array, "N"] | None = None  # last position that a row attends to; None: its own
-    origin: Int32[jax.Array, "N"] | None = None  # last position of its window; None: `reach`
+    # The last position that a row attends to; None: the row's position.
+    reach: Int32[jax.Array, "N"] | None = None
+    # The last position of a row's window; None: `reach`.
+    origin: Int32[jax.Array, "N"] | None = None
     folds: bool = field(default=False, metadata={"static": True})
     window_tables: tuple[Int32[jax.Array, "B P"], ...] = ()  # one per window
     windows: tuple[int, ...] = field(default=(), metadata={"static": True})
@@ -45,8 +48,10 @@ class CachedRows:
     def starting_at(
         cls, starts: jax.Array, counts: jax.Array, num_rows: int, page_table: jax.Array, **others
     ) -> "CachedRows":
-        """Create `num_rows` rows per request: counts[b] from position starts[b] on, then
-        padding."""
+        """Create `num_rows` rows per request.
+
+        Request b has `counts[b]` real rows from position `starts[b]` on, then padding rows.
+        """
         row = jnp.arange(num_rows, dtype=jnp.int32)[None]
         positions = jnp.where(row < counts[:, None], starts[:, None] + row, -1)
         return cls(positions.reshape(-1), page_table, **others)
@@ -57,17 +62,17 @@ class CachedRows:
         return self.positions.shape[0] // self.page_table.shape[0]
 
     def by_request(self, x: jax.Array) -> jax.Array:
-        """Reshape [N, ...] to [B, T, ...]."""
+        """Reshape x [N, ...] to [B, T, ...]."""
         return x.reshape(self.page_table.shape[0], -1, *x.shape[1:])
 
     def table(self, window: int | None) -> jax.Array:
-        """Return the page table i32[B, P] of layers with this window."""
+        """Return the page table i32[B, P] of layers with this `window`."""
         if window in self.windows:
             return self.window_tables[self.windows.index(window)]
         return self.page_table
 
     def without_windows(self) -> "CachedRows":
-        """Return the rows without separate pages for windows."""
+        """Return the rows without separate page tables for windows."""
         return replace(self, window_tables=(), windows=())
 
     def mix(
@@ -81,16 +86,17 @@ class RowInputs(Protocol):
     """Projections of N rows as a cache kind expects them, with weights shared by all rows."""
 
     def of_rows(self, part: slice) -> Any:
-        """Return the projections of some rows."""
+        """Return the projections of the rows in the range `part`."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of several kinds in one array, separated only where they use the cache.
+    """The rows of several `parts` in one array.
 
-    No part may read rows that another part writes.
+    The parts are separated only where they use the cache. No part may read rows that another part
+    writes.
     """
 
     parts: tuple[CachedRows, ...]

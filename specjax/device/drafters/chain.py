@@ -1,10 +1,11 @@
 """Chain drafting: a one-layer head that runs once per draft, on its own previous output.
 
 At position p the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
-For verified rows, whose features come from the target, it computes only keys and values; these
-depend on one row alone. A chain starts at the last verified row and goes on with the head's output.
-Rows written while drafting are overwritten when the same positions are verified, so the head's
-cache never needs a rollback (Li et al. 2024, EAGLE, section 3).
+For verified rows, whose features come from the target, the head computes only keys and values. The
+keys and values of a row depend on no other row. A chain of drafts starts at the last verified row
+and continues with the head's own output. Rows written while drafting are overwritten when the same
+positions are verified, so the head's cache never needs a rollback (Li et al. 2024, EAGLE, section
+3).
 """
 
 from collections.abc import Callable
@@ -51,11 +52,15 @@ class Head(DraftHead, Protocol):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Return the next hidden states [N, D] for tokens i32[N] and hidden [N, D]; and kv."""
+        """Run the head on `rows`; return its output hidden states [N, D] and its new cache.
+
+        The input of each row is its token in `tokens` i32[N] and its hidden state in `hidden`
+        [N, D]. `kv` is the head's cache.
+        """
         ...
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Return draft logits f32[N, V_d]."""
+        """Return draft logits f32[N, V_d] for the head's output `hidden` [N, D]."""
         ...
 
 
@@ -77,7 +82,7 @@ class ChainDrafter(HeadDrafter[Head]):
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
-        """Return an empty cache, indexed by the target's page table."""
+        """Return a state with an empty cache, which the target's page table indexes."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
         return ChainState(self.head.cache_kind.init(sizes, dtype), hidden)
 
@@ -91,7 +96,7 @@ class ChainDrafter(HeadDrafter[Head]):
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
         for i in range(k):
-            # The first row is the last verified one: the cache already holds its keys and values.
+            # The first row is the last verified row: the cache already holds its keys and values.
             rows = context.rows_at(context.starts - 1 + i, writes=i > 0)
             padded, kv = self._advance(target, params, token, hidden, rows, kv)
             logits = self.head.logits(target, params, padded)[:: rows.width]
@@ -105,7 +110,10 @@ class ChainDrafter(HeadDrafter[Head]):
         return draft, ChainState(kv, state.hidden)
 
     def _advance(self, target, params, tokens, hidden, rows, kv):
-        """Return the head's next hidden states [B width, D], each request's real row first."""
+        """Run the head on one real row per request, followed by padding rows.
+
+        Return the head's output [B width, D] and its new cache.
+        """
         width = rows.width
 
         def pad(x):  # [B, ...] -> [B width, ...], the real row first
@@ -141,7 +149,7 @@ def chain_loader(
 ) -> Callable[..., tuple[Drafter, Any]]:
     """Return the `registry.Load` function of a chain drafter.
 
-    `load_head` reads the head; `make` makes a drafter from the head and from whether it is greedy.
+    `load_head` loads the head and its parameters. `make(head, is_greedy)` returns the drafter.
     """
 
     def load(

@@ -1,4 +1,4 @@
-"""Reading the files of draft heads: config, sizes of a layer, name prefixes, token ids."""
+"""Reads the files of draft heads: config, layer sizes, name prefixes and token ids."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement, default_device
 
-# Tensor names in early EAGLE-3 exports.
+# Names of tensors in early EAGLE-3 exports, by the published names.
 LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))
@@ -36,7 +36,7 @@ _MARKS = "fc.weight", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weigh
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """A drafter's tensors and config; name prefixes added by re-exports are ignored."""
+    """A drafter's tensors and config. Prefixes that re-exports add to names are ignored."""
 
     tensors: TensorFiles
     hf: HFConfig
@@ -45,7 +45,7 @@ class DrafterFiles:
 
     @classmethod
     def without_weights(cls, folder: Path) -> "DrafterFiles":
-        """Read the config of a folder without weights."""
+        """Return the files of a folder that has a config but no weights."""
         nothing = TensorFiles(folder, {})
         return cls(nothing, read_config(folder), Placement.on(default_device()))
 
@@ -55,19 +55,20 @@ class DrafterFiles:
         return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
-        """Return whether the files have a tensor of this published name."""
+        """Return whether the files have the tensor with the published name `name`."""
         return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
-        """Return the name in the files of a tensor with this published name."""
+        """Return the name that the tensor with the published name `name` has in the files."""
         prefixed = self.prefix + name
         candidates = prefixed, name, LEGACY_NAMES.get(name, name)
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
 
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
-        """Load the parameters, except tensors with published names in `unused`.
+        """Load the parameters that `specs` describe.
 
-        The log names tensors that are skipped because they cannot matter.
+        Tensors with published names in `unused` are not loaded. The log names the tensors that are
+        skipped because they cannot change drafts.
         """
         ignored = {self.stored_name(name) for name in unused}
         passed = sorted(filter(cannot_matter, self.tensors.names()))
@@ -84,9 +85,9 @@ class DrafterFiles:
         return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
-        """Return the sizes of the drafter's layer, or of its layers if it `is_deep`.
+        """Return the sizes of the drafter's only layer, or of all its layers if `is_deep`.
 
-        Whether `layer` has biases and head norms is read from the names of tensors.
+        The tensor names tell whether the layer with the prefix `layer` has biases and head norms.
         """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
@@ -111,17 +112,20 @@ class DrafterFiles:
 
 
 def is_prefixed(names: Collection[str]) -> bool:
-    """Return whether a re-export of a head has added `model.` to its names."""
+    """Return whether a re-export of a head has added `model.` to the tensor names `names`."""
     return any(f"model.{mark}" in names for mark in _MARKS)
 
 
 def cannot_matter(name: str) -> bool:
-    """Return whether a tensor in a head's file can be skipped, see `_UNREAD`."""
+    """Return whether a tensor in a head's file cannot change drafts (see `_UNREAD`)."""
     return name.removeprefix("model.") in _UNREAD or name.endswith(_UNREAD_ENDINGS)
 
 
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
-    """Return embeddings [N, D] of tokens i32[N], by the drafter's table or else the target's."""
+    """Return the embeddings [N, D] of `tokens` i32[N].
+
+    They come from the drafter's embedding if its weights include one, else from the target's.
+    """
     own = params.drafter.embedding
     return target.embed(params.target, tokens) if own is None else own.rows(tokens)
 
@@ -137,11 +141,12 @@ def read_target_ids(
 ) -> jax.Array | None:
     """Return the target's ids i32[V_d] of the draft vocabulary; None if the vocabularies are equal.
 
-    The tensor `name` holds these ids; if `are_offsets`, the i-th id minus i. `size` is the field of
-    the draft vocabulary's size, for error messages.
+    The tensor `name` holds these ids. If `are_offsets`, its i-th number is the i-th id minus i.
+    `size` is the name of the config field with the draft vocabulary's size, for error messages.
 
     Raises:
-        CheckpointError: the tensor is needed and missing, or does not hold such ids.
+        CheckpointError: the tensor is missing although the vocabularies differ in size, or it does
+            not hold such ids.
     """
     origin, vocab_size = files.hf.origin, target.vocab_size
     if not files.has(name):
@@ -168,7 +173,7 @@ def read_target_ids(
 def without_shared_embedding(
     head: Any, params: Any, target: Model, target_params: Any
 ) -> tuple[Any, Any]:
-    """Return a head and its parameters; an embedding equal to the target's is removed."""
+    """Return a head and its parameters, without an embedding that equals the target's."""
     if not head.has_embedding:
         return head, params
     shared = target.embed(target_params, jnp.arange(target.vocab_size))

@@ -6,9 +6,9 @@
               through decoder layers, each with an `AttentionMask` over context and block
     drafts    row j gives the logits of the token at n + j; a `Refinement` may change them
 
-x_n is the last token, which the target has not run yet. The block writes keys and values at its
-positions; when the target has run these positions, `observe` overwrites them with the context's. K
-may be less than the block size of training.
+x_n is the last token, which the target has not run yet. Running the block writes its keys and
+values at its positions. After the target has run these positions, `observe` overwrites the block's
+keys and values with the context's. K may be less than the block size used in training.
 """
 
 from collections.abc import Collection, Sequence
@@ -42,7 +42,7 @@ from specjax.device.weights.table import Table, table
 
 # Tensors of a head that are not loaded as weights.
 UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
-# Tensor of a separate embedding of the mask token, used instead of its row in the embedding.
+# The tensor with a separate embedding of the mask token, which replaces its row in the embedding.
 MASK_EMBEDDING = "mask_embedding"
 # transformers' names of the tensors that other layouts call fc and hidden_norm.
 ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
@@ -66,15 +66,15 @@ class DFlashParams:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """The positions that a row of a block sees in a layer.
+    """The positions that a row of a block attends to ("sees") in a layer.
 
-    From `back` positions before the row (or before the block's first row) to `ahead` positions
-    after the row, at most to the end of the block.
+    They begin `back` positions before the row, or before the block's first row if `is_anchored`.
+    They end `ahead` positions after the row, or at the end of the block if that is earlier.
     """
 
-    back: int | None = None  # None: everything before
-    ahead: int | None = None  # None: all of the block
-    is_anchored: bool = False  # `back` counts from the block's first row
+    back: int | None = None  # None: all earlier positions are seen
+    ahead: int | None = None  # None: the whole block is seen
+    is_anchored: bool = False  # whether `back` counts from the block's first row
 
     @property
     def window(self) -> int | None:
@@ -82,9 +82,9 @@ class AttentionMask:
         return None if self.back is None else self.back + 1
 
     def sees(self, row: jax.Array, other: jax.Array) -> jax.Array:
-        """Return whether a row of the block sees another position.
+        """Return whether the block's row `row` sees the position `other`.
 
-        Both count from the block's first row; `other` is at most the block's last row.
+        Both numbers count from the block's first row. `other` is at most the block's last row.
         """
         is_seen = jnp.array(True) if self.ahead is None else other <= row + self.ahead
         if self.back is None:
@@ -92,7 +92,7 @@ class AttentionMask:
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
     def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
-        """Return the rows of blocks with their `reach` and `origin` set.
+        """Return the `rows` of blocks with `reach` and `origin` set for this mask.
 
         The blocks start at positions `starts` i32[B] and have `num_rows` real rows each.
         """
@@ -110,16 +110,16 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """An addition to DFlash by a head of its family. This base class adds nothing."""
+    """An addition that a related method makes to DFlash. This base class adds nothing."""
 
-    embedding_scale: float = 1.0  # of the block's embedded tokens
-    is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the draft before
+    embedding_scale: float = 1.0  # multiplies the block's embedded tokens
+    is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the previous draft
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
         """Return the additional weights, without the layers' weights, as a tree of `TensorSpec`."""
 
     def layer_specs(self, shape: Llama, name: str) -> Any:
-        """Return the weights of the layer with this name, a `DecoderLayer`, as `TensorSpec`s."""
+        """Return the weights of the layer `name` as a `DecoderLayer` of `TensorSpec`s."""
         return shape.layer_specs(name)
 
     def layer(
@@ -137,24 +137,31 @@ class Refinement:
         return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
     def of_block(self, params: Any, hidden: jax.Array, logits: jax.Array) -> Any:
-        """Return the input of `logits` for whole blocks, a tree of arrays [B, K, ...].
+        """Return the argument `block` of the method `logits` for all drafts of the blocks at once.
 
         Args:
-            params: the weights of `specs`.
-            hidden: [B, K, D] normed hidden states of the rows that draft.
-            logits: f32[B, K, V_d] logits of these rows before refinement.
+            params: the weights that `specs` describes.
+            hidden: [B, K, D] the normed hidden states of the rows that give drafts.
+            logits: f32[B, K, V_d] the logits of these rows before refinement.
+
+        Returns:
+            A tree of arrays [B, K, ...].
         """
         return logits
 
     def logits(self, params: Any, block: Any, previous: jax.Array) -> jax.Array:
-        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B].
+        """Return the refined logits f32[B, V_d] of one draft per request.
 
-        `block` [B, ...] is the draft's part of `of_block`. Called only if `is_serial`.
+        `block` [B, ...] is the part of `of_block`'s result for these drafts. `previous` i32[B]
+        holds the token before each draft. The method is called only if `is_serial` is true.
         """
         return block
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the logits that training fits to the target's distributions: the refined ones."""
+        """Return the logits that training fits to the target's distributions.
+
+        Here these are only the refined logits.
+        """
         return (refined,)
 
 
@@ -167,7 +174,7 @@ class DFlashHead:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
-    attention_masks: tuple[AttentionMask, ...]  # by layer
+    attention_masks: tuple[AttentionMask, ...]  # one per layer
     has_embedding: bool = False
     has_lm_head: bool = False
     has_mask: bool = False
@@ -176,7 +183,10 @@ class DFlashHead:
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
-        """Return the float weights as `TensorSpec`s, with the authors' names or transformers'."""
+        """Return the float weights as `TensorSpec`s.
+
+        They have transformers' names if these are among `names`, else the authors' names.
+        """
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
         fc, norm = ENCODER_NAMES.values() if is_encoder else ENCODER_NAMES
@@ -203,7 +213,7 @@ class DFlashHead:
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Return the target's token id of each draft token, i32[V_d]; None for the identity."""
+        """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
@@ -215,7 +225,7 @@ class DFlashHead:
 
 
 def first_layer(names: Collection[str]) -> str:
-    """Return the first layer's name among the names of tensors."""
+    """Return the name prefix of the first layer in a head with the tensor names `names`."""
     return "midlayer" if any("midlayer." in name for name in names) else "layers.0"
 
 
@@ -232,7 +242,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     """A drafter that runs the head once per round."""
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DFlashState:
-        """Return an empty cache."""
+        """Return a state with an empty cache."""
         return DFlashState(self.head.shape.attention.init(sizes, dtype))
 
     def draft(
@@ -267,7 +277,10 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return self.draw_each(target, params, context, k, refined), DFlashState(kv)
 
     def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
-        """Return the rows of the blocks: `num_rows` per request, from its last token on, padded."""
+        """Return the rows of the blocks, with padding rows.
+
+        Each request has `num_rows` real rows, which begin at the position of its last token.
+        """
         starts, batch = context.starts, context.starts.shape[0]
         counts = jnp.where(context.is_active, num_rows, 0)
         width = padded_width(batch, num_rows, context.row_multiple)
@@ -276,7 +289,11 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         )
 
     def embed(self, target: Model, params: Params, last: jax.Array, width: int) -> jax.Array:
-        """Return rows [B width, D] of tokens i32[B], each followed by masks."""
+        """Return the blocks' embeddings [B width, D].
+
+        The first row of each block embeds a token of `last` i32[B]. All other rows embed the mask
+        token.
+        """
         x, mask = embed_tokens(target, params, last), params.drafter.mask
         if mask is None:
             (mask,) = embed_tokens(target, params, jnp.full(1, self.head.mask_token_id))
@@ -287,9 +304,9 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def run(
         self, params: DFlashParams, x: jax.Array, rows: Sequence[Rows], kv: Any
     ) -> tuple[jax.Array, Any]:
-        """Run x [N, D] through all layers; return the normed output and kv.
+        """Run all layers on x [N, D]; return the normed output [N, D] and the new kv.
 
-        `rows[i]` are the rows as layer i sees them.
+        `rows[i]` are the rows with the attention mask of layer i.
         """
         shape = self.head.shape
         stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows[0].positions)
@@ -311,8 +328,9 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return DFlashState(self.read(params.drafter, states, rows, state.kv))
 
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
-        """Return kv with the keys and values of the target's states [N, A D_target] at `rows`.
+        """Return kv after writing keys and values of the context at `rows`.
 
+        They are computed from the target's hidden states `states` [N, A D_target].
         Only keys and values are used: JAX or XLA removes the rest of each layer as dead code.
         """
         shape = self.head.shape

@@ -1,9 +1,9 @@
-"""DFlash2 (2026): DFlash with convolutions along the block, and few candidates per draft.
+"""DFlash2 (2026): DFlash with convolutions along the block, and with few candidates per draft.
 
 layers    before and after attention, and before and after the MLP, each group of channels is mixed
           with the previous rows of the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
-drafts    chosen from a row's most likely tokens; each is scored by its logit and by how well it
-          follows the previous token:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
+drafts    are chosen from a row's most likely tokens. The score of token j adds a term for the
+          previous token to the logit l_j:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from specjax.device.weights.matrix import Matrix, dense
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Convolution:
-    """Weights of the two convolutions before and after attention or MLP."""
+    """Weights of two convolutions: one before and one after an attention layer or MLP."""
 
     base: jax.Array  # [2, taps, D]
     projection: Matrix  # [D, 2 taps groups]
@@ -54,11 +54,11 @@ class Selector:
 
 
 class Candidates(NamedTuple):
-    """The candidates of drafts."""
+    """The C candidates of each draft."""
 
     logits: jax.Array  # f32[B, K, C]
     ids: jax.Array  # i32[B, K, C]
-    wanted: jax.Array  # [B, K, r], H h: compared with the candidates' codes
+    wanted: jax.Array  # [B, K, r], H h, which is compared with the candidates' codes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class DFlash2(Refinement):
         return params.base[:, :, None] + by_row
 
     def _convolved(self, x: jax.Array, taps: jax.Array, rows: CachedRows) -> jax.Array:
-        """Mix rows x [N, D] with the rows before them in their block, by taps [taps, N, D]."""
+        """Return rows x [N, D] after a convolution along each block with taps [taps, N, D]."""
         blocks = rows.by_request(x)
         out = taps[0] * x
         for i in range(1, self.num_taps):
@@ -159,12 +159,17 @@ class DFlash2(Refinement):
         return none.at[jnp.arange(batch)[:, None], block.ids].set(block.logits + follows)
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
-        """Return also the logits that select candidates; see `Refinement.trained`."""
+        """Return the logits that select candidates, and the refined logits.
+
+        See `Refinement.trained`.
+        """
         return logits, refined
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return what a DFlash2 config adds, and 1, the block's row that gives the first draft.
+    """Return the refinement of a DFlash2 config, and 1 as the index of the first draft's row.
+
+    `own` is the config's field `dflash_config`.
 
     Raises:
         CheckpointError: sizes are missing or inconsistent.

@@ -1,4 +1,4 @@
-"""Files of DFlash heads, in the layouts of the authors, speculators and transformers."""
+"""The files of DFlash heads, in the layouts of the authors, speculators and transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ from specjax.device.models.registry import read_config
 from specjax.device.models.windows import FULL, SLIDING
 from specjax.device.placement import Placement
 
-# Readers of additions to DFlash, by architecture or by speculators' model type.
+# Functions that read an addition to DFlash, by architecture or by speculators' model type.
 READERS: dict[str, Callable[..., tuple[Refinement, int]]] = {
     "DFlash2DraftModel": dflash2.read,
     "DSparkDraftModel": dspark.read,
@@ -79,8 +79,9 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DFlashDrafter:
-    """Return a drafter with the sizes in the config of a folder without weights. It uses the
-    target's embedding and vocabulary.
+    """Return a drafter with the sizes in the config of a folder without weights.
+
+    The drafter uses the target's embedding and vocabulary.
 
     Raises:
         CheckpointError: see `load`.
@@ -136,7 +137,7 @@ def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
 
 
 def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
-    """Return the addition to DFlash, and the block's row that gives the first draft."""
+    """Return the addition to DFlash, and the index of the first draft's row in a block."""
     names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
     read = next((READERS[name] for name in names if name in READERS), None)
     if read is not None:
@@ -147,8 +148,11 @@ def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
 
 
 def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
-    """Return the authors' `config.json` of a head without windows, for at most block_size - 1
-    drafts."""
+    """Return a head's `config.json` in the authors' layout. The head must have no windows.
+
+    The config allows at most `block_size - 1` drafts. `num_target_layers` is the target's number of
+    layers.
+    """
     return {
         **llama.to_hf(head.shape),
         "architectures": ["DFlashDraftModel"],
@@ -172,7 +176,10 @@ def _decoder(hf: HFConfig) -> Mapping[str, Any]:
 
 
 def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
-    """Return the decoder's sizes; `vocab_size` is used if the config has none."""
+    """Return the sizes of the head's decoder.
+
+    `vocab_size` is the vocabulary size if the config has none.
+    """
     fields = {"vocab_size": vocab_size, **_decoder(hf)}
     for name in _WINDOWS:  # these differ in heads: see `_read_attention_masks`
         fields.pop(name, None)
@@ -189,11 +196,13 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
 
 
 def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask, ...]:
-    """Return the attention mask of a block's rows, by layer.
+    """Return the attention mask of a block's rows for each layer.
 
-    The meaning of a window of W tokens depends on the training framework. speculators: W tokens
-    before the anchor, and the block. transformers: W tokens to either side. The authors: W - 1
-    tokens to either side, or only before the row if the mask is causal.
+    The meaning of a window of W tokens depends on the training framework. With speculators, a row
+    sees W tokens before the block, and the block's rows (only up to itself unless
+    `sliding_window_non_causal` is true). With transformers, a row sees W tokens to either side.
+    With the authors' code, a row sees W - 1 tokens to either side, or only the W - 1 tokens before
+    itself if the mask is causal.
     """
     windowed, window = _windowed_layers(hf, num_layers), _read_window(hf)
     if any(windowed) and window is None:
@@ -245,7 +254,10 @@ def _is_of_transformers(hf: HFConfig) -> bool:
 
 
 def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, ...]:
-    """Return the layers whose input the head reads, that is, the output of the layer before."""
+    """Return the target's layers whose input the head reads.
+
+    This input is the output of the previous layer.
+    """
     entering = hf.get("aux_hidden_state_layer_ids", None)  # speculators' field
     outputs = _own(hf).get("target_layer_ids", hf.get("target_layer_ids", None))
     if entering is None and outputs is None:

@@ -1,11 +1,14 @@
-"""A whole model as the drafter (Leviathan et al. 2023): a small decoder.
+"""A drafter that runs a whole model, usually a small decoder (Leviathan et al. 2023).
 
-It has separate caches, indexed by the target's page table and slots. A round of K drafts runs it K
-times: the last token gives the first draft, each draft the next one. The last draft is not run: if
-all drafts are accepted, its keys and values are missing, and the next round runs it before the last
-token, in one pass of two rows. A round without drafts also makes this pass, without logits.
-A model with another tokenizer maps the target's tokens to its tokens with the same text, or to its
-unknown token, and drafts only tokens that both have (Timor et al. 2025, token-level intersection).
+The draft model has separate caches, which the target's page table and slots index. A round of K
+drafts runs the model K times: on the last token to make the first draft, then on each draft to make
+the next draft. The last draft is not run. If all drafts are accepted, the keys and values of the
+last draft are missing, and the next round runs this draft before the last token, in one pass of two
+rows. A round without drafts also makes this pass, without logits.
+
+A draft model with another tokenizer maps each token of the target to its own token with the same
+text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
+token-level intersection).
 """
 
 from collections.abc import Collection, Mapping
@@ -53,13 +56,13 @@ class DraftModelParams:
     tokens: TokenMap | None = None  # None if both vocabularies are equal
 
     def as_own(self, tokens: jax.Array) -> jax.Array:
-        """Return the model's tokens for tokens of the target."""
+        """Return the draft model's tokens for the target's `tokens`."""
         return tokens if self.tokens is None else self.tokens.from_target[tokens]
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of a `DraftModel`; see `DrafterWeights`."""
+    """A description of a `DraftModel`'s weights; see `DrafterWeights`."""
 
     model: Model
     has_embedding: bool = False
@@ -67,7 +70,10 @@ class ModelWeights:
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the model's parameters as `TensorSpec`s, for the names in its checkpoint."""
+        """Return the model's parameters as `TensorSpec`s.
+
+        `names` are the tensor names in the draft model's checkpoint, or a map from names to shapes.
+        """
         shapes = names if isinstance(names, Mapping) else dict.fromkeys(names, ())
         return DraftModelParams(named_specs(self.model, shapes))
 
@@ -88,7 +94,7 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and the tokens that they lack."""
+    """The drafter's caches, and the number of tokens that they lack."""
 
     caches: tuple[Any, ...]  # one per cache kind of the model
     snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
@@ -102,16 +108,16 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the model is recurrent."""
+        """Whether the draft model is recurrent."""
         return is_recurrent(self.head.model)
 
     @property
     def may_defer(self) -> bool:
-        """False: `draft` has already run a round's rows."""
+        """False: `draft` has already run the rows of a round."""
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return 1: the additional row that a round runs if the last draft was not run."""
+        """Return 1: a round has one more row if the previous round's last draft was accepted."""
         return 1
 
     def num_passes(self, k: int) -> int:
@@ -119,7 +125,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
-        """Return empty caches, indexed by the target's page table and slots."""
+        """Return a state with empty caches, which the target's page table and slots index."""
         model, count = self.head.model, sizes.num_snapshots
         return DraftModelState(
             init_caches(model, sizes, dtype),
@@ -147,8 +153,8 @@ class DraftModel(HeadDrafter[ModelWeights]):
     ) -> tuple[Draft, DraftModelState]:
         """See `Drafter.draft`.
 
-        A recurrent state may include only accepted tokens. So a recurrent model runs the round's
-        rows again with each draft, from the state before them.
+        A recurrent state may include only accepted tokens. So for each draft, a recurrent model
+        starts from the state before the round and runs all rows of the round again.
         """
         caches, starts = state.caches, context.starts
         missing, pending = (
@@ -191,7 +197,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
         caches: tuple[Any, ...],
         context: DraftContext,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Run own tokens i32[B, T]; return logits f32[B, V_d] of row `last` i32[B], and caches."""
+        """Run the draft model on `tokens` i32[B, T], which are its own token ids.
+
+        Return the logits f32[B, V_d] of each request's row `last` i32[B], and the new caches.
+        """
         head = self.head
         features, caches = head.model.extend(params.model, tokens.reshape(-1), rows, caches)
         hidden = rows.by_request(features.hidden)[jnp.arange(len(last)), last]
@@ -200,7 +209,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
     def observe(
         self, target: Model, params: Params, state: DraftModelState, seen: Observation
     ) -> DraftModelState:
-        """See `Drafter.observe`. `draft` has run all rows of a round except the last draft's."""
+        """See `Drafter.observe`.
+
+        Only chunks are run here: `draft` has run all rows of a round except the last draft's row.
+        """
         caches, slots, none = state.caches, seen.slots, jnp.zeros_like(seen.last)
         if seen.k is None:
             rows = replace(seen.rows, pending=none)
@@ -228,11 +240,13 @@ def load(
     log: Log,
     target_folder: Path | None = None,
 ) -> tuple[DraftModel, DraftModelParams]:
-    """Load a checkpoint of any model; compare tokenizers if `target_folder` is set.
+    """Load a draft model from a checkpoint of any supported model.
+
+    If `target_folder` is set, the tokenizers of both folders are compared.
 
     Raises:
-        CheckpointError: it has no token of the target's vocabulary, or there is no target tokenizer
-            to tell.
+        CheckpointError: the vocabularies have no common token, or they differ in size and there is
+            no target tokenizer to compare with.
     """
     assert folder is not None, config.method
     sizes = target.vocab_size, describe_model(read_config(folder)).vocab_size
@@ -251,10 +265,10 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DraftModel:
-    """Return a drafter of the model in the config of a folder without weights.
+    """Return a drafter that runs the model in the config of a folder without weights.
 
     Raises:
-        CheckpointError: its vocabulary size differs from the target's.
+        CheckpointError: the model's vocabulary size differs from the target's.
     """
     model = describe_model(read_config(folder))
     if model.vocab_size != target.vocab_size:

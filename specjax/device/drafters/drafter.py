@@ -1,4 +1,4 @@
-"""The drafter interface: propose draft tokens, then observe the target's results."""
+"""The interface of drafters, which propose draft tokens and then observe the target's results."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -21,19 +21,23 @@ from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 class Params(NamedTuple):
-    """Weights of a step, passed as arguments so that new weights need no recompilation."""
+    """The weights of a step: arguments of its program, so that new weights need no compilation."""
 
     target: Any
     drafter: Any
 
 
 class Variant(NamedTuple):
-    """Request options compiled into a step only if needed. Every step supports the others."""
+    """Request options that are compiled into a step only if a request needs them.
+
+    Every step supports all other options.
+    """
 
     processors: Processors = ()
-    masks: bool = False  # token masks depend on the drafts, so a round runs as several programs
+    # Whether tokens are masked. The masks depend on the drafts: a round runs as several programs.
+    masks: bool = False
     num_logprobs: int = 0  # number of most likely tokens reported with each token
-    num_prompt_logprobs: int | None = None  # None: report none
+    num_prompt_logprobs: int | None = None  # the same for prompt tokens; None: nothing is reported
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +49,7 @@ class DraftContext:
     starts: Int32[jax.Array, "B"]  # the position of the last committed token
     is_active: Bool[jax.Array, "B"]
     page_table: Int32[jax.Array, "B P"]
-    requests: Requests  # [S], by slot: only the fields in use are gathered
+    requests: Requests  # [S], by slot; drafters gather only the fields that they use
     history: History  # [B]
     has_edits: Bool[jax.Array, ""]  # whether any request edits its logits
     kernels: str = field(metadata={"static": True})
@@ -63,9 +67,10 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return rows from positions starts[b] on: counts[b] real rows, then padding.
+        """Return `counts[b]` rows per request b, which begin at `starts[b]`, and padding rows.
 
-        `most` is the largest count. `pending` i32[B] is for recurrent states, see `CachedRows`.
+        `most` is the largest count. Inactive requests have only padding rows. `pending` i32[B] and
+        `writes` are explained in `CachedRows`. Only recurrent states need `pending`.
         """
         return CachedRows.starting_at(
             starts,
@@ -87,11 +92,13 @@ class DraftContext:
         *,
         is_greedy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the next draft i32[B] after the drafts `before`, and its distribution.
+        """Draw one draft per request; return the drafts i32[B] and their distributions f32[B, V].
 
-        Logits f32[B, V_d] over `token_ids` (None for all) are edited like the target's, so that
-        drafts are likely to be accepted. The distribution is f32[B, V], or None for drafts that
-        are greedy or use the target's noise, where verification does not need it.
+        `before` holds the drafts already drawn in this round, i32[B] each. `logits` f32[B, V_d] are
+        edited like the target's logits, so that the target is likely to accept the drafts.
+        `token_ids` i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
+        The distributions are None if the drafts are greedy or use the target's noise, because
+        verification does not need distributions then.
         """
 
         def choose(logits):
@@ -105,10 +112,10 @@ class DraftContext:
     def draw_together(
         self, logits: jax.Array, token_ids: jax.Array | None, vocab_size: int, *, is_greedy: bool
     ) -> Draft:
-        """Draw K independent drafts per request from logits f32[B, K, V_d]; see `draw`.
+        """Draw K independent drafts per request from `logits` f32[B, K, V_d]; see `draw`.
 
-        Drafts are drawn one after the other only if logits are edited, as edits depend on the
-        drafts before.
+        Drafts are drawn one after the other only if logits are edited, because the edits of a
+        draft's logits depend on the drafts before it.
         """
         batch, k, _ = logits.shape
 
@@ -150,7 +157,8 @@ class DraftContext:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return T drafts per request, i32[B T], and their distributions f32[B T, V] or None.
 
-        The logits are f32[B T, V_d]; `first` indexes each request's first draft; see `draw`.
+        `logits` f32[B T, V_d] has T rows per request. `first` is the number of drafts that each
+        request already has in this round. The other arguments are explained in `draw`.
         """
         if is_greedy:
             if token_ids is None:
@@ -184,7 +192,7 @@ class DraftContext:
         before: list[jax.Array],
         is_greedy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Edit logits f32[B, V_d] and draw from them the draft after `before`; see `draw`."""
+        """Edit `logits` f32[B, V_d], then draw the draft after the drafts `before`; see `draw`."""
         if token_ids is not None:
             logits = self.vocabulary.spread(logits, token_ids, vocab_size)
         history = self.history.extended(before)
@@ -196,15 +204,18 @@ class DraftContext:
 
 
 class Observation(NamedTuple):
-    """Rows that the target ran for B requests: a prefill chunk, or a last token and its drafts."""
+    """The rows that the target ran for B requests, and the target's results for them.
+
+    The rows of each request are a prefill chunk, or its last token and the drafts after it.
+    """
 
     slots: Int32[jax.Array, "B"]
     rows: CachedRows  # [N], positions, pages and slots
     tokens: Int32[jax.Array, "B T"]  # the rows' tokens
-    following: Int32[jax.Array, "B T"]  # each row's next token: known, or sampled by the target
+    following: Int32[jax.Array, "B T"]  # the token after each row, known or sampled by the target
     features: Features  # [N], of the target
     last: Int32[jax.Array, "B"]  # index of each request's last accepted row
-    k: int | None  # draft tokens of the round; None for a chunk
+    k: int | None  # number of drafts per request in the round; None for a chunk
 
 
 class DrafterWeights(Protocol):
@@ -212,7 +223,10 @@ class DrafterWeights(Protocol):
 
     @property
     def prefix_in_target(self) -> str | None:
-        """Prefix of its tensors in the target's checkpoint; None if they are elsewhere."""
+        """The name prefix of the drafter's tensors in the target's checkpoint.
+
+        None if they are in another checkpoint.
+        """
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
@@ -220,20 +234,26 @@ class DrafterWeights(Protocol):
         ...
 
     def is_unused(self, name: str) -> bool:
-        """Return whether a checkpoint may contain this tensor although it is not loaded."""
+        """Return whether a checkpoint may contain the tensor `name` although it is not loaded."""
         ...
 
     def target_ids(self, params: Any) -> jax.Array | None:
-        """Return the target's token id of each draft logit, i32[V_d]; None for the identity."""
+        """Return the target's token id for each draft logit, i32[V_d].
+
+        None if draft logits and target logits have the same order.
+        """
         ...
 
 
 class Drafter(Protocol):
-    """A drafting strategy: hashable, with pure methods. No other code reads its state, a pytree."""
+    """A drafting strategy: a hashable value with pure methods.
+
+    The drafter's state is a pytree that no other code reads.
+    """
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the drafter observes."""
+        """The target's layers whose input the drafter observes."""
         ...
 
     @property
@@ -243,18 +263,24 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state that cannot be computed from later rows, so that reusing
-        pages is not enough to skip observing their tokens."""
+        """Whether requests have a state, in addition to pages, that later rows do not determine.
+
+        If so, reusing pages is not enough to skip observing tokens: a snapshot of the state is
+        needed, too.
+        """
         ...
 
     @property
     def may_defer(self) -> bool:
-        """Whether it may observe the rows of rounds without drafts later, several rounds at once,
-        like the rows of a chunk. This pays off only if `observe` reads weights."""
+        """Whether it is possible to postpone observing the rows of rounds without drafts.
+
+        If so, the rows of several such rounds are observed at once, like the rows of a chunk. This
+        saves time only if `observe` reads weights.
+        """
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return the number of rows per request that drafting k tokens adds to a step's budget."""
+        """Return the number of additional rows per request that a step needs to draft k tokens."""
         ...
 
     def num_passes(self, k: int) -> int:
@@ -262,28 +288,31 @@ class Drafter(Protocol):
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Return an empty state for the target's number of requests and pages.
+        """Return an empty state for the numbers of requests and pages in the target's `sizes`.
 
-        `dtype` is the model's; pages have `sizes.page_dtype` instead, if set.
+        `dtype` is the model's dtype. Pages have `sizes.page_dtype` instead if it is set.
         """
         ...
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Copy recurrent states into snapshots `ids`; return the state. See `CacheKind.take`."""
+        """Copy the recurrent states of `slots` into the snapshots `ids`; return the new state.
+
+        The arguments are explained in `CacheKind.take`.
+        """
         ...
 
     def restore(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Copy snapshots `ids` into the recurrent states; return the state."""
+        """Copy the snapshots `ids` into the recurrent states of `slots`; return the new state."""
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """Return the drafter and its parameters without copies of the target's parameters."""
+        """Return the drafter and its parameters, without copies of the target's parameters."""
         ...
 
     def draft(
         self, target: Model, params: Params, state: Any, context: DraftContext, k: int
     ) -> tuple[Draft, Any]:
-        """Return k tokens for the positions after each request's last token, and the state."""
+        """Return drafts of the k tokens after each request's last token, and the new state."""
         ...
 
     def observe(
@@ -293,10 +322,11 @@ class Drafter(Protocol):
         state: Any,
         seen: Observation,
     ) -> Any:
-        """Return the state for the next drafts, updated with rows that the target ran.
+        """Return the state for the next drafts, updated with the rows `seen` that the target ran.
 
-        Tokens found in the prefix cache are never observed: what drafting needs from them must be
-        in the pages, follow from the last rows, or be restored from a snapshot.
+        Tokens found in the prefix cache are never observed. The information that drafting needs
+        from these tokens must be in the pages, follow from the last rows, or be restored from a
+        snapshot.
         """
         ...
 
@@ -321,7 +351,7 @@ class NotRecurrent:
 
 @dataclass(frozen=True)
 class Stateless(NotRecurrent):
-    """Base of drafters that have no weights and read only tokens."""
+    """Base of drafters that have no weights and no state, and read only tokens."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -353,7 +383,7 @@ class Stateless(NotRecurrent):
         return self, None
 
     def observe(self, target: Model, params: Params, state: None, seen: Observation) -> None:
-        """Return None: drafting reads the history."""
+        """Return None: there is no state, because drafting reads the history."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +393,7 @@ class NoDrafter(Stateless):
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Return no tokens; k must be 0."""
+        """Return zero drafts per request; `k` must be 0."""
         if k:
             raise ValueError(f"k={k}: an engine without a drafter cannot draft; k must be 0")
         return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None

@@ -22,7 +22,7 @@ from specjax.device.weights.table import Table, table
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MarkovParams:
-    """Weights of a correction by the previous token."""
+    """Weights of a correction that depends on the previous token."""
 
     previous: Table  # [V, r]
     bias: Matrix  # [r, V_d]
@@ -30,7 +30,7 @@ class MarkovParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Markov(Refinement):
-    """A correction of rank r; see `Refinement`."""
+    """A correction of the logits by a matrix of low rank; see `Refinement`."""
 
     rank: int
     is_serial: ClassVar[bool] = True
@@ -49,7 +49,10 @@ class Markov(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the correction, if there is one, and the block's row that gives the first draft.
+    """Return the correction that a config describes, and the index of the first draft's row.
+
+    The correction is a plain `Refinement` if the config has none. `own` is the config's field
+    `dflash_config`.
 
     Raises:
         CheckpointError: the correction is not of kind "vanilla".

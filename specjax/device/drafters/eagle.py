@@ -1,4 +1,4 @@
-"""EAGLE-1 (Li et al. 2024): a decoder layer over [embedding, target feature].
+"""EAGLE-1 (Li et al. 2024): a decoder layer that reads an embedding and the target's feature.
 
     x = fc [e(x_{p+1}); f_p]      a = x + Attn(x)      y = a + MLP(norm(a))
 
@@ -40,7 +40,7 @@ from specjax.device.weights.table import Table, table
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EagleParams:
-    """Weights of an EAGLE-1 head; `embedding` is None if the target's is used."""
+    """Weights of an EAGLE-1 head; `embedding` is None if the target's embedding is used."""
 
     embedding: Table | None  # [V, D]
     fc: Matrix  # [2 D, D]
@@ -48,7 +48,7 @@ class EagleParams:
     attention: Attention
     mlp_norm: jax.Array  # [D]
     mlp: MLP
-    lm_head: Matrix | None = None  # [D, V]; None if the target's is used
+    lm_head: Matrix | None = None  # [D, V]; None if the target's output head is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,19 @@ class EagleHead:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the features, equal to the target's."""
+        """The width of the features: the target's hidden size."""
         return self.shape.hidden_size
 
     @property
     def cache_kind(self) -> CacheKind:
-        """A single attention layer."""
+        """The cache kind of a single attention layer."""
         return self.shape.attention
 
     def specs(self, names: Collection[str] = ()) -> EagleParams:
-        """Return the weights as `TensorSpec`s; the published names have no variants."""
+        """Return the weights as `TensorSpec`s.
+
+        `names` is not used, because all checkpoints have the same names.
+        """
         dim, layer = self.hidden_size, "layers.0"
         embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
         lm_head = dense(["lm_head.weight"], dim, [self.shape.vocab_size], axes=(None, "vocab"))
@@ -109,7 +112,10 @@ class EagleHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Return logits of y without a norm, by the head's own output head or else the target's."""
+        """Return the logits f32[N, V] of `hidden` y [N, D], without a norm.
+
+        The drafter's output head is used if the weights include one, else the target's.
+        """
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
@@ -142,7 +148,10 @@ def _layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[EagleHead, EagleParams]:
-    """Load a published EAGLE-1 head. The tensors tell whether fc has a bias: configs do not."""
+    """Load a published EAGLE-1 head.
+
+    The tensor names tell whether fc has a bias, because configs do not.
+    """
     shape = files.geometry("layers.0", target)
     if shape.hidden_size != target.hidden_size:
         raise CheckpointError(

@@ -1,13 +1,13 @@
-"""EAGLE-3 (Li et al. 2025): a decoder layer over three of the target's hidden states.
+"""EAGLE-3 (Li et al. 2025): a decoder layer that reads three of the target's hidden states.
 
-    g = fc [h_low; h_mid; h_high] (+ bias)        for rows that the target has run; else g = last y
+    g = fc [h_low; h_mid; h_high] (+ bias)        if the target has run the row; else g = last y
     u = [norm_e(e(x_{p+1})); norm_h(g)]           2 D wide
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         over a reduced vocabulary
 
 The hidden states, three or more, are residual streams without a norm; each may have a norm before
-fc (EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. The next
-draft gets y as it is, or normed with `recycle_normed`. A head with the full vocabulary may use the
+fc (EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. For the next
+draft, g is y, or norm(y) if `recycle_normed` is true. A head with the full vocabulary may use the
 target's output head.
 """
 
@@ -46,7 +46,7 @@ from specjax.device.models.model import Features, Model
 from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
-_FUSING = "fc.", "fc_norm.", "input_norm."  # tensors that fuse auxiliary states
+_FUSING = "fc.", "fc_norm.", "input_norm."  # prefixes of tensors that fuse auxiliary states
 
 
 @jax.tree_util.register_dataclass
@@ -54,17 +54,17 @@ _FUSING = "fc.", "fc_norm.", "input_norm."  # tensors that fuse auxiliary states
 class Eagle3Params:
     """Weights of an EAGLE-3 head.
 
-    `embedding` and `lm_head` are None if the target's are used; `fc` is None without auxiliary
-    layers.
+    `embedding` and `lm_head` are None if the head uses the target's. `fc` is None if the head has
+    no auxiliary layers.
     """
 
     embedding: Table | None  # [V, D]
     fc: Matrix | None  # [A D_target, D]
     input_norm: jax.Array | None  # [A D_target], over all auxiliary states before fc
-    aux_norms: tuple[jax.Array, ...]  # A of [D_target], one per auxiliary state before fc; or none
+    aux_norms: tuple[jax.Array, ...]  # [D_target] for each auxiliary state, before fc; or ()
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
-    attention: Attention  # reads 2 D
+    attention: Attention  # its input is 2 D wide
     mlp_norm: jax.Array  # [D]
     mlp: MLP
     norm: jax.Array  # [D]
@@ -97,17 +97,20 @@ class Eagle3Head:
 
     @property
     def cache_kind(self) -> CacheKind:
-        """A single attention layer."""
+        """The cache kind of a single attention layer."""
         return self.shape.attention
 
     @property
     def feature_size(self) -> int:
-        """Width of all auxiliary states of one row, concatenated."""
+        """The width of one row's concatenated auxiliary states."""
         return max(len(self.aux_layers), 1) * self.target_hidden_size
 
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
-        """Return the float weights as `TensorSpec`s; `names` in the files determine the layout:
-        published or speculators'."""
+        """Return the float weights as `TensorSpec`s.
+
+        `names` are the tensor names in the files. They determine whether the layout is the
+        published layout or the speculators library's.
+        """
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide, all_wide = self.target_hidden_size, self.feature_size
@@ -135,8 +138,11 @@ class Eagle3Head:
         return name in PUBLISHED_BESIDE or cannot_matter(name)
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
-        """Return g [N, D]: fc of the auxiliary hidden states, normed before if the checkpoint has
-        such norms; without auxiliary layers, the target's output."""
+        """Return g [N, D] for the target's `features`.
+
+        g is fc of the auxiliary hidden states, which are normed first if the checkpoint has norms
+        for them. For a head without auxiliary layers, g is the target's final hidden state.
+        """
         if params.fc is None:
             return features.hidden
         states, eps = features.auxiliary, self.shape.rms_norm_eps
@@ -164,7 +170,10 @@ class Eagle3Head:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[N, V_d] over the draft vocabulary; recycled states have their norm."""
+        """Return logits f32[N, V_d] over the draft vocabulary for the head's output `hidden`.
+
+        `hidden` [N, D] is already normed if `recycle_normed` is true.
+        """
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
@@ -173,7 +182,7 @@ class Eagle3Head:
         return own.lm_head.multiply(hidden, jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Return the target's token id of each draft token, i32[V_d]; None for the identity."""
+        """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
         return params.target_ids
 
 
@@ -200,7 +209,10 @@ def first_layer(
     kv: Any,
     head: Eagle3Head,
 ) -> tuple[Residual, Any]:
-    """Run the layer on embeddings e [N, D] and hidden states g [N, D]; return y and kv."""
+    """Run the first layer on the embeddings e [N, D] and the hidden states g [N, D].
+
+    Return its output y as a residual stream, and the new kv.
+    """
     shape, eps = head.shape, head.shape.rms_norm_eps
     normed = rms_norm(hidden, params.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
@@ -215,7 +227,10 @@ def first_layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[Eagle3Head, Eagle3Params]:
-    """Load an EAGLE-3 head: published layout (`midlayer.*`) or speculators' (`layers.0.*`)."""
+    """Load an EAGLE-3 head.
+
+    Its layout is the published layout (`midlayer.*`) or the speculators library's (`layers.0.*`).
+    """
     head = _read_chain_head(files, config, target)
     return head, load_weights(files, head, target, dtype)
 
@@ -224,7 +239,8 @@ def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> Chain
     """Return a drafter with the sizes in the config of a folder without weights.
 
     Raises:
-        CheckpointError: it was made for another target, or has a separate draft vocabulary.
+        CheckpointError: the drafter was made for another target, or has a separate draft
+            vocabulary.
     """
     files = DrafterFiles.without_weights(folder)
     head = _read_chain_head(files, config, target)
@@ -246,12 +262,13 @@ def _read_chain_head(files: DrafterFiles, config: SpeculativeConfig, target: Mod
 def read_head(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, shape: Llama
 ) -> Eagle3Head:
-    """Return the head that the config and the tensors' names describe, except what it recycles.
+    """Return the head that the config and the tensor names describe.
 
-    Without weights, the head is assumed to have the usual tensors.
+    The caller must set `norm_before_residual` and `recycle_normed`. If the files have no weights,
+    the head is assumed to have the usual tensors.
 
     Raises:
-        CheckpointError: it was made for another target, or config and tensors disagree.
+        CheckpointError: the head was made for another target, or config and tensors disagree.
     """
     has_weights = bool(files.tensors.names())
     layers = read_aux_layers(files.hf, target.num_layers, config.aux_id_convention)
@@ -309,7 +326,7 @@ def _check_tensors(files: DrafterFiles, head: Eagle3Head) -> None:
 
 
 def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np.dtype) -> Any:
-    """Load the parameters of a head, with its draft vocabulary."""
+    """Load the parameters of a head, including the token ids of its draft vocabulary."""
     unused = ["d2t", "t2d"]
     if not head.aux_layers:
         names = (name.removeprefix(files.prefix) for name in files.tensors.names())
@@ -332,7 +349,7 @@ def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np
 
 
 def layer_name(names: Collection[str]) -> str:
-    """Return the layer's prefix among these names of tensors."""
+    """Return the name prefix of the first layer in a head with the tensor names `names`."""
     is_numbered = any(name.endswith("layers.0.hidden_norm.weight") for name in names)
     return "layers.0" if is_numbered else "midlayer"
 
@@ -343,10 +360,11 @@ def is_speculators(hf: HFConfig) -> bool:
 
 
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
-    """Return whether the head recycles norm(y), from `norm_output`.
+    """Return whether the head recycles norm(y) instead of y, as the field `norm_output` says.
 
-    The field is ignored for heads of this architecture without norms of auxiliary states: SpecForge
-    used to write `norm_output=true` for the norm before the output head, which all heads have.
+    The field is ignored for heads of architecture "LlamaForCausalLMEagle3" without norms of
+    auxiliary states. For these, SpecForge used to write `norm_output=true` because of the norm
+    before the output head, which all heads have.
     """
     if "LlamaForCausalLMEagle3" in hf.get("architectures", []) and not has_aux_norms:
         return False
@@ -354,11 +372,12 @@ def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
 
 
 def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int, ...]:
-    """Return the layers whose input the head reads; `convention` is how the config numbers them.
+    """Return the target's layers whose input the head reads.
 
-    "entering": i is the residual stream that enters layer i. "output": i is the output of layer i,
-    which enters layer i + 1. Default: layers 2, L // 2 and L - 3. Empty if the config says that
-    there are no auxiliary states.
+    `convention` says what a number i in the config means. "entering": the residual stream that
+    enters layer i. "output": the output of layer i, which enters layer i + 1. If the config has no
+    numbers, the layers are 2, L // 2 and L - 3, where L = `num_layers` is the target's number of
+    layers. The tuple is empty if the config says that there are no auxiliary states.
     """
     nested = hf.get("eagle_config", {})
     if nested.get("use_aux_hidden_state") is False:
@@ -398,7 +417,11 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 
 
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
-    """Return a head's d2t (offsets i64[V_d]) and t2d (mask bool[V]) in the published format."""
+    """Return a head's tensors `d2t` and `t2d` in the published format.
+
+    They hold the offsets i64[V_d] of ids, and the mask bool[V] of draft tokens. The dict is empty
+    if the head has no separate draft vocabulary.
+    """
     if params.target_ids is None:
         return {}
     ids = np.asarray(params.target_ids, np.int64)

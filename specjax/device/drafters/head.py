@@ -14,7 +14,7 @@ from specjax.device.verification import Draft
 
 
 class DraftHead(DrafterWeights, Protocol):
-    """The model of a drafter: hashable; its weights are passed as arguments."""
+    """The model of a drafter: a hashable value, whose weights are passed as arguments."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -23,7 +23,10 @@ class DraftHead(DrafterWeights, Protocol):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the weights include an `embedding`; if equal, the target's is used instead."""
+        """Whether the weights include an `embedding`.
+
+        `HeadDrafter.share` removes an embedding that equals the target's embedding.
+        """
         ...
 
 
@@ -49,7 +52,10 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads compute keys and values, which depend only on a row and earlier rows."""
+        """True: most heads observe rows by computing keys and values.
+
+        The keys and values of a row depend only on this row and earlier rows.
+        """
         return True
 
     def draft_slots(self, k: int) -> int:
@@ -57,11 +63,11 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         return 0
 
     def num_passes(self, k: int) -> int:
-        """Return 1, or 0 without drafts: most heads make all drafts in one pass."""
+        """Return 1, or 0 if k is 0: most heads make all drafts in one pass."""
         return min(k, 1)
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple[Self, Any]:
-        """Drop an embedding that equals the target's; see `Drafter.share`."""
+        """Remove an embedding that equals the target's embedding; see `Drafter.share`."""
         head, params = without_shared_embedding(self.head, params, target, target_params)
         return replace(self, head=head), params
 
@@ -75,8 +81,8 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
     ) -> Draft:
         """Draw k drafts one after the other.
 
-        `logits_of(i, drafts)` returns the logits f32[B, V_d] of draft i after the i drafts i32[B]
-        before it.
+        `logits_of(i, drafts)` returns the logits f32[B, V_d] of draft i. `drafts` holds the i
+        drafts already drawn, i32[B] each.
         """
         ids = self.head.target_ids(params.drafter)
         drafts: list[jax.Array] = []
@@ -91,11 +97,14 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
     def draw_together(
         self, target: Model, params: Params, context: DraftContext, logits: jax.Array
     ) -> Draft:
-        """Draw K independent drafts per request from logits f32[B, K, V_d]."""
+        """Draw K independent drafts per request from `logits` f32[B, K, V_d]."""
         ids = self.head.target_ids(params.drafter)
         return context.draw_together(logits, ids, target.vocab_size, is_greedy=self.is_greedy)
 
 
 def on_rows(apply: Callable[[jax.Array], jax.Array], x: jax.Array, multiple: int) -> jax.Array:
-    """Return `apply(x)` for rows x [N, D], padded to a multiple of rows for the call."""
+    """Return `apply(x)` for rows x [N, D].
+
+    For the call, x is padded to a multiple of `multiple` rows.
+    """
     return apply(jnp.pad(x, ((0, -len(x) % multiple), (0, 0))))[: len(x)]

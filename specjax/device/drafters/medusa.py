@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): one small head per draft token, all on the same hidden state.
+"""Medusa (Cai et al. 2024): one small head per draft token. All heads read one hidden state.
 
     x <- x + silu(L_ij x) for the blocks j of head i, from x = f_p      logits_i = W_i x
 
@@ -39,7 +39,7 @@ TOKEN_MAP = "token_map"  # the target's token id of each draft logit, in vLLM's 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ResidualBlock:
-    """A residual block."""
+    """Weights of a residual block."""
 
     weight: Matrix  # [D, D]
     bias: jax.Array | None  # [D]
@@ -69,9 +69,10 @@ class MedusaHeads:
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> MedusaParams:
-        """Return the weights as `TensorSpec`s: vLLM's names, or the authors' if `names` has them.
+        """Return the weights as `TensorSpec`s.
 
-        `target_ids` is None: it is not a weight.
+        They have the authors' names if these are among `names`, else vLLM's names. `target_ids` is
+        None, because it is not a weight.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 
@@ -97,7 +98,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's token id of each draft token, i32[V_d]; None for the identity."""
+        """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return False
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:
-        """Return zeros as hidden states."""
+        """Return a state whose hidden states are zero."""
         return MedusaState(jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype))
 
     def draft(
@@ -167,10 +168,10 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[MedusaDrafter, MedusaParams]:
-    """Load heads in vLLM's layout, or in the authors' (`medusa_lm_head`).
+    """Load heads in vLLM's layout or in the authors' layout (`medusa_lm_head`).
 
     Raises:
-        CheckpointError: they were made for another target, or are fewer than K.
+        CheckpointError: the heads were made for another target, or there are fewer heads than K.
     """
     assert folder is not None, config.method
     hf = read_config(folder)
@@ -188,13 +189,13 @@ def load(
 
 
 def find_first_file(folder: Path) -> Path | None:
-    """Return the file of heads in the authors' layout; None if the folder has none."""
+    """Return the path of a folder's file in the authors' layout; None if there is no such file."""
     paths = (folder / name for name in FIRST_FILES)
     return next((path for path in paths if path.exists()), None)
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> MedusaDrafter:
-    """Return a drafter with the sizes in the config of a folder without weights, and no biases.
+    """Return a drafter without biases, with the sizes in the config of a folder without weights.
 
     Raises:
         CheckpointError: there are fewer heads than K.
@@ -232,6 +233,6 @@ def to_hf(heads: MedusaHeads) -> dict[str, Any]:
 
 
 def vocabulary_tensors(heads: MedusaHeads, params: MedusaParams) -> dict[str, np.ndarray]:
-    """Return the heads' token map i64[V_d] in vLLM's layout; empty if there is none."""
+    """Return a dict with the heads' token map i64[V_d] in vLLM's layout; {} if there is none."""
     ids = params.target_ids
     return {} if ids is None else {TOKEN_MAP: np.asarray(ids, np.int64)}

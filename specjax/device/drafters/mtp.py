@@ -1,11 +1,12 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2; Qwen3-Next): the target's own extra layer.
+"""Multi-token prediction (MTP): drafting with an additional layer that the target comes with.
 
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
-h is the target's hidden state after its final norm. The head uses the target's embedding and output
-head. The layer has the form of the target's attention layers, and a separate KV cache. Further
-drafts run the layer again on h', unless the target has several modules: see `mtp_modules`. The form
-of the layer and the names of its tensors depend on the target's family, see `NAMES`.
+h is the target's hidden state after its final norm. The embedding e and the output head are the
+target's. The layer has the form of the target's attention layers, and a separate KV cache. For each
+further draft, the layer runs again on h', unless the target has several modules (see
+`mtp_modules`). The form of the layer and the names of its tensors depend on the target's family
+(see `NAMES`). Sources: DeepSeek-V3, section 2.2; Qwen3-Next.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -44,15 +45,15 @@ class MTPParams:
 
 
 class ModuleNames(NamedTuple):
-    """Names of the module tensors in a family of targets; each is appended to the prefix."""
+    """Names of a module's tensors in a family of targets, to be appended to the prefix."""
 
-    prefix: Callable[[Any, int], str]  # of the target's module with this number
+    prefix: Callable[[Any, int], str]  # gives the prefix for a target and a module's number
     embedding_norm: str
     hidden_norm: str
     fc: str
     norm: str
     layer: str  # "" if the layer's tensors follow the prefix directly
-    num_field: str  # config field: number of modules, or of layers in the module
+    num_field: str  # config field with the number of modules, or of layers in the only module
     has_several: bool = False  # whether `num_field` counts modules
     copies: Mapping[str, str] = {}  # module tensor -> the target's tensor that it copies
 
@@ -68,7 +69,7 @@ _AS_LAYERS = ModuleNames(
     has_several=True,
     copies={"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD},
 )
-# By class of the target.
+# The names by the target's class.
 NAMES: dict[type, ModuleNames] = {
     Qwen35: ModuleNames(
         prefix=lambda shape, number: "mtp.",
@@ -86,7 +87,7 @@ NAMES: dict[type, ModuleNames] = {
 
 @dataclass(frozen=True)
 class MTPHead:
-    """An MTP module as the head of a chain drafter. `shape` is its target model."""
+    """An MTP module as the head of a chain drafter. `shape` is the target model."""
 
     shape: Any
     number: int = 0  # index of the module in the target
@@ -95,7 +96,7 @@ class MTPHead:
 
     @property
     def names(self) -> ModuleNames:
-        """The names of tensors in the target's family."""
+        """The names of a module's tensors in the target's family."""
         return NAMES[type(self.shape)]
 
     @property
@@ -105,7 +106,7 @@ class MTPHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Tensors that copy a tensor of the target, mapped to it."""
+        """A map from module tensors that are copies to the target's tensors that they copy."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 
@@ -115,16 +116,19 @@ class MTPHead:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the features, equal to the target's."""
+        """The width of the features: the target's hidden size."""
         return self.shape.hidden_size
 
     @property
     def cache_kind(self) -> CacheKind:
-        """A single attention layer of the target's shape."""
+        """The cache kind of a single attention layer with the target's shape."""
         return replace(self.shape.attention, num_layers=1)
 
     def specs(self, names: Collection[str] = ()) -> MTPParams:
-        """Return the weights as `TensorSpec`s; `names` determine the file's layout of experts."""
+        """Return the weights as `TensorSpec`s.
+
+        `names` are the checkpoint's tensor names. They determine the layout of experts.
+        """
         shape, called, prefix = self.shape, self.names, self.prefix_in_target
         dim = shape.hidden_size
         layer = f"{prefix}{called.layer}".removesuffix(".")
@@ -137,7 +141,10 @@ class MTPHead:
         )
 
     def is_unused(self, name: str) -> bool:
-        """True for the target's tensors and copies of them; see `DrafterWeights.is_unused`."""
+        """Return True for the target's tensors and copies of them.
+
+        See `DrafterWeights.is_unused`.
+        """
         return not name.startswith(self.prefix_in_target) or name in self.copies
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
@@ -158,7 +165,7 @@ class MTPHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Apply the target's output head; hidden states are already normed."""
+        """Return the target's logits f32[N, V] for `hidden` [N, D], which is already normed."""
         return target.logits(params.target, hidden)
 
     def target_ids(self, params: MTPParams) -> None:

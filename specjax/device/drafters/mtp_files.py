@@ -1,4 +1,4 @@
-"""Reading the MTP modules of a target's checkpoint."""
+"""Reads the MTP modules in a target's checkpoint."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from specjax.device.models.tensor_names import EMBEDDING, TensorNames, is_within
 
 
 def drafter(head: MTPHead | ModulesHead, is_greedy: bool = False) -> Drafter:
-    """Return the drafter of one or several modules."""
+    """Return the drafter that runs one or several modules."""
     return head.drafter(is_greedy)
 
 
@@ -53,7 +53,7 @@ def load(
 
 
 def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | ModulesHead) -> None:
-    """Log the modules' copies of target tensors that differ from the originals."""
+    """Log each module tensor that should be a copy of a target tensor but differs from it."""
     names, own = TensorNames.of(tensors.names()), TensorNames.of(files.tensors.names())
     both = replace(files.tensors, tensors={**tensors.tensors, **files.tensors.tensors})
     for copy, original in head.copies.items():
@@ -69,10 +69,10 @@ def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | M
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead | ModulesHead:
-    """Return the target's module, or several, without weights.
+    """Return the head of the target's MTP module or modules, without weights.
 
     Raises:
-        CheckpointError: the target has no module, or a module of several layers.
+        CheckpointError: the target has no MTP module, or its module has several layers.
     """
     if type(target) not in NAMES:
         raise CheckpointError(

@@ -1,12 +1,13 @@
-"""Several MTP modules (DeepSeek-V3, section 2.2): module i makes draft token i + 1.
+"""Drafting with several MTP modules (DeepSeek-V3, section 2.2): module i makes draft token i + 1.
 
 At position p, module 0 takes the target's hidden state h_p, and module i > 0 takes the output of
-module i - 1 at position p - 1. All take the token x_{p+1}, so that rows at one position hold the
-same token in all caches. With x_n the last token, draft token i + 1 comes from module i at position
-n - 1 + i; it attends to its module's own rows, and rows from n on belong to this round's drafts.
-After the last module, further draft tokens come from the last module, fed with its own output.
+module i - 1 at position p - 1. All modules take the token x_{p+1}, so that the rows at one position
+hold the same token in all caches. Let x_n be the last token. Draft token i + 1 comes from module i
+at position n - 1 + i. The module attends to the rows in its cache, and its rows from position n on
+belong to this round's drafts. After the last module, further draft tokens come from the last
+module, which then takes its own output.
 
-At a request's first rows, p < i, module i has no input from module i - 1: it is zero.
+At a request's first rows (p < i), module i has no input from module i - 1: the input is zero.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,7 +28,7 @@ from specjax.device.verification import Draft
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModulesParams:
-    """Weights of the modules."""
+    """Weights of several MTP modules."""
 
     modules: tuple[MTPParams, ...]
 
@@ -42,12 +43,12 @@ class ModulesHead:
 
     @property
     def prefix_in_target(self) -> str:
-        """Prefix of the first module's tensors."""
+        """The name prefix of the first module's tensors."""
         return self.modules[0].prefix_in_target
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Tensors that copy a tensor of the target, mapped to it."""
+        """A map from module tensors that are copies to the target's tensors that they copy."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
@@ -69,10 +70,10 @@ class ModulesHead:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModulesState:
-    """The modules' caches, and their next inputs.
+    """The caches of the M modules, and their next inputs.
 
-    `hidden` is at the last verified row: the target's hidden state, then the output of every module
-    except the last.
+    `hidden` holds M hidden states at the last verified row: the target's hidden state, then the
+    output of every module except the last.
     """
 
     kv: tuple[Any, ...]
@@ -82,7 +83,7 @@ class ModulesState:
 
 @dataclass(frozen=True)
 class ModulesDrafter(HeadDrafter[ModulesHead]):
-    """A drafter that runs one module per draft token, then the last one for any further tokens."""
+    """A drafter that runs one module per draft token, and the last module for further tokens."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -94,7 +95,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ModulesState:
-        """Return empty caches, indexed by the target's page table."""
+        """Return a state with empty caches, which the target's page table indexes."""
         modules = self.head.modules
         shape = len(modules), modules[0].hidden_size
         return ModulesState(
@@ -120,17 +121,20 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     def draft(
         self, target: Model, params: Params, state: ModulesState, context: DraftContext, k: int
     ) -> tuple[Draft, ModulesState]:
-        """See `Drafter.draft`. Module i has not run the rows of this round's earlier drafts, so it
-        runs them before its own row."""
+        """See `Drafter.draft`.
+
+        Module i has not run the rows of this round's earlier drafts, so it runs these rows before
+        the row that gives its draft.
+        """
         hidden, kv = state.hidden[context.slots], list(state.kv)
         starts, most = context.starts, len(self.head.modules)
         last = context.history.tokens[jnp.arange(len(starts)), starts]
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
-        made = hidden[:, :0]  # [B, rows from position n on, D], outputs of the module before
+        made = hidden[:, :0]  # [B, rows from position n on, D], outputs of the previous module
         for i in range(k):
             number = min(i, most - 1)
-            if i == 0:  # the cache already holds its keys and values
+            if i == 0:  # the cache already holds this row's keys and values
                 first, tokens, inputs = starts - 1, last[:, None], hidden[:, :1]
             elif i < most:
                 first, tokens = starts, jnp.stack(drafts, axis=1)
@@ -148,7 +152,11 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return Draft.stacked(drafts, probs, len(starts)), replace(state, kv=tuple(kv))
 
     def _run(self, target, params, number, context, first, tokens, inputs, kv):
-        """Run a module on tokens i32[B, T] from positions `first` on; return [B, T, D] and kv."""
+        """Run module `number` on `tokens` i32[B, T] with hidden `inputs` [B, T, D].
+
+        The tokens of request b have positions from `first[b]` on. Return the output [B, T, D] and
+        the module's new cache.
+        """
         count = tokens.shape[1]
         writes = number > 0
         rows = context.rows_at(first, counts=count, most=count, writes=writes)
@@ -158,7 +166,10 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return out[:, :count], kv
 
     def _extend(self, target, params, number, tokens, inputs, rows, kv):
-        """Run a module on the rows' tokens i32[B, T] and inputs [B, T, D]; return outputs, kv."""
+        """Run module `number` on `rows` with `tokens` i32[B, T] and hidden `inputs` [B, T, D].
+
+        `kv` is the module's cache. Return the output [B, T, D] and the new cache.
+        """
         own = Params(params.target, params.drafter.modules[number])
         flat = tokens.reshape(-1), inputs.reshape(-1, inputs.shape[-1])
         out, kv = self.head.modules[number].extend(target, own, *flat, rows, kv)

@@ -1,9 +1,10 @@
 """Prompt lookup: the drafts are the tokens that followed an earlier occurrence of the last tokens.
 
-It needs no weights or state, only a request's tokens (Saxena 2023, prompt lookup decoding; vLLM's
-n-gram drafts). It differs from vLLM in two ways. It uses the latest of several occurrences, vLLM
-the earliest: recent text predicts better. If the history ends before K drafts are found, it repeats
-the tokens after the match, so a match always gives K drafts.
+Prompt lookup needs no weights or state, only a request's tokens (Saxena 2023, prompt lookup
+decoding; vLLM's n-gram drafts). This drafter differs from vLLM's in two ways. Among several
+occurrences, it uses the latest, because recent text predicts better; vLLM uses the earliest. If the
+history ends before K drafts are found, it repeats the tokens after the match, so that a match
+always gives K drafts.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from specjax.device.verification import Draft
 
 @dataclass(frozen=True)
 class NGramDrafter(Stateless):
-    """A drafter that finds a match of `prompt_lookup_min` to `prompt_lookup_max` tokens."""
+    """A drafter that matches the last `prompt_lookup_min` to `prompt_lookup_max` tokens."""
 
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
@@ -30,9 +31,10 @@ class NGramDrafter(Stateless):
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Return k drafts for each active request with a match, else zeros and a count of 0.
+        """Return k drafts for each active request with a match.
 
-        The drafts are deterministic and ignore logit edits, which verification applies.
+        Other requests get zeros and a count of 0. The drafts are deterministic. They ignore logit
+        edits, which verification applies.
         """
         history = context.history
         sizes, ends = longest_matches(history, self.prompt_lookup_max)
@@ -53,22 +55,23 @@ def load(
     placement: Any,
     log: Any,
 ) -> tuple[NGramDrafter, None]:
-    """Return the drafter that a config describes; there is no checkpoint."""
+    """Return the drafter that `config` describes. It has no checkpoint and no parameters."""
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max
     assert min_size is not None and max_size is not None, "the config sets both for this method"
     return NGramDrafter(min_size, max_size), None
 
 
 def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return size and end index i32[B] of the longest earlier match of each request's last tokens.
+    """Return the sizes and the end indices, i32[B] each, of the longest matches.
 
-    Sizes are at most `max_size`. Of equally long matches, the latest one that ends before the last
-    token is used. The end of a match of size 0 is undefined. Takes O(B L max_size) time, in arrays
-    of [B, L].
+    A match is an earlier occurrence of a request's last tokens, and ends before its last token. The
+    size of a match is its number of tokens, at most `max_size`. Among equally long matches, the
+    latest is returned. The end of a match of size 0 is undefined. The function takes O(B L
+    max_size) time and uses arrays [B, L].
     """
     tokens, lengths = history.tokens, history.lengths[:, None]
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    # The last token, the one before it, ...; indices before the first token never match.
+    # The last token, the token before it, ...; indices before the first token never match.
     suffix_places = lengths - 1 - jnp.arange(max_size, dtype=jnp.int32)[None]
     suffix = jnp.take_along_axis(tokens, suffix_places, axis=1, mode="clip")
     is_match = place < lengths - 1  # [B, L], whether the last i tokens end at this index

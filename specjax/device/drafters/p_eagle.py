@@ -6,8 +6,8 @@
     drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
 
 g_mask is fc of `mask_hidden`, which replaces the target's hidden states; x_n is the last token.
-`observe` runs the first kind of rows, whose keys and values are kept. `draft` runs the masks, whose
-keys and values are overwritten when the target has run their positions.
+`observe` runs the first kind of rows, whose keys and values are kept. `draft` runs the mask rows,
+whose keys and values are overwritten after the target has run their positions.
 """
 
 from collections.abc import Collection
@@ -46,7 +46,7 @@ MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs by specu
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PEagleParams(Eagle3Params):
-    """Weights of a P-EAGLE head: an EAGLE-3 head, with its layer as the first, and more layers."""
+    """Weights of a P-EAGLE head: the fields of an EAGLE-3 head, and the layers after the first."""
 
     layers: tuple[DecoderLayer, ...]  # after the first
     mask_states: jax.Array  # [1, 1, A D_target], `mask_hidden`
@@ -54,7 +54,7 @@ class PEagleParams(Eagle3Params):
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleHead(Eagle3Head):
-    """The P-EAGLE head. `shape` is a decoder with the same number of layers."""
+    """The P-EAGLE head. `shape` is a decoder with the head's number of layers."""
 
     mask_token_id: int
     recycle_normed: bool = True  # `extend` returns normed states
@@ -79,7 +79,7 @@ class PEagleHead(Eagle3Head):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Return the normed output [N, D] for tokens i32[N] and g [N, D], and kv."""
+        """Return the normed output [N, D] for `tokens` i32[N] and `hidden` g [N, D], and new kv."""
         own, shape = params.drafter, self.shape
         embedded = embed_tokens(target, params, tokens)
         stream, kv = eagle3.first_layer(own, embedded, hidden, rows, kv, self)
@@ -90,7 +90,7 @@ class PEagleHead(Eagle3Head):
         return stream.normed(own.norm, shape, rows.kernels)[1], kv
 
     def mask_rows(self, params: PEagleParams, num_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Return tokens i32[N] and hidden states [N, D] of N mask rows."""
+        """Return the tokens i32[N] and the hidden states [N, D] of N = `num_rows` mask rows."""
         states = params.mask_states.reshape(1, -1)
         fused = self.fuse(params, Features(states, states))
         tokens = jnp.full(num_rows, self.mask_token_id, jnp.int32)
@@ -100,7 +100,7 @@ class PEagleHead(Eagle3Head):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PEagleState:
-    """The head's KV cache, and its output that gives each request's first draft."""
+    """The head's KV cache, and the output from which each request's first draft is drawn."""
 
     kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], normed, at the last accepted row
@@ -115,7 +115,7 @@ class PEagleDrafter(HeadDrafter[PEagleHead]):
         return max(k - 1, 0)
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> PEagleState:
-        """Return an empty cache."""
+        """Return a state with an empty cache."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
         return PEagleState(self.head.cache_kind.init(sizes, dtype), hidden)
 
@@ -168,7 +168,7 @@ def load(
     """Load a head in the layout of EAGLE-3 (AWS) or speculators ("peagle").
 
     Raises:
-        CheckpointError: it was made for another target, or is another kind of head.
+        CheckpointError: the head was made for another target, or is another kind of head.
     """
     assert folder is not None, config.method
     hf = read_config(folder)
@@ -188,7 +188,8 @@ def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> PEagl
     """Return a drafter with the sizes in the config of a folder without weights.
 
     Raises:
-        CheckpointError: it was made for another target, or has a separate draft vocabulary.
+        CheckpointError: the drafter was made for another target, or has a separate draft
+            vocabulary.
     """
     files = DrafterFiles.without_weights(folder)
     head = _read_head(files, config, target)

@@ -1,4 +1,7 @@
-"""Drafters by `method`. `config.METHODS` lists the config fields that each method needs."""
+"""The functions that load or describe drafters, by the config's `method`.
+
+`config.METHODS` lists the config fields that each method needs.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,14 +41,14 @@ DRAFTERS: dict[str, Load] = {
     "p_eagle": p_eagle.load,
     "draft_model": draft_model.load,
 }
-# Methods that compare tokenizers, and therefore read the target's folder.
+# The methods that compare tokenizers, and therefore read the target's folder.
 COMPARING = ("draft_model",)
-# Heads with the target's shape.
+# Drafters whose head has the target's shape.
 OWN_SHAPES: dict[str, Callable[[Model, str], Drafter]] = {
     "eagle": lambda target, origin: ChainDrafter(EagleHead(shape=target.head_shape)),
     "mtp": lambda target, origin: mtp_files.drafter(mtp_files.of_own_shape(target, origin)),
 }
-# Heads whose shape is in their own config.
+# Drafters whose sizes are in a separate config.
 FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
     "eagle3": eagle3.from_config,
     "dflash": dflash_files.from_config,
@@ -64,14 +67,15 @@ def load_drafter(
     target_folder: Path | None = None,
     log: Log = no_log,
 ) -> tuple[Drafter, Any]:
-    """Load a config's drafter and its parameters, checked against the target.
+    """Load a drafter and its parameters, as `config` describes, and check them against the target.
 
-    `folder` is the drafter's checkpoint; None for a method without one. The parameters go to
-    `placement`; None means `default_device`. `target_folder` is the target's checkpoint, if it has
-    one. `log` gets a line about tensors that are not loaded and config values that are not used.
+    `folder` is the drafter's checkpoint; None for a method without a checkpoint. The parameters go
+    to `placement`; None means `default_device`. `target_folder` is the target's checkpoint; None
+    if there is none. `log` receives a line about tensors that are not loaded and config values
+    that are not used.
 
     Raises:
-        CheckpointError: the files are damaged or were made for another target.
+        CheckpointError: the files are damaged, or the drafter was made for another target.
     """
     load = DRAFTERS[config.method]
     if config.method in COMPARING:
@@ -80,10 +84,10 @@ def load_drafter(
 
 
 def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:
-    """Return a drafter with the target's shape, and the shapes of its parameters.
+    """Return a drafter whose head has the target's shape, and a tree of its parameters' shapes.
 
     Raises:
-        CheckpointError: the method needs a checkpoint; `origin` names the target in the message.
+        CheckpointError: the method needs a checkpoint. `origin` names the target in the message.
     """
     if method not in OWN_SHAPES:
         raise CheckpointError(
@@ -96,10 +100,10 @@ def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[
 def drafter_from_config(
     folder: Path, config: SpeculativeConfig, target: Model, dtype: str
 ) -> tuple[Drafter, Any]:
-    """Return a drafter with the sizes of a folder's config, and the shapes of its parameters.
+    """Return a drafter with the sizes in a folder's config, and a tree of its parameters' shapes.
 
     Raises:
-        CheckpointError: the method needs weights or the drafter was made for another target.
+        CheckpointError: the method needs weights, or the drafter was made for another target.
     """
     if config.method not in FROM_CONFIG:
         raise CheckpointError(f"{folder} has no weights, but method {config.method!r} needs them")

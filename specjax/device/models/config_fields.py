@@ -1,10 +1,10 @@
-"""The fields of Hugging Face configs: which are read, which are harmless, which raise an error.
+"""Decides which fields of Hugging Face configs are read, are harmless or raise an error.
 
-transformers is the reference: a field that its class for a model type reads is read here, or raises
-an error if set. transformers ignores all other fields. If such a field changes the mathematics of
-other models, it raises an error, because the config then describes another model than its type. The
-effect of the remaining fields is unknown, and published configs have many: a warning names those
-that are set.
+transformers is the reference. If the class in transformers for a model type reads a field, this
+field is also read here, or raises an error if it is set. transformers ignores all other fields. If
+such a field changes the mathematics of other models, it raises an error, because the config then
+describes another model than its type. The effect of the remaining fields is unknown. Published
+configs have many of these fields, so they only cause a warning with their names.
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -164,13 +164,13 @@ _FACTORS = frozenset(
 
 
 def check_fields(hf: HFConfig, text: HFConfig) -> None:
-    """Raise for unused fields that change the mathematics; warn about unknown fields.
+    """Raise an error for unused fields that change the mathematics; warn about unknown fields.
 
     Args:
         text: the config of the text model, which may be a part of `hf`; see `read_text`.
 
     Raises:
-        CheckpointError: names the field and its effect.
+        CheckpointError: a field is not supported. The message names the field and its effect.
     """
     kind = text.get("model_type", None)
     refuse_quantised(text, QUANTISED.get(kind, ()))
@@ -195,12 +195,12 @@ def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
 
 
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
-    """Raise if weights are quantised with an unsupported method.
+    """Raise an error if weights are quantised with an unsupported method.
 
-    Supported are blocks in float8, see `weight_blocks`, and the `readable` methods.
+    The supported methods are float8 in blocks (see `weight_blocks`), and the methods in `readable`.
 
     Raises:
-        CheckpointError: names the method and the remedy.
+        CheckpointError: a method is not supported. The message names the method and a remedy.
     """
     name, given = _quantisation(hf)
     method = given.get("quant_method") if isinstance(given, Mapping) else None
@@ -213,7 +213,7 @@ def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
 
 
 def weight_blocks(hf: HFConfig) -> tuple[int, int] | None:
-    """Return the size (rows, columns) of float8 blocks with a common scale; None without."""
+    """Return the size (rows, columns) of float8 blocks that share a scale; None without blocks."""
     match _quantisation(hf)[1]:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **others}:
             is_known = others.get("fmt", "e4m3") == "e4m3" and min(rows, columns) > 0

@@ -1,6 +1,6 @@
 """The common parts of decoders: an embedding, layers on one residual stream, a norm, a head.
 
-A model family adds its sizes, its cache kinds, and the weights of a layer.
+Each model family adds its sizes, its cache kinds, and the weights of a layer.
 """
 
 from collections.abc import Collection
@@ -25,7 +25,7 @@ from specjax.device.weights.table import Table, table
 
 
 class LayerNorms(NamedTuple):
-    """Names of a layer's norms in checkpoints; None for a missing norm.
+    """Names of a layer's norms in checkpoints; None for a norm that layers do not have.
 
     a = x + norm_attention_out(Attention(norm_attention(x)))
     y = a + norm_mlp_out(MLP(norm_mlp(a)))
@@ -43,8 +43,11 @@ PRE_NORMS = LayerNorms("input_layernorm", "post_attention_layernorm")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one decoder layer. The class of `attention` and `mlp` determines the computation;
-    a missing norm is None, see `LayerNorms`."""
+    """Weights of one decoder layer.
+
+    The classes of `attention` and `mlp` determine the computation. A norm that the layer does not
+    have is None (see `LayerNorms`).
+    """
 
     attention_norm: jax.Array  # [D]
     attention: Any  # Attention, MLA or GatedDeltaNet
@@ -67,7 +70,7 @@ class DecoderParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Base of decoders: hashable, so that they can be static arguments of a compiled step."""
+    """Base of decoders, which are hashable: a decoder can be a compiled step's static argument."""
 
     vocab_size: int
     hidden_size: int
@@ -85,7 +88,7 @@ class Decoder:
 
     @property
     def has_centred_norms(self) -> bool:
-        """Whether norm weights are stored minus one."""
+        """Whether a norm's weight is stored as its scale minus one."""
         return False
 
     @property
@@ -109,28 +112,37 @@ class Decoder:
         return ()
 
     def attention_specs(self, prefix: str, kind: int) -> Any:
-        """Return the attention weights of the layer `prefix` as `TensorSpec`s; `kind` indexes
-        `cache_kinds`."""
+        """Return the attention weights of a layer as `TensorSpec`s.
+
+        `prefix` is the layer's name in checkpoints. `kind` is an index into `cache_kinds`.
+        """
         raise NotImplementedError
 
     def dense_specs(self, prefix: str) -> MLP:
-        """Return the weights of a dense feed-forward layer as `TensorSpec`s."""
+        """Return the weights of the dense feed-forward layer `prefix` as `TensorSpec`s."""
         return mlp_specs(prefix, self.hidden_size, self.intermediate_size, self.activation)
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """Return a layer's experts and router as `TensorSpec`s; `names` are the checkpoint's."""
+        """Return a layer's experts and router as `TensorSpec`s.
+
+        `prefix` is the mixture's name in checkpoints. `names` are the checkpoint's tensor names.
+        """
         assert self.experts is not None, "the model has no experts"
         return moe_specs(self.experts, self.hidden_size, prefix, names)
 
     def norm_spec(self, name: str, size: int | None = None) -> Any:
-        """Return the weight [size] of the norm `name` as a `TensorSpec`; size defaults to D."""
+        """Return the weight [size] of the norm `name` as a `TensorSpec`; `size` defaults to D."""
         fill = 0.0 if self.has_centred_norms else None
         return stored([f"{name}.weight"], (size or self.hidden_size,), fill=fill)
 
     def layer_specs(
         self, prefix: str, names: Collection[str] = (), *, kind: int = 0, is_sparse: bool = False
     ) -> DecoderLayer:
-        """Return one layer as a tree of `TensorSpec`; `names` are the checkpoint's."""
+        """Return the weights of the layer `prefix` as `TensorSpec`s.
+
+        `names` are the checkpoint's tensor names. `kind` is an index into `cache_kinds`.
+        `is_sparse` says whether the layer has experts.
+        """
         mlp = f"{prefix}.mlp"
 
         def norm(name: str | None) -> Any:
@@ -218,7 +230,10 @@ def decoder_layer(
     model: Decoder,
     kind: Any,
 ) -> tuple[Residual, Any]:
-    """Run one decoder layer, the `layer`-th that uses the `cache` of this `kind`."""
+    """Run one decoder layer; return the residual stream after it, and the cache with the rows.
+
+    `layer` i32[] is the layer's index among the layers of the cache `kind`, which share `cache`.
+    """
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)
     mixed = _normed(mixed, params.attention_out_norm, model)
@@ -228,7 +243,7 @@ def decoder_layer(
 
 
 def _normed(x: jax.Array, weight: jax.Array | None, model: Decoder) -> jax.Array:
-    """Apply the output norm, if there is one, to rows x [N, D] before they are added."""
+    """Return x [N, D] after a layer's output norm, or unchanged if `weight` is None."""
     if weight is None:
         return x
     return rms_norm(x, weight, model.rms_norm_eps, model.has_centred_norms)

@@ -1,7 +1,7 @@
 """Decoders with latent attention and experts: `deepseek_v3` and `glm4_moe_lite` (GLM-4.7-Flash).
 
-Layers have latent attention. The first ones have a dense feed-forward layer, the others a mixture
-of experts with a sigmoid router and shared experts (DeepSeek-V3, section 2.1).
+All layers have latent attention. The first layers have a dense feed-forward layer. The other layers
+have a mixture of experts with a sigmoid router and shared experts (DeepSeek-V3, section 2.1).
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ class DeepSeek(Decoder):
     """A decoder with latent attention."""
 
     num_layers: int
-    attention: LatentAttention  # its cache kind
-    q_rank: int | None
+    attention: LatentAttention  # the cache kind of all layers
+    q_rank: int | None  # rank of the queries; None if they are not low-rank
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
@@ -35,7 +35,7 @@ class DeepSeek(Decoder):
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The same kind for all layers."""
+        """0 for every layer, because there is only one kind."""
         return (0,) * self.num_layers
 
     def with_layers(self, num_layers: int) -> "DeepSeek":
@@ -45,15 +45,18 @@ class DeepSeek(Decoder):
 
     @property
     def head_shape(self) -> Llama:
-        """See `Model.head_shape`: heads at most 128 wide, and at most eight key heads, because the
-        sizes of latent attention do not suit other attention."""
+        """See `Model.head_shape`.
+
+        The sizes of latent attention are not used, because they do not suit other attention. The
+        heads are at most 128 wide, and there are at most eight key heads.
+        """
         head_dim = gcd(self.hidden_size, 128)
         num_heads = self.hidden_size // head_dim
         return head_shape(self, num_heads, gcd(num_heads, 8), head_dim)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the MTP modules, which follow the layers."""
+        """The name prefixes of the MTP modules, which are numbered after the layers."""
         return module_prefixes(self.num_layers, self.num_mtp_layers)
 
     def attention_specs(self, prefix: str, kind: int) -> MLA:
@@ -135,7 +138,7 @@ def read_num_modules(hf: HFConfig) -> int:
 def module_prefixes(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """Return the name prefixes of MTP modules, which are numbered like further layers.
 
-    There is at least one, since configs may omit the number of modules.
+    There is at least one prefix, because configs may omit the number of modules.
     """
     end = num_layers + max(1, num_modules)
     return tuple(f"model.layers.{i}." for i in range(num_layers, end))

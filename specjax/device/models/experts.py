@@ -1,4 +1,4 @@
-"""Mixtures of experts in Hugging Face configs."""
+"""Reads mixtures of experts from Hugging Face configs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 
 class _Defaults(NamedTuple):
-    """Defaults of missing fields."""
+    """Default values of a config's fields."""
 
     num_experts: int
     num_chosen: int
@@ -27,13 +27,13 @@ _DEFAULTS: Mapping[str, _Defaults] = {
 
 
 def read_experts(hf: HFConfig, kind: str) -> Experts | None:
-    """Return the mixture that a config of model type `kind` describes; None without experts.
+    """Return the mixture that a config of model type `kind` describes; None if it has no experts.
 
     Raises:
-        CheckpointError: rows are sent to more experts than there are.
+        CheckpointError: the number of experts per token exceeds the number of experts.
     """
     default = _DEFAULTS.get(kind)
-    # Later versions of transformers save some of these types as `num_local_experts`.
+    # Later versions of transformers call this field `num_local_experts` in some types.
     name = "num_local_experts" if "num_local_experts" in hf.fields else "num_experts"
     if default is None or hf.get(name, default.num_experts) == 0:
         return None
@@ -57,12 +57,12 @@ def read_experts(hf: HFConfig, kind: str) -> Experts | None:
 
 
 def read_dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers without experts in a model with experts."""
+    """Return the indices of the layers without experts, in a model with experts."""
     step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
     return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
 
 
-# Defaults of missing fields.
+# The routers' default settings, by model type.
 _SIGMOID: Mapping[str, SigmoidRouter] = {
     "deepseek_v3": SigmoidRouter(scaling=2.5, num_groups=8, num_chosen_groups=4),
     "glm4_moe_lite": SigmoidRouter(scaling=1.8),
@@ -112,5 +112,5 @@ def read_sigmoid_experts(hf: HFConfig) -> Experts:
 
 
 def read_first_dense(hf: HFConfig, num_layers: int, default: int) -> tuple[int, ...]:
-    """Return the first layers, which have no experts."""
+    """Return the indices of the first layers, which have no experts."""
     return tuple(range(min(num_layers, hf.count("first_k_dense_replace", default))))

@@ -1,9 +1,10 @@
 """The Gemma 2 and Gemma 3 families (`gemma2`, `gemma3_text`; Gemma Team 2024, 2025).
 
-A Llama with a norm before and after each attention and feed-forward layer, GeGLU, scaled input
-embeddings, and norm weights stored minus one. Every second layer of Gemma 2, and five of six layers
-of Gemma 3, attend within a window. Gemma 2 bounds attention scores and logits by soft caps. Gemma 3
-normalises queries and keys instead, and has different rotary frequencies in layers with a window.
+A Gemma model is a Llama with a norm before and after each attention and feed-forward layer, GeGLU
+and scaled input embeddings. A norm's weight is stored as its scale minus one. Every second layer of
+Gemma 2, and five of six layers of Gemma 3, attend within a window. Gemma 2 bounds attention scores
+and logits by soft caps. Gemma 3 normalises queries and keys instead, and has different rotary
+frequencies in layers with a window.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ class Gemma(Llama):
 
     @property
     def has_centred_norms(self) -> bool:
-        """True: norm weights are stored minus one."""
+        """True: a norm's weight is stored as its scale minus one."""
         return True
 
 
@@ -82,9 +83,9 @@ def _cap(hf: HFConfig, name: str, default: float | None) -> float | None:
 
 
 def _ropes(hf: HFConfig, head_dim: int) -> tuple[Rope, Rope]:
-    """Return the rotary embeddings of layers with full attention, and of layers with a window.
+    """Return two rotary embeddings: for layers with full attention, and for layers with a window.
 
-    In older configs `rope_scaling` applies only to layers with full attention.
+    In older configs, `rope_scaling` applies only to layers with full attention.
     """
     given = hf.nested("rope_parameters")
     if given.keys() - {FULL, SLIDING}:

@@ -1,6 +1,7 @@
 """GLM-4.5, 4.6 and 4.7 (`glm4_moe`): a Llama with DeepSeek-V3's experts and MTP modules.
 
-Half of each head is rotated. GLM-4.7-Flash has latent attention instead, see `deepseek_v3`.
+The rotary embedding rotates half of each head. GLM-4.7-Flash is not of this type, because it has
+latent attention (see `deepseek_v3`).
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class Glm4Moe(Llama):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the MTP modules, which follow the layers."""
+        """The name prefixes of the MTP modules, which are numbered after the layers."""
         return module_prefixes(self.num_layers, self.num_mtp_layers)
 
 

@@ -1,7 +1,7 @@
 """The gpt-oss family (`gpt_oss`): a Llama with attention sinks, alternating windows and experts.
 
-Every projection has a bias, including the projections of experts and router. The experts' weights
-are bfloat16, or packed in MXFP4 and unpacked while loading.
+Every projection has a bias, including the projections of experts and router. Checkpoints store the
+experts' weights in bfloat16, or in packed MXFP4, which is unpacked while loading.
 """
 
 from collections.abc import Collection
@@ -42,7 +42,10 @@ class RouterWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasedRouter:
-    """A router to the largest logits; weights are the softmax over the chosen experts."""
+    """A router that chooses the experts with the largest logits.
+
+    Their weights are a softmax over the chosen experts' logits.
+    """
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """See `Router.specs`."""
@@ -63,10 +66,10 @@ class BiasedRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class GptOss(Llama):
-    """A Llama whose experts have biases, and different names."""
+    """A Llama whose experts have biases and other tensor names than usual."""
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """See `Decoder.mixture_specs`; weights are packed if `names` have packed tensors."""
+        """See `Decoder.mixture_specs`. The specs unpack weights if `names` has packed tensors."""
         assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_experts, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"

@@ -1,4 +1,4 @@
-"""A reader of a Hugging Face `config.json`; errors name field, value and remedy."""
+"""Reads a Hugging Face `config.json`. Error messages name the field, the value and a remedy."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class HFConfig:
     origin: str
 
     def get(self, key: str, default: Any) -> Any:
-        """Return the field, or `default` if it is absent or null."""
+        """Return the value of the field `key`, or `default` if the field is absent or null."""
         value = self.fields.get(key)
         return default if value is None else value
 
@@ -46,7 +46,7 @@ class HFConfig:
         return value
 
     def nested(self, key: str) -> dict[str, Any]:
-        """Return the field, an object, as a dict; {} if it is absent or null."""
+        """Return the field, which must be an object, as a dict; {} if it is absent or null."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.origin}: {key} must be an object, got {value!r}")
@@ -63,7 +63,7 @@ class HFConfig:
         return value
 
     def require(self, key: str, expected: Any) -> None:
-        """Raise if the field is set to anything but `expected`."""
+        """Raise `CheckpointError` if the field is set and its value is not `expected`."""
         value = self.get(key, expected)
         if value != expected:
             raise CheckpointError(
@@ -71,7 +71,7 @@ class HFConfig:
             )
 
     def require_unset(self, *keys: str) -> None:
-        """Raise if one of these unsupported features is switched on."""
+        """Raise `CheckpointError` if one of the unsupported fields `keys` is switched on."""
         for key in keys:
             if self.fields.get(key):
                 raise CheckpointError(
@@ -82,8 +82,8 @@ class HFConfig:
     def rope(self, head_dim: int, partial_factor: float | None = None) -> Rope:
         """Read the rotary embedding for heads of width `head_dim`; see `rope_fields`.
 
-        `partial_factor` is the default of the fraction of a head that is rotated; None for models
-        that always rotate whole heads.
+        `partial_factor` is the fraction of each head that is rotated by default. It is None for
+        models that always rotate whole heads.
         """
         fields = self.rope_fields()
         kind, theta = fields["rope_type"], fields["rope_theta"]
@@ -134,7 +134,8 @@ class HFConfig:
         """Return the number of positions that the model was trained for.
 
         `max_position_embeddings` may be the length before or after scaling. YaRN multiplies the
-        original length by the factor, linear scaling multiplies this length; Llama 3 does neither.
+        original length by the factor. Linear scaling multiplies `max_position_embeddings` by the
+        factor. Llama 3's scaling changes no length.
         """
         length, fields = self.integer("max_position_embeddings", default), self.rope_fields()
         kind = fields["rope_type"]
@@ -145,15 +146,17 @@ class HFConfig:
         return max(length, int(original * factor))
 
     def _original(self, fields: Mapping[str, Any], default: int) -> float:
-        """Return the length before scaling: the config's field, or else the one in `fields`."""
+        """Return the length before scaling: from the config, else from `fields`, else `default`."""
         name = "original_max_position_embeddings"
         given = fields.get(name)
         value = self.get(name, default if given is None else given)
         return _positive(value, f"{self.origin}: rope_scaling: {name}")
 
     def rope_fields(self) -> Mapping[str, Any]:
-        """Return `rope_parameters` or the older `rope_scaling`, with `rope_type` and
-        `rope_theta`."""
+        """Return the fields of `rope_parameters` and of the older `rope_scaling`.
+
+        `rope_type` and `rope_theta` are always set.
+        """
         fields = self.nested("rope_scaling") | self.nested("rope_parameters")
         if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
             raise CheckpointError(

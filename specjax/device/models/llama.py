@@ -1,9 +1,9 @@
 """Decoders of the Llama family: `llama`, `mistral`, `ministral`, `ministral3`, `phi3`, `qwen2`,
 `qwen3` and `qwen3_moe`.
 
-One architecture with optional tensors, windows and experts. Qwen2 has a bias on q, k and v; Llama
-may have a bias on every attention projection; Qwen3 normalises q and k per head. A tensor that a
-model does not have is None, and the forward pass skips it. In all types except `llama`, layers may
+All types have one architecture with optional tensors, windows and experts. Qwen2 has a bias on q, k
+and v. Llama may have a bias on every attention projection. Qwen3 normalises q and k per head. A
+tensor that a model does not have is None, and is skipped. In all types except `llama`, layers may
 attend within a window. Qwen3-MoE has experts. Phi-3 stores q, k and v in one tensor, and gate and
 up in another. Ministral 3 scales queries by their position.
 """
@@ -37,34 +37,35 @@ class Llama(Decoder):
     out_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # per layer, in tokens; () if no layer has a window
-    local_rope: Rope | None = None  # of layers with a window; None: `rope`
+    local_rope: Rope | None = None  # rotary embedding of layers with a window; None: `rope`
     query_scale: float = 1.0  # see `PagedAttention`
     score_cap: float | None = None  # see `PagedAttention`
     has_sinks: bool = False
-    is_merged: bool = False  # q, k and v are one tensor in checkpoints, gate and up another
+    # Whether q, k and v are one tensor in checkpoints, and gate and up another.
+    is_merged: bool = False
 
     @property
     def attention(self) -> PagedAttention:
-        """The only cache kind of a model whose layers all have the same window, or no window."""
+        """The only cache kind, if all layers have the same window or all have no window."""
         (kind,) = self.cache_kinds
         return kind
 
     @property
     def cache_kinds(self) -> tuple[PagedAttention, ...]:
-        """Attention kinds, one per window."""
+        """One attention kind for each window size, and one for layers without a window."""
         windows = self._layer_windows
         return tuple(self._attention(one, windows.count(one)) for one in dict.fromkeys(windows))
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The layers' kinds, from their windows; see `Model.layer_kinds`."""
+        """Each layer's index into `cache_kinds`, which depends on the layer's window."""
         windows = self._layer_windows
         kinds = list(dict.fromkeys(windows))
         return tuple(kinds.index(one) for one in windows)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings, from the layers' windows; see `Decoder.ropes`."""
+        """The rotary embedding of each cache kind, which depends on the kind's window."""
         local = self.local_rope or self.rope
         return tuple(self.rope if kind.window is None else local for kind in self.cache_kinds)
 
@@ -91,7 +92,7 @@ class Llama(Decoder):
 
     @property
     def head_shape(self) -> "Llama":
-        """A layer with the model's heads; see `Model.head_shape`."""
+        """A one-layer decoder with the model's heads; see `Model.head_shape`."""
         return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def attention_specs(self, prefix: str, kind: int) -> Attention:
@@ -105,8 +106,10 @@ class Llama(Decoder):
 
 
 def head_shape(target: Decoder, num_heads: int, num_kv_heads: int, head_dim: int) -> Llama:
-    """Return a dense layer with the target's sizes, these heads and an unscaled rotary
-    embedding."""
+    """Return a decoder of one dense layer with the target's sizes and the given heads.
+
+    Its rotary embedding is not scaled.
+    """
     return Llama(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,

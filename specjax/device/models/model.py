@@ -1,4 +1,4 @@
-"""The interface of a model to the engine: any hashable value with these methods."""
+"""The interface of models to the engine. Any hashable value with these methods is a model."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,22 @@ class Features:
     """Outputs of a forward pass, for the output head and the drafter."""
 
     hidden: Float[jax.Array, "N D"]  # after the final norm
-    auxiliary: Float[jax.Array, "N auxiliary"] | None  # residual stream entering `aux_layers`
+    auxiliary: Float[jax.Array, "N auxiliary"] | None  # residual streams that enter `aux_layers`
 
     @classmethod
     def of(cls, hidden: jax.Array, auxiliary: Sequence[jax.Array]) -> "Features":
-        """Concatenate the states [N, D] of the auxiliary layers, if any."""
+        """Return features from `hidden` and the states [N, D] of the auxiliary layers.
+
+        The states are concatenated. `Features.auxiliary` is None if there are no states.
+        """
         return cls(hidden, jnp.concatenate(auxiliary, axis=-1) if auxiliary else None)
 
 
 class Model(Protocol):
-    """A decoder: pure functions of its parameters, a pytree that the engine does not look into."""
+    """A decoder, whose methods are pure functions of its parameters.
+
+    The parameters are a pytree, which the engine does not look into.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,7 +46,7 @@ class Model(Protocol):
     def max_position(self) -> int: ...
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """The cache kinds of its layers."""
+        """The cache kinds of the model's layers."""
         ...
 
     @property
@@ -49,7 +55,10 @@ class Model(Protocol):
         ...
 
     def with_layers(self, num_layers: int) -> "Model":
-        """Return the model with only its first layers, to measure their cost."""
+        """Return the model with only its first `num_layers` layers.
+
+        This serves to measure the cost of layers.
+        """
         ...
 
     @property
@@ -65,7 +74,8 @@ class Model(Protocol):
     def specs(self, names: Collection[str] = ()) -> Any:
         """Return the parameters as a tree of `TensorSpec`.
 
-        `names` are the checkpoint's tensor names; they select the layout if there are several.
+        `names` are the checkpoint's tensor names. They select the layout if a model has several
+        layouts.
         """
         ...
 
@@ -77,11 +87,12 @@ class Model(Protocol):
         caches: tuple[Any, ...] | None,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Features, tuple[Any, ...]]:
-        """Run tokens i32[N] at `rows` after `caches`; return the features, and caches with the
-        rows.
+        """Run `tokens` i32[N] at the positions of `rows`, after the tokens in `caches`.
 
-        `caches` has one cache per entry of `cache_kinds`; None for rows without cache, as in
-        training.
+        Return the features, and the caches with the rows added.
+
+        `caches` has one cache per entry of `cache_kinds`. It is None for rows without a cache, as
+        in training.
 
         `aux_layers` lists the layers whose input (the residual stream before the norm) goes to
         `Features.auxiliary`, in that order; `num_layers` means the output of the last layer.
@@ -89,10 +100,10 @@ class Model(Protocol):
         ...
 
     def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """Return the rows [N, D] of the embedding for tokens i32[N], as stored in the checkpoint.
+        """Return the embedding's rows [N, D] for `tokens` i32[N], as stored in the checkpoint.
 
-        They are not scaled, even if the model scales the input of its first layer: draft heads read
-        them like this.
+        The rows are not scaled, even if the model scales the input of its first layer, because
+        draft heads read unscaled rows.
         """
         ...
 
@@ -102,15 +113,19 @@ class Model(Protocol):
 
 
 def is_recurrent(model: Model) -> bool:
-    """Return whether requests have a state in addition to pages, so that reusing pages is not
-    enough to skip running their tokens."""
+    """Return whether requests have a state in addition to pages.
+
+    If so, reusing pages is not enough to skip running tokens: a snapshot of the state is needed,
+    too.
+    """
     return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
 
 
 def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
-    """Return the windows whose layers have separate pages, which are freed behind the window.
+    """Return the attention windows (in tokens) whose layers have separate pages.
 
-    Empty in exact mode, where requests keep their pages to the end.
+    These pages are freed when they are behind the window. The tuple is empty in exact mode, where
+    requests keep their pages until they end.
     """
     if config.exact:
         return ()
@@ -119,14 +134,17 @@ def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
 
 
 def init_caches(model: Model, sizes: CacheSizes, dtype: Any) -> tuple[Any, ...]:
-    """Create an empty cache of each kind."""
+    """Create an empty cache for each cache kind of the model."""
     return tuple(kind.init(sizes, dtype) for kind in model.cache_kinds)
 
 
 def take_snapshots(
     model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Return the snapshots of each kind after `CacheKind.take`; `moves` are slots, ids and ends."""
+    """Call `CacheKind.take` of each cache kind; return the new snapshots of each kind.
+
+    `moves` holds the arguments `slots`, `ids` and `ends` of these calls.
+    """
     slots, ids, ends = moves
     each = zip(model.cache_kinds, snapshots, caches, strict=True)
     return tuple(kind.take(kept, ids, cache, slots, ends) for kind, kept, cache in each)
@@ -135,7 +153,10 @@ def take_snapshots(
 def restore_snapshots(
     model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Return the caches of each kind after `CacheKind.restore`; `moves` are slots, ids and ends."""
+    """Call `CacheKind.restore` of each cache kind; return the new cache of each kind.
+
+    `moves` holds the arguments `slots`, `ids` and `ends` of these calls.
+    """
     slots, ids, ends = moves
     each = zip(model.cache_kinds, snapshots, caches, strict=True)
     return tuple(kind.restore(cache, slots, kept, ids, ends) for kind, kept, cache in each)

@@ -1,8 +1,9 @@
 """Hybrid decoders of the Qwen3-Next family: `qwen3_next`, `qwen3_5_text`, `qwen3_5_moe_text`.
 
-One architecture: for each gated attention layer with partial rotary embedding, three Gated DeltaNet
-layers; norm weights stored minus one; a dense feed-forward layer or a mixture of experts. The three
-types differ in the names and the interleaving of their tensors.
+All three types have one architecture. By default, three Gated DeltaNet layers precede each gated
+attention layer, which has a partial rotary embedding. Feed-forward layers are dense or mixtures of
+experts. A norm's weight is stored as its scale minus one. The types differ in the names and the
+interleaving of their tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +31,19 @@ KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
 class Qwen35(Decoder):
     """A decoder with attention layers and recurrent layers."""
 
-    layer_types: tuple[str, ...]  # "full_attention" or "linear_attention"
+    layer_types: tuple[str, ...]  # "full_attention" or "linear_attention" for each layer
     num_heads: int
     num_kv_heads: int
     head_dim: int
     delta_heads: Heads
     conv_width: int
-    is_interleaved: bool = False  # names and order of the recurrent projections as in Qwen3-Next
+    # Whether recurrent projections have the names and the order of Qwen3-Next.
+    is_interleaved: bool = False
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
     def has_centred_norms(self) -> bool:
-        """True: norm weights are stored minus one."""
+        """True: a norm's weight is stored as its scale minus one."""
         return True
 
     @property
@@ -73,12 +75,12 @@ class Qwen35(Decoder):
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """Both kinds, in the order of `KINDS`."""
+        """Both cache kinds, in the order of `KINDS`."""
         return self.attention, self.delta_rule
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The layers' kinds, from the config's `layer_types`; see `Model.layer_kinds`."""
+        """Each layer's index into `cache_kinds`, which depends on `layer_types`."""
         return tuple(map(KINDS.index, self.layer_types))
 
     def with_layers(self, num_layers: int) -> "Qwen35":
@@ -87,12 +89,12 @@ class Qwen35(Decoder):
 
     @property
     def head_shape(self) -> Llama:
-        """A layer with the attention layers' heads; see `Model.head_shape`."""
+        """A one-layer decoder with the attention layers' heads; see `Model.head_shape`."""
         return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """The prefix of MTP modules."""
+        """The name prefix of the MTP module's tensors."""
         return ("mtp.",)
 
     def attention_specs(self, prefix: str, kind: int) -> Attention | GatedDeltaNet:

@@ -1,4 +1,4 @@
-"""Registry of models by the `model_type` of their config."""
+"""The registry of models by the `model_type` of their config."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -64,8 +64,10 @@ def read_config(folder: Path) -> HFConfig:
 
 
 def describe_model(hf: HFConfig) -> Model:
-    """Return the model that a config describes, without weights; only its text model, if it has
-    parts."""
+    """Return the model that a config describes, without weights.
+
+    If the config describes several parts, only the text model is returned.
+    """
     text = read_text(hf)
     kind = text.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
@@ -78,10 +80,10 @@ def describe_model(hf: HFConfig) -> Model:
 
 
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
-    """Return the model of a checkpoint folder, described by its config and its output head.
+    """Return the model that the config and the output head in a checkpoint folder describe.
 
-    As in transformers, an output head in the files is used if it differs from the embedding that
-    the config ties it to. The log says so.
+    If the config ties the output head to the embedding, but the files have an output head that
+    differs from the embedding, this head is used, as in transformers. The log says so.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):
@@ -113,7 +115,7 @@ def load_weights(
     placement: Placement | None = None,
     log: Log = no_log,
 ) -> Any:
-    """Load the parameters of the model in a checkpoint folder; see `load_params`.
+    """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
     The log lists tensors that are not loaded, and rotary frequencies that differ from the config's.
     """
@@ -156,7 +158,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
     Raises:
         ValueError: `params` do not match the model, or contain an array that cannot be read.
         CheckpointError: `source` cannot be read, or is a checkpoint of another model.
-        OSError: no space or no permission; names the folder.
+        OSError: there is no space or no permission; the message names the folder.
     """
     origin, folder = resolve(source), Path(folder)
     hf = read_config(origin)
@@ -178,9 +180,10 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
-    """Return the config of a checkpoint's text model for unquantised weights.
+    """Return the config of a checkpoint's text model for a copy with unquantised weights.
 
-    The weights must have the names in the model's specs.
+    The weights must have the names in the model's specs. `is_tied` says whether the output head is
+    the embedding.
     """
     text = read_text(hf)
     plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}
@@ -206,7 +209,7 @@ def named_specs(model: HasSpecs, shapes: Mapping[str, tuple[int, ...]]) -> Any:
     """Return a model's specs with the tensor names of a checkpoint or a trainer.
 
     Args:
-        shapes: shapes of all tensors, by name. They determine the layout of experts.
+        shapes: the shapes of all tensors, by name. They determine the layout of experts.
     """
     names = TensorNames.of(shapes)
     specs = model.specs({names.canonical(name): shape for name, shape in shapes.items()})
@@ -222,12 +225,12 @@ def named_specs(model: HasSpecs, shapes: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may contain this tensor although the model's specs do not."""
+    """Return whether a checkpoint may contain the tensor `name` although the specs do not."""
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
     return is_rotary(name) or is_copy or is_passed_over(model, name)
 
 
 def is_passed_over(model: Model, name: str) -> bool:
-    """Return whether a checkpoint's tensor is not part of the text model."""
+    """Return whether the checkpoint's tensor `name` is not part of the text model."""
     return other_part(name) is not None or is_within(name, model.ignored_prefixes)

@@ -1,14 +1,15 @@
-"""Names of a text model's tensors in checkpoints, and of other tensors that they may contain.
+"""Translates tensor names between checkpoints and a text model's specs.
 
-The specs of all models begin their names with `model.` or `lm_head.`. Checkpoints of multimodal
-models, and trainers of them, use longer names; checkpoints of headless models use shorter ones.
+The names in the specs of all models begin with `model.` or `lm_head.`. Checkpoints and trainers of
+multimodal models use longer names. Checkpoints of models without an output head use shorter names.
+Checkpoints may also contain tensors that are not part of the text model.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-# Prefixes of the decoder's tensors, and of the output head. The first one that occurs is used.
+# Prefixes of the decoder's tensors and of the output head. The first prefix that occurs is used.
 _ROOTS = (
     *("model.language_model.model.", "model.language_model.", "language_model.model."),
     *("language_model.", "model.text_model.", "text_model.", "model.", ""),
@@ -21,7 +22,7 @@ _HEADS = (
 )
 _DECODER = "embed_tokens.", "layers.", "norm."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Parts that text does not use, by name prefixes; these may follow `model.`.
+# The name prefixes of parts that the text model does not use. `model.` may precede a prefix.
 _OTHER_PARTS: Mapping[str, tuple[str, ...]] = {
     "vision": ("visual.", "vision_tower.", "vision_model.", "vision_encoder.", "image_newline"),
     "audio": ("audio_tower.",),
@@ -33,14 +34,14 @@ _ROTARY = "rotary_emb.inv_freq"  # buffers of old exports
 
 @dataclass(frozen=True)
 class TensorNames:
-    """A checkpoint's prefixes for the specs' `model.` and `lm_head.`."""
+    """The prefixes that a checkpoint uses instead of the specs' `model.` and `lm_head.`."""
 
     root: str
     head: str
 
     @classmethod
     def of(cls, names: Collection[str]) -> "TensorNames":
-        """Return the prefixes that occur in `names`, or else the specs' own."""
+        """Return the prefixes that occur in `names`. The defaults are the specs' prefixes."""
 
         def is_there(root: str) -> bool:
             parts = tuple(root + part for part in _DECODER)
@@ -50,14 +51,17 @@ class TensorNames:
         return cls(next(filter(is_there, _ROOTS), "model."), next(heads, "lm_head."))
 
     def stored(self, name: str) -> str:
-        """Return the checkpoint's name for a name of the specs."""
+        """Return the checkpoint's name of the tensor that the specs call `name`."""
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head.")
         is_decoder = name.startswith("model.")
         return self.root + name.removeprefix("model.") if is_decoder else name
 
     def canonical(self, name: str) -> str:
-        """Return the specs' name for a checkpoint's name, or an unknown name unchanged."""
+        """Return the specs' name of the tensor that the checkpoint calls `name`.
+
+        A name that is not part of the model is returned unchanged.
+        """
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.root)
@@ -66,30 +70,36 @@ class TensorNames:
 
 
 def is_rotary(name: str) -> bool:
-    """Return whether a name is a buffer of rotary frequencies, which follow from the config."""
+    """Return whether the tensor `name` holds rotary frequencies, which follow from the config."""
     return name.endswith(_ROTARY)
 
 
 def is_head(name: str) -> bool:
-    """Return whether a name is the weight of an output head."""
+    """Return whether the tensor `name` is the weight of an output head."""
     return name.endswith("weight") and name.removesuffix("weight") in _HEADS
 
 
 def is_within(name: str, beginnings: Iterable[str]) -> bool:
-    """Return whether a checkpoint's name starts with one of these prefixes of the specs."""
+    """Return whether the checkpoint's tensor `name` has one of the specs' prefixes `beginnings`.
+
+    In the checkpoint, another prefix may replace `model.`.
+    """
     parts = [part.removeprefix("model.") for part in beginnings if part.startswith("model.")]
     others = [part for part in beginnings if not part.startswith("model.")]
     return name.startswith((*others, *(root + part for root in _ROOTS for part in parts)))
 
 
 def other_part(name: str) -> str | None:
-    """Return the part without use for text that a tensor belongs to; None for the text model."""
+    """Return the part of a checkpoint that the tensor `name` belongs to.
+
+    None if it is not one of the parts that the text model does not use.
+    """
     rest = name.removeprefix("model.")
     return next((part for part, names in _OTHER_PARTS.items() if rest.startswith(names)), None)
 
 
 def as_groups(names: Iterable[str]) -> str:
-    """Return a list of names for a message, grouped and counted by prefix."""
+    """Return a text that lists `names` by common prefix, with the number of names for each."""
     counts = Counter(_group(name) for name in names)
     return ", ".join(f"{group} ({count})" for group, count in sorted(counts.items()))
 

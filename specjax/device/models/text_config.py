@@ -1,8 +1,8 @@
 """The config of a text model, which may be a part of another model's config.
 
 Models that also read images or sound contain a text model of a supported family. Their config holds
-its fields in `text_config`, or next to the fields of the other parts. Multimodal rotary embeddings
-need no code: all three positions of a text token are equal.
+the text model's fields in `text_config`, or next to the fields of the other parts. Multimodal
+rotary embeddings need no code, because all three positions of a text token are equal.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ from specjax.device.models.hf_config import HFConfig
 
 
 class Wrapper(NamedTuple):
-    """A model with other parts than text."""
+    """A kind of model that contains a text model and other parts."""
 
-    text: str  # type of its text model, if not in `text_config`
+    text: str  # type of the text model, if it is not in `text_config`
     is_tied: bool = False  # default of `tie_word_embeddings`
-    counts_inner: bool = False  # whether true in `text_config` alone ties the output head
-    defaults: Mapping[str, Any] = {}  # of missing fields of the text model
+    # Whether `tie_word_embeddings` in `text_config` ties the output head without the outer field.
+    counts_inner: bool = False
+    defaults: Mapping[str, Any] = {}  # values of fields that `text_config` lacks
 
 
 _VOXTRAL = {"max_position_embeddings": 131072, "rope_theta": 1e8, "head_dim": 128}
@@ -39,7 +40,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", is_tied=True),
     "voxtral": Wrapper("llama", defaults={**_VOXTRAL, "rms_norm_eps": 1e-5}),
 }
-# Families of text models with a separate type.
+# The model type of the family, by the type of a text model.
 FAMILIES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -96,9 +97,10 @@ _MROPE = "mrope_section", "mrope_interleaved"
 
 
 def read_text(hf: HFConfig) -> HFConfig:
-    """Return the config of the text model, with its family's type and the fields shared by parts.
+    """Return the config of the text model.
 
-    It is complete: defaults of the type are set where they differ from the family's.
+    The config has the type of the model's family, and the fields that all parts share. Defaults of
+    the model's type are set where they differ from the family's defaults.
 
     Raises:
         CheckpointError: `text_config` is not an object.
@@ -139,7 +141,7 @@ def _nested(hf: HFConfig, wrapper: Wrapper, nested: Any) -> dict[str, Any]:
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rotary embedding without the fields for positions of image tokens."""
+    """Return the fields of a rotary embedding that concern text, not positions in images."""
     plain = {name: value for name, value in fields.items() if name not in _MROPE}
     for name in "rope_type", "type":
         if plain.get(name) == "mrope":

@@ -1,4 +1,4 @@
-"""Sliding windows of the layers in Hugging Face configs."""
+"""Reads the sliding windows of layers from Hugging Face configs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.hf_config import HFConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# The default of `sliding_window`.
+# The default of `sliding_window`, by model type.
 _DEFAULTS: Mapping[str, int | None] = {
     "mistral": 4096,
     "ministral": 4096,
@@ -17,17 +17,20 @@ _DEFAULTS: Mapping[str, int | None] = {
     "gemma2": 4096,
     "gemma3_text": 4096,
 }
-# Without `layer_types`: of every N layers, the last one has no window.
+# N by model type: if `layer_types` is not set, every N-th layer has no window.
 _PERIODS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}
 _PERIOD_FIELDS = {"gemma3_text": "sliding_window_pattern"}
-# `use_sliding_window` turns windows on, from layer `max_window_layers` on.
+# Types in which `use_sliding_window` turns windows on; types in which only the layers from
+# `max_window_layers` on have windows; and types without windows.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _FROM_LAYER = ("qwen2", "qwen3")
 _WITHOUT = ("llama",)
 
 
 def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's window in tokens, or None without a window; () if no layer has one.
+    """Return the window of each layer in tokens, None for a layer without a window.
+
+    The tuple is empty if no layer has a window.
 
     Args:
         kind: the model type, which determines the defaults.

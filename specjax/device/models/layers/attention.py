@@ -35,7 +35,10 @@ class Attention:
         layer: jax.Array,
         kind: PagedAttention,
     ) -> tuple[jax.Array, Any]:
-        """Project rows x [N, D_in], rotate, attend, project back; return ([N, D], kv)."""
+        """Run the layer on rows x [N, D_in]; return its output [N, D] and the new kv.
+
+        If the rows do not attend, only keys and values are computed, and the output is zeros.
+        """
         if not rows.attends:
             return self._keep(x, rows, angles, kv, layer, kind)
         qkv = self.qkv.multiply(x)
@@ -57,7 +60,7 @@ class Attention:
         layer: jax.Array,
         kind: PagedAttention,
     ) -> tuple[jax.Array, Any]:
-        """Write only the keys and values of x [N, D_in]; return (zeros [N, D], kv)."""
+        """Write only the keys and values of rows x [N, D_in]; return zeros [N, D] and new kv."""
         first = self.qkv.start("k")
         bias = None if self.qkv_bias is None else self.qkv_bias[first:]
         made = self.qkv.multiply_from(x, first)

@@ -15,7 +15,7 @@ from specjax.device.weights.matrix import Matrix
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Weights of the layer; decay parameters are always f32."""
+    """Weights of a Gated DeltaNet layer; decay parameters are always f32."""
 
     in_proj: Matrix  # [D, C + H_v D_v + 2 H_v], q | k | v, output gate z, write gate b, decay a
     conv: jax.Array  # [W, C]
@@ -33,8 +33,10 @@ class GatedDeltaNet:
         layer: jax.Array,
         kind: DeltaRule,
     ) -> tuple[jax.Array, Any]:
-        """Project rows x [N, D], run the gated delta rule and output norm, project back; return
-        ([N, D], cache). `angles` are not used."""
+        """Run the layer on rows x [N, D]; return its output [N, D] and the new cache.
+
+        The gated delta rule and the output norm run between two projections. `angles` is not used.
+        """
         weights = DeltaRuleWeights(self.conv, self.log_decay, self.decay_bias, self.norm)
         inputs = DeltaInputs(self.in_proj.multiply(x), weights)
         y, cache = rows.mix(kind, cache, layer, inputs)

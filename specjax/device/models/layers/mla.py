@@ -17,10 +17,10 @@ from specjax.device.weights.matrix import Matrix, dense
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLA:
-    """Weights of a layer; Q is the rank of the queries, or their width if they have no rank."""
+    """Weights of a layer. Q is the rank of queries, or their width if they are not low-rank."""
 
     down: Matrix  # [D, Q + R + D_r], queries and latents
-    q_norm: jax.Array | None  # [Q]; like `q_up`, None if queries have no rank
+    q_norm: jax.Array | None  # [Q]; like `q_up`, None if queries are not low-rank
     q_up: Matrix | None  # [Q, H (D_n + D_r)]
     latent_norm: jax.Array  # [R]
     up: LatentUp  # R to the keys D_n and values D_v of H heads
@@ -35,7 +35,7 @@ class MLA:
         layer: jax.Array,
         kind: LatentAttention,
     ) -> tuple[jax.Array, Any]:
-        """Project rows x [N, D], rotate, attend, project back; return ([N, D], cache)."""
+        """Run the layer on rows x [N, D]; return its output [N, D] and the new cache."""
         down = self.down.split(self.down.multiply(x))
         q, latent = down["q"], down["latent"]
         if self.q_norm is not None and self.q_up is not None:
@@ -46,7 +46,10 @@ class MLA:
 
 
 def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) -> MLA:
-    """Return the weights as `TensorSpec`s with Hugging Face's names; `dim` is D, `q_rank` is Q."""
+    """Return the weights as `TensorSpec`s with Hugging Face's names.
+
+    `dim` is D. `q_rank` is Q, or None if queries are not low-rank.
+    """
     heads = kind.num_heads
     q_width, out_width = heads * (kind.nope_dim + kind.rope_dim), heads * kind.value_dim
     inputs = ["q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"]

@@ -11,24 +11,24 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Activation(Protocol):
-    """The function between a feed-forward layer's projections. Hashable."""
+    """A hashable function that a feed-forward layer applies between its projections."""
 
     # Names of the inner projections in checkpoints, in the order of their columns.
     inputs: ClassVar[tuple[str, ...]]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] for the inner projections [N, len(inputs) F]."""
+        """Return the activations [N, F] of the inner projections' output x [N, len(inputs) F]."""
         ...
 
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """silu(gate) up (Shazeer 2020); gate's columns come before up's."""
+    """The activation silu(gate) up (Shazeer 2020). Columns of `gate` precede columns of `up`."""
 
     inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] for the inner projections [N, 2 F]."""
+        """Return the activations [N, F] of the inner projections' output x [N, 2 F]."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
@@ -38,42 +38,48 @@ SWIGLU = SwiGLU()
 
 @dataclass(frozen=True)
 class GeGLU:
-    """gelu(gate) up with the tanh approximation (Shazeer 2020); columns as for SwiGLU."""
+    """The activation gelu(gate) up with the tanh approximation (Shazeer 2020).
+
+    The columns have the same order as for `SwiGLU`.
+    """
 
     inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] for the inner projections [N, 2 F]."""
+        """Return the activations [N, F] of the inner projections' output x [N, 2 F]."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.gelu(gate, approximate=True) * up
 
 
 @dataclass(frozen=True)
 class SquaredReLU:
-    """max(up, 0)^2 without a gate (So et al. 2021)."""
+    """The activation max(up, 0)^2, which has no gate (So et al. 2021)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("up",)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] for the inner projection [N, F]."""
+        """Return the activations [N, F] of the inner projection's output x [N, F]."""
         return jnp.square(jax.nn.relu(x))
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """gate sigmoid(alpha gate) (up + 1), both clamped, as in gpt-oss; their columns alternate."""
+    """The activation gate sigmoid(alpha gate) (up + 1) of gpt-oss, with `gate` and `up` clamped.
+
+    Columns of `gate` and `up` alternate.
+    """
 
     limit: float
     alpha: float
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [N, F] for the inner projections [N, 2 F]."""
+        """Return the activations [N, F] of the inner projections' output x [N, 2 F]."""
         gate, up = jnp.minimum(x[:, ::2], self.limit), jnp.clip(x[:, 1::2], -self.limit, self.limit)
         return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
 
 
 class FeedSettings(Protocol):
-    """The settings of a model that feed-forward layers read."""
+    """The model settings that feed-forward layers read."""
 
     @property
     def activation(self) -> Activation: ...
@@ -90,7 +96,7 @@ class MLP:
     down: Matrix  # [F, D]
 
     def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
-        """Run the layer on x [N, D]; `rows` are not used."""
+        """Return the layer's output [N, D] for x [N, D]. `rows` is not used."""
         return mlp(self, x, model.activation)
 
 
@@ -108,7 +114,8 @@ def mlp_specs(
 ) -> MLP:
     """Return the weights as `TensorSpec`s with Hugging Face's names.
 
-    `is_merged` is for checkpoints with gate and up in one tensor.
+    `prefix` is the layer's name in checkpoints, `dim` is D and `inner` is F. `is_merged` says
+    whether the checkpoint stores gate and up in one tensor.
     """
     inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]
     sizes = [inner] * len(inputs)

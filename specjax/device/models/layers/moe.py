@@ -27,7 +27,7 @@ class Experts(NamedTuple):
     """The sizes and functions of a mixture."""
 
     num_experts: int  # E
-    num_chosen: int  # per token
+    num_chosen: int  # number of experts per token
     intermediate_size: int  # F
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
@@ -55,7 +55,7 @@ class MoE:
     down_bias: jax.Array | None = None  # [E, D]
 
     def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
-        """Run the model's mixture on x [N, D]."""
+        """Return the output [N, D] of the model's mixture for x [N, D]."""
         assert model.experts is not None, "the model has no experts"
         return moe(self, x, model.experts, rows.kernels, rows.positions < 0)
 
@@ -69,9 +69,10 @@ def moe(
 ) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    w are the router's weights. g is sigmoid(shared_gate x), or 1 without such a gate. Padding rows,
-    bool[N], go to the experts of row 0, so that no expert's weights are read only for padding;
-    their results are meaningless.
+    The sum is over the chosen experts e, and w_e are the router's weights. g is
+    sigmoid(shared_gate x), or 1 if the mixture has no such gate. `is_padding` bool[N] marks padding
+    rows. These rows go to the experts of row 0, so that no expert's weights are read only for
+    padding. The results of padding rows are meaningless.
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)
@@ -102,9 +103,9 @@ def moe_specs(
 ) -> MoE:
     """Return the weights as `TensorSpec`s.
 
-    `names`, the checkpoint's, determine whether all experts share a tensor or have one each. If
-    `names` map to shapes, these determine whether shared tensors are [E, out, in], as usual, or
-    [E, in, out].
+    `names` are the checkpoint's tensor names. They determine whether all experts share a tensor or
+    each expert has separate tensors. If `names` maps names to shapes, the shapes determine whether
+    a shared tensor is [E, out, in], as usual, or [E, in, out].
 
     Raises:
         CheckpointError: both layouts are present.

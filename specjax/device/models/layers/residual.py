@@ -17,18 +17,18 @@ class NormSettings(Protocol):
 
 
 class Residual(NamedTuple):
-    """The stream before the last layer, and the last layer's output, which is not added yet."""
+    """The stream before the latest layer, and this layer's output, which is not added yet."""
 
     x: jax.Array  # [N, D]
     delta: jax.Array  # [N, D]
 
     def sum(self) -> jax.Array:
-        """Return the stream [N, D] after the last layer."""
+        """Return the stream [N, D] after the latest layer."""
         return self.x + self.delta
 
     def normed(
         self, weight: jax.Array, model: NormSettings, kernels: str
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the stream [N, D] after the last layer, and the same normed."""
+        """Return the stream [N, D] after the latest layer, and the normed stream [N, D]."""
         eps, is_centred = model.rms_norm_eps, model.has_centred_norms
         return add_rms_norm(self.x, self.delta, weight, eps, is_centred, kernels=kernels)

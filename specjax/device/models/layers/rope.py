@@ -18,7 +18,7 @@ class Angles(NamedTuple):
 
     @property
     def rotation(self) -> tuple[jax.Array, jax.Array]:
-        """Return cos and sin."""
+        """The pair of `cos` and `sin`."""
         return self.cos, self.sin
 
 
@@ -26,9 +26,10 @@ class Angles(NamedTuple):
 class Rope:
     """The rotary frequencies of a model; `head_dim` is the number of rotated dimensions per head.
 
-    `scaling` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1: long
-    wavelengths divided by `factor`, short ones kept, a smooth ramp between them) or "yarn" (the
-    same with a ramp over the frequency's index; Peng et al. 2023, section 3.2).
+    `scaling` is one of four kinds. "default": frequencies are not scaled. "linear": positions are
+    divided by `factor`. "llama3" (Llama 3.1): low frequencies are divided by `factor`, high
+    frequencies are kept, and a smooth ramp connects both. "yarn" (Peng et al. 2023, section 3.2):
+    the same, but the ramp depends on the frequency's index.
     """
 
     head_dim: int
@@ -42,9 +43,9 @@ class Rope:
     # length, and divided by `factor` if it has fewer than `beta_slow`.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncates: bool = True  # the ramp starts and ends at whole indices
+    truncates: bool = True  # whether the ramp starts and ends at whole indices
     attention_factor: float = 1.0  # multiplies cos and sin
-    query_beta: float = 0.0  # growth of queries with their position, see `_query_scales`
+    query_beta: float = 0.0  # how fast queries grow with their position, see `_query_scales`
 
     def inverse_frequencies(self) -> np.ndarray:
         """Return the angular frequency of each rotated pair, f32[head_dim / 2]."""
@@ -58,7 +59,7 @@ class Rope:
         return freq
 
     def angles(self, positions: jax.Array) -> Angles:
-        """Return the rotation at positions i32[N]."""
+        """Return the rotation of rows at `positions` i32[N]."""
         angle = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()[None, :]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if self.attention_factor != 1.0:
@@ -68,8 +69,8 @@ class Rope:
     def _query_scales(self, positions: jax.Array) -> jax.Array | None:
         """Return the scales of queries, f32[N, 1, 1].
 
-        They sharpen attention over long contexts (Llama 4's temperature): 1 within the original
-        length L, then growing as 1 + query_beta log(1 + position // L).
+        The scales sharpen attention over long contexts (Llama 4's temperature). They are 1 within
+        the original length L. Later they grow as 1 + query_beta log(1 + position // L).
         """
         if not self.query_beta:
             return None
@@ -77,7 +78,7 @@ class Rope:
         return (1 + self.query_beta * jnp.log1p(lengths))[:, None, None]
 
     def _llama3_kept(self, freq: np.ndarray) -> np.ndarray:
-        """Return the kept fraction of each frequency, between 0 and 1."""
+        """Return the unscaled fraction of each frequency, between 0 and 1."""
         wavelength = 2 * math.pi / freq
         ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
@@ -85,7 +86,7 @@ class Rope:
         return np.clip(ramp, 0.0, 1.0)
 
     def _yarn_kept(self) -> np.ndarray:
-        """Return the kept fraction of each frequency, between 0 and 1."""
+        """Return the unscaled fraction of each frequency, between 0 and 1."""
 
         def index(rotations: float) -> float:
             """Return the index of the frequency with this number of rotations."""
@@ -102,5 +103,8 @@ class Rope:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's correction of attention scores for contexts `factor` times longer."""
+    """Return YaRN's correction of attention for contexts that are `factor` times longer.
+
+    `weight` multiplies its logarithmic term.
+    """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

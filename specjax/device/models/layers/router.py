@@ -1,6 +1,7 @@
-"""Routers of a mixture of experts: they choose the experts of each row, and their weights.
+"""Routers of a mixture of experts, which choose the experts of each row and the experts' weights.
 
-A router owns its parameters and the `Rule` by which `route` chooses; a model only selects a router.
+A router defines its parameters, and the `Rule` by which the kernel `route` chooses experts. A model
+only selects a router.
 """
 
 from dataclasses import dataclass
@@ -15,31 +16,39 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Router(Protocol):
-    """A router. Hashable; its parameters are a pytree that only it reads."""
+    """A router: a hashable value. Its parameters are a pytree that no other code reads."""
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
-        """Return the parameters as `TensorSpec`s; `prefix` is the mixture's prefix in
-        checkpoints."""
+        """Return the parameters as `TensorSpec`s.
+
+        `prefix` is the mixture's name in checkpoints.
+        """
         ...
 
     @property
     def rule(self) -> Rule:
-        """The rule that chooses and weights experts."""
+        """The rule that chooses experts and computes their weights."""
         ...
 
     def logits(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits [N, E] for rows x [N, D], and a correction f32[E] of the choice or None."""
+        """Return the logits [N, E] of rows x [N, D], and a correction f32[E] or None.
+
+        The correction affects which experts are chosen, but not their weights.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SoftmaxRouter:
-    """A router to the largest logits; weights are a softmax over all or the chosen experts."""
+    """A router that chooses the experts with the largest logits.
 
-    normalises: bool = True  # the softmax is over the chosen experts
+    Their weights are a softmax over the chosen experts, or over all experts.
+    """
+
+    normalises: bool = True  # whether the softmax is over the chosen experts only
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
-        """Return one matrix [D, E]; see `Router.specs`."""
+        """Return the spec of one matrix [D, E]; see `Router.specs`."""
         return dense([f"{prefix}.gate.weight"], dim, [num_experts])
 
     @property
@@ -61,13 +70,14 @@ class SigmoidWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """A router to the largest sigmoids, corrected for balance (DeepSeek-V3, sec. 2.1.2).
+    """A router that chooses the experts with the largest corrected sigmoids of the logits.
 
-    The correction affects only the choice: weights are the uncorrected sigmoids. With groups,
-    experts are chosen from the groups whose two best experts have the largest sums.
+    The correction balances the experts' load (DeepSeek-V3, sec. 2.1.2). It affects only the choice:
+    weights are the uncorrected sigmoids. If there are several groups, experts are chosen from the
+    `num_chosen_groups` groups whose two best experts have the largest sum.
     """
 
-    normalises: bool = True
+    normalises: bool = True  # whether the weights are divided by their sum
     scaling: float = 1.0  # multiplies the normalised weights
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -89,5 +99,5 @@ class SigmoidRouter:
         return Rule(True, self.normalises, self.scaling, *groups)
 
     def logits(self, params: SigmoidWeights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return f32 logits; see `Router.logits`."""
+        """Return logits f32[N, E] and the correction f32[E]; see `Router.logits`."""
         return params.weight.multiply(x, jnp.float32), params.correction

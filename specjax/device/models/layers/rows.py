@@ -8,7 +8,7 @@ from specjax.device.cache.kind import CacheKind
 
 
 class Rows(Protocol):
-    """N token rows of one forward pass: their positions i32[N], and the cache before them."""
+    """The N token rows of a forward pass: their positions i32[N], and their places in the cache."""
 
     @property
     def positions(self) -> jax.Array: ...
@@ -16,7 +16,7 @@ class Rows(Protocol):
     def kernels(self) -> str: ...
     @property
     def attends(self) -> bool:
-        """Whether the output of attention is used, or only the written keys and values."""
+        """Whether the output of attention is used. If not, only keys and values are needed."""
         ...
 
     def mix(
@@ -26,7 +26,7 @@ class Rows(Protocol):
 
         Args:
             kind: the cache kind, which determines the mixing (attention, delta rule).
-            cache: the arrays of `kind`; for rows without a cache, their own state.
+            cache: the arrays of `kind`, or the state of rows that have no cache.
             layer: i32[], the layer's index within its kind.
             inputs: the layer's projections of the rows, as `kind` expects them.
 
