@@ -157,8 +157,7 @@ class Grammar:
 
     @property
     def first(self) -> np.ndarray:
-        """A mask i32[ceil(V/32)] of the tokens that may come first, as in `GrammarMatcher.masks`.
-        """
+        """A mask i32[ceil(V/32)] of the tokens that may come first (see `GrammarMatcher.masks`)."""
         return self.matcher().masks(())[0]
 
     @property
@@ -273,8 +272,7 @@ def _compile(vocabulary: GrammarVocabulary, lark: str) -> Grammar:
 
 
 def _as_lark(name: str, value: Any) -> str:
-    """Return `value` of the field `name` of `StructuredOutputs` as a grammar in llguidance's Lark.
-    """
+    """Return the value of a field of `StructuredOutputs` as a grammar in llguidance's Lark."""
     if name == "grammar":
         return value
     if name == "json":

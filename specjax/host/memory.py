@@ -26,8 +26,7 @@ def _machine(root: Path) -> int | None:
 
 
 def _cgroups(root: Path) -> list[int]:
-    """Return the number of bytes left under each limit of this process's cgroups (version 1 or 2).
-    """
+    """Return the number of bytes left under each cgroup limit of this process (version 1 or 2)."""
     left = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -124,8 +124,7 @@ class Residents:
         return residency, prefix.snapshot
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence pages for `num_tokens` tokens, and return whether enough pages were free.
-        """
+        """Give a sequence pages for `num_tokens` tokens; return whether enough pages were free."""
         residency = sequence.residency
         assert residency is not None
         if num_tokens <= residency.token_capacity:  # in most steps
@@ -216,8 +215,7 @@ class Residents:
             self._name(sequence, residency, num_known // page_size)
 
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
-        """Add the first `num_pages` pages of a sequence to the prefix cache, unless they are there.
-        """
+        """Add a sequence's first `num_pages` pages to the prefix cache, unless they are there."""
         keys, start = sequence.keys, residency.num_published_pages
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:
@@ -239,8 +237,7 @@ class Residents:
     def _snapshot_points(
         self, branch_points: tuple[int, ...], num_found: int, chunk_width: int
     ) -> list[int]:
-        """Return the branch points at which to take a snapshot. A chunk must end at each of them.
-        """
+        """Return the branch points at which to take a snapshot. A chunk must end at each point."""
         if not self._takes_snapshots:
             return []
         points = [n for n in branch_points if n > num_found]

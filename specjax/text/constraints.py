@@ -15,7 +15,8 @@ def check_some_allowed(
 ) -> None:
     """Refuse parameters that leave no first token, or choices shorter than `min_tokens`.
 
-    Later tokens depend on the output, which ends with an error if none is left.
+    Whether a later token is left depends on the output. If none is left, the output ends with an
+    error.
 
     Raises:
         ValueError: no token is left; the message names the parameters.
