@@ -1,6 +1,6 @@
 """Runs `specjax info --check`, which looks for faults of a drafter.
 
-It measures the drafter's acceptance on answers of the drafter's target.
+The command measures the drafter's acceptance on answers of the drafter's target.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_rows(path: Path | None) -> list[tuple[str, str]]:
-    """Return the (form, text) of each row of a .jsonl file.
+    """Return a pair (form, text) for each row of a .jsonl file.
 
     A row has "question" (a user's message) or "text" (a prompt without a template). If `path` is
     None, the rows are the questions of `specjax bench`.
@@ -82,9 +82,10 @@ def read_rows(path: Path | None) -> list[tuple[str, str]]:
 
 
 def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
-    """Return the draft vocabulary in the t2d mask of a checkpoint, as token ids by "t2d".
+    """Return a checkpoint's draft vocabulary as a mapping {"t2d": token ids}.
 
-    The result is empty if the checkpoint has no such mask.
+    The token ids come from the checkpoint's t2d mask. The mapping is empty if there is no such
+    mask.
     """
     if not any(folder.glob("*.safetensors")):
         return {}
@@ -93,7 +94,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return functions that turn a text into a prompt, by name. The first is the default."""
+    """Return the functions, by name, that turn a text into a prompt. The first is the default."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 
@@ -174,7 +175,10 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return the acceptance length, and the overlap of distributions at the first draft."""
+    """Return the acceptance length, and the overlap at the first draft.
+
+    This is the mean overlap of the drafter's and the target's distributions of the first draft.
+    """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 
 

@@ -168,7 +168,7 @@ class Needs:
     def longest_context(self, longest: int, num_bytes: int) -> int:
         """Return the number of tokens of the longest request that fits next to the weights.
 
-        Both together have `num_bytes`. The result is at most `longest`.
+        The weights and the request together may take `num_bytes`. The result is at most `longest`.
         """
         pages = range(1, -(-longest // self.page_size) + 1)
         num = bisect_right(pages, num_bytes, key=lambda n: self.total(1, n * self.page_size))
@@ -292,7 +292,7 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
     """Return the bytes of the cache per token and per request.
 
-    The bytes that snapshots of recurrent states would need instead are included for comparison.
+    For comparison, the result includes the bytes that snapshots of recurrent states would need.
     """
     own, drafter = setup.caches(dtype)
     has_drafter = setup.drafter != NoDrafter()

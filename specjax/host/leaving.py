@@ -41,9 +41,9 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """Call `tell` with a reason if threads that compile are still running after the main thread.
+    """Start a thread that calls `tell` with a reason if programs still compile when Python exits.
 
-    Then Ctrl-C ends the process at once.
+    While Python waits for this, Ctrl-C ends the process at once.
     """
     if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()
@@ -68,9 +68,10 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
 
 
 def _leave_compilers() -> None:
-    """End the process if Ctrl-C interrupted its wait for threads that compile.
+    """End the process at once if threads still compile.
 
-    Otherwise Python would kill these threads inside XLA, which aborts the process.
+    This happens only if Ctrl-C interrupted Python's wait for these threads. Python would kill them
+    inside XLA, which aborts the process.
     """
     if _compilers():
         _end()

@@ -51,8 +51,8 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, the
-    last pages of each window before the prefix's end must be cached, too.
+    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, each
+    window that ends at the prefix's end must be cached, too.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class PrefixCache:
         return Prefix(pages, snapshot)
 
     def _longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
-        """Return how many leading pages of `keys` a request can reuse, and a snapshot.
+        """Return how many leading pages of `keys` a request can reuse, and the id of a snapshot.
 
-        The request resumes after these pages, from the snapshot's recurrent states. The snapshot is
-        None if there is none.
+        The request resumes from this snapshot of the recurrent states. The id is None if there is
+        none.
         """
         length, last, snapshot = len(keys), -1, None
         while length != last:  # a length that suits one window may not suit another

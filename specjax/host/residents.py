@@ -215,7 +215,10 @@ class Residents:
             self._name(sequence, residency, num_known // page_size)
 
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
-        """Add a sequence's first `num_pages` pages to the prefix cache, unless they are there."""
+        """Add the first `num_pages` pages of a sequence to the prefix cache.
+
+        Pages that are already in the prefix cache are left out.
+        """
         keys, start = sequence.keys, residency.num_published_pages
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:

@@ -159,7 +159,7 @@ class Scheduler:
     def _forget_all(self) -> None:
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
         self.held: dict[Hashable, Request] = {}  # requests that wait for `let_in`
-        self.demands: Counter[Demands] = Counter()  # counts of requests that are not held
+        self.demands: Counter[Demands] = Counter()  # counts requests that are not held
         self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
 
     def restart(self) -> None:
@@ -201,7 +201,7 @@ class Scheduler:
         # Residents are in order of rank, and sorting is stable.
         for sequence in sorted(ready + prefilling, key=_turn):
             residency = sequence.residency
-            if residency is None:  # a sequence before it preempted it
+            if residency is None:  # preempted by a sequence before it
                 continue
             if residency.num_computed < residency.num_to_prefill:
                 self._plan_chunk(step, sequence, residency)
@@ -273,7 +273,10 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _choose_width(self, remaining: list[int], shapes: Shapes) -> int:
-        """Return the chunk width that runs the most tokens. Wider shapes hold fewer chunks."""
+        """Return the chunk width with which the step runs the most tokens.
+
+        Wider shapes hold fewer chunks.
+        """
         if not remaining:
             return shapes.widths[0]
 
@@ -348,7 +351,10 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages. Queue the other samples of a request after its first sample."""
+        """Cache the chunks' pages, and queue the other samples of requests.
+
+        The other samples of a request are queued once its first sample has been prefilled.
+        """
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence

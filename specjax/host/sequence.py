@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def reported(self) -> list[int]:
-        """The tokens whose log-probabilities chunks report.
+        """The tokens whose log-probabilities are reported by prefill chunks.
 
         These are the prompt's tokens, or all tokens if the request is scored.
         """

@@ -31,8 +31,8 @@ class Shapes:
     def first(self) -> "Shapes":
         """One chunk shape and one round shape, which suffice for any step.
 
-        The round shape is the largest. The chunk shape holds the most tokens, if at most 4 of its
-        rows count. Chunks that do not fit run in later steps.
+        The round shape is the largest. The chunk shape is the one with the most tokens, where rows
+        after the fourth do not count. Chunks that do not fit run in later steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))

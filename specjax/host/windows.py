@@ -39,7 +39,7 @@ def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_request
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """Return how many pages before its own page a row may read."""
+    """Return how many pages a row may read in addition to the page that contains the row."""
     return -(-window // page_size)
 
 
@@ -96,7 +96,7 @@ class WindowPages:
             self._end[slot] = end
 
     def slide(self, slot: int, page: int, points: Collection[int]) -> None:
-        """Free a slot's pages that no row after the beginning of the page `page` reads.
+        """Free a slot's pages that no row in the page `page` or a later page reads.
 
         `points` are numbers of pages after which other sequences may continue. Of the freed pages,
         only those that are needed to continue at a point stay cached.

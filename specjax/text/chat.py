@@ -24,11 +24,11 @@ _LOG = logging.getLogger("specjax")
 
 
 def check_conversation(messages: Any, where: str, content_format: str = "auto") -> list[Message]:
-    """Return a conversation's messages, with contents and tool calls in the form of templates.
+    """Return a conversation's messages, with contents and tool calls as templates expect them.
 
     Args:
-        messages: mappings with "role" and "content". A content is a text, or a list of mappings
-            {"type": "text", "text"}.
+        messages: a list of mappings with "role" and "content". A content is a text, or a list of
+            mappings {"type": "text", "text"}.
         where: the conversation's name in errors.
         content_format: "openai" turns every content into a list of parts, except a tool's content.
             "string" and "auto" join the texts of a list with line breaks.
@@ -94,9 +94,10 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
-    """Return a call's arguments as a mapping. As in vLLM, it is empty if they are not an object.
+    """Return a call's arguments as a mapping.
 
-    A bad call is part of the conversation's history, so an error would refuse all further turns.
+    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call is part of
+    the conversation's history, so an error would refuse all further turns.
     """
     found = given or {}
     if isinstance(found, str):
@@ -154,10 +155,10 @@ def render_conversations(
     variables: Mapping[str, Any],
     **options: Any,
 ) -> list[TokensPrompt]:
-    """Return a prompt for each conversation. `messages` is a conversation or a list of them.
+    """Return a prompt for each conversation.
 
-    `variables` are passed to the template. `options` are passed to
-    `ChatTokenizer.apply_chat_template`.
+    `messages` is a conversation or a list of conversations. `variables` are passed to the template.
+    `options` are passed to `ChatTokenizer.apply_chat_template`.
 
     Raises:
         ValueError: `check_conversation` refuses a conversation, or a variable has the name of an

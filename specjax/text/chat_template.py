@@ -101,7 +101,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """A replacement in templates for `dict`, without most attributes of Python's `dict`."""
+    """A replacement for `dict` in templates, without most attributes of Python's `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -111,7 +111,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A replacement in templates for `namespace`. Names must not begin with an underscore."""
+    """A replacement for `namespace` in templates, whose names must not begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any):
         self, *rest = args  # "self" may be a name in the namespace

@@ -1,4 +1,4 @@
-"""Builds the outputs that users see from finished and unfinished sequences."""
+"""Builds the outputs of finished and unfinished sequences, in the form that users see."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,8 @@ class Completion:
     """One sample as its user sees it. Text that was already shown is not decoded again.
 
     The text of a sample is the text that its tokens add to the prompt. A stop token (including the
-    end of sequence) is shown only with `include_stop_str_in_output`. If a stop token is a special
-    token, it also has to be allowed by `skip_special_tokens=False`.
+    end of sequence) is shown only with `include_stop_str_in_output`. A stop token that is a special
+    token is shown only if `skip_special_tokens` is False, too.
     """
 
     sequence: Sequence
@@ -35,7 +35,7 @@ class Completion:
 
     @property
     def has_grown(self) -> bool:
-        """Whether the sample has tokens or an end that have not been shown yet."""
+        """Whether any tokens, or the end of the sample, have not been shown yet."""
         sequence = self.sequence
         return sequence.num_output > self.num_shown or (
             sequence.is_finished and not self.is_complete
@@ -161,7 +161,7 @@ class Outputs:
 
 
 class Shown:
-    """Selects the part of a growing output that is returned next, as `output_kind` demands."""
+    """Selects the part of a growing output that is returned next, according to `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind):
         self._kind = kind
@@ -237,5 +237,5 @@ def with_text(
 
 
 def _before(tokens: SequenceOf[int], end: int) -> SequenceOf[int]:
-    """Return the tokens before `end` that may be parts of the same character."""
+    """Return the tokens before `end` that may be parts of the same character as token `end`."""
     return tokens[max(0, end - MAX_TOKENS_PER_CHARACTER) : end]

@@ -50,7 +50,7 @@ class StopStrings:
     def text(self) -> str:
         """The text so far, without an incomplete character.
 
-        If a stop text was found, it is cut there.
+        If a stop text was found, the text is cut there.
         """
         return "".join(self._text.characters)
 
@@ -81,7 +81,7 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Return whether a stop text ends after the index `new`. If so, cut the output there."""
+        """Return whether a stop text ends after the index `new`. If so, cut the output at it."""
         characters = self._text.characters
         first = max(0, new + 1 - self._longest)
         found = find_stop("".join(characters[first:]), self._stop, new - first)
@@ -96,7 +96,9 @@ class StopStrings:
 def watch_for(
     tokenizer: ChatTokenizer | None, params: SamplingParams, prompt: Sequence[int]
 ) -> Callable[[], StopStrings] | None:
-    """Return a function that creates a `StopStrings` for each sample; None without stop texts.
+    """Return a function that creates a `StopStrings` for each sample.
+
+    Return None if the parameters have no stop texts.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -123,7 +125,8 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
     SentencePiece decoders omit the space before the first text. This text belongs to the output
     only if the prompt has no text. A prompt that ends inside a character has no effect on the
-    output. A prompt that ends with U+FFFD looks the same, so it has no effect either.
+    output. Neither has a prompt that ends with U+FFFD, because it looks as if it ended inside a
+    character.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately
@@ -154,8 +157,8 @@ def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
     """Return the start and the text of the stop text that ends after the index `new` of `text`.
 
-    Among several, it is the earliest; among equally early ones, the longest. Return None if there
-    is none.
+    If there are several, return the earliest; of equally early ones, the longest. Return None if
+    there is none.
     """
     found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
     return min(
@@ -206,9 +209,9 @@ class _GrowingText:
     """Computes `tokenizer.decode` of tokens that arrive one at a time, in linear time.
 
     This class relies on decoders being local: after a few tokens of context, a token adds the same
-    text as after all tokens. Byte fallback (SentencePiece's byte tokens) is not local: one invalid
-    byte undoes the characters of the whole run of byte tokens around it. Therefore this class
-    tracks these runs.
+    text as after all previous tokens. Byte fallback (SentencePiece's byte tokens) is not local: one
+    invalid byte undoes the characters of the whole run of byte tokens around it. Therefore this
+    class tracks these runs.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):

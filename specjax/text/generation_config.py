@@ -18,9 +18,10 @@ FIELDS = {
 
 
 def read_default_params(folder: Path) -> SamplingParams:
-    """Return the checkpoint's sampling parameters. Missing ones have the usual defaults.
+    """Return the checkpoint's sampling parameters.
 
-    As in vLLM, `do_sample` is ignored: decoding is greedy only if the temperature is 0.
+    Missing parameters have the defaults of `SamplingParams`. As in vLLM, `do_sample` is ignored:
+    decoding is greedy only if the temperature is 0.
 
     Raises:
         CheckpointError: a value is not valid.

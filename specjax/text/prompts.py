@@ -96,7 +96,10 @@ def truncated(params: Any, given: Mapping[str, Any]) -> Any:
 
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """Return a list of `count` values. `given` is one value for all prompts, or a list of them."""
+    """Return a list of `count` values, one for each prompt.
+
+    `given` is a single value for all prompts, or a list with a value for each prompt.
+    """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

@@ -33,7 +33,7 @@ class ChatTokenizer(TokenizerNames):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        With `add_special_tokens`, they include the special tokens that the model expects in a
+        With `add_special_tokens`, these include the special tokens that the model expects in a
         prompt.
         """
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -41,13 +41,13 @@ class ChatTokenizer(TokenizerNames):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """Return the text of token ids.
 
-        If `skip_special_tokens` is None, it is the attribute `skips_special_tokens`.
+        If `skip_special_tokens` is None, the attribute `skips_special_tokens` is used instead.
         """
         skips = self.skips_special_tokens if skip_special_tokens is None else skip_special_tokens
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skips)
 
     def for_outputs(self, *, skip_special_tokens: bool) -> "ChatTokenizer":
-        """Return a tokenizer whose `decode` skips special tokens by default, or keeps them."""
+        """Return a tokenizer whose `decode` has `skip_special_tokens` as its default."""
         if skip_special_tokens == self.skips_special_tokens:
             return self
         return replace(self, skips_special_tokens=skip_special_tokens)

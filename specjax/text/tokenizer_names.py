@@ -1,4 +1,4 @@
-"""Further methods that transformers' tokenizers have, such as a call and ids of special tokens."""
+"""Further methods that transformers' tokenizers have, such as `__call__` and `get_vocab`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -17,8 +17,8 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-# Counts are kept for about this number of drafts, and at least rounds: a large batch gives many
-# counts per round, but the next round continues the same texts.
+# Counts are remembered for about this number of drafts, and for at least this number of rounds: a
+# large batch gives many counts per round, but the next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
 # The prior rate of all positions is optimistic. With few requests learning is slow, but an extra
@@ -134,7 +134,7 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move each offset towards the difference of the rates that were counted.
+        """Move each offset towards the difference that the log-odds of current rates have.
 
         The more drafts were just verified at a position, the further its offset moves.
         """

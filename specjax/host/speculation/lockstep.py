@@ -54,7 +54,10 @@ class LockstepPolicy:
 
     @property
     def is_learning(self) -> bool:
-        """Whether this replica is the leader and its policy learns, from this replica's rounds."""
+        """Whether this replica is the leader and its policy learns.
+
+        The leader learns from its own rounds.
+        """
         return self._replicas.is_leader and self._policy.is_learning
 
     @property

@@ -104,7 +104,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape became ready. `time` returns the milliseconds of one."""
+        """Note that rounds of this shape are ready. `time` measures the milliseconds of a round."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -158,7 +158,7 @@ class StaticPolicy(PolicyRule):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """A tuple of the only K."""
+        """The only K, as a tuple."""
         return (self.k,)
 
     def choose(self, load: DecodeLoad) -> int:
@@ -183,7 +183,7 @@ class TablePolicy(PolicyRule):
         return tuple(sorted({k for _, _, k in self.table}))
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return K of the last entry whose lo is at most the number of sequences."""
+        """Return K of the last entry whose `lo` is at most the number of sequences."""
         return max(entry for entry in self.table if entry[0] <= max(load.num_sequences, 1))[2]
 
 

@@ -129,8 +129,9 @@ class Profile:
     def table(self, batch_sizes: Sequence[int]) -> Comparison:
         """Compare the time per output token of every K from 0 to `max_drafts`.
 
-        This is the time of a step, divided by the number of tokens that a request gains in the
-        step. Step times are interpolated linearly between batch sizes and between Ks.
+        The time per output token is the time of a step, divided by the number of tokens that a
+        request gains in the step. Step times are interpolated linearly between batch sizes and
+        between Ks.
         """
         cost, ks = StepCost(self.step_ms), range(self.max_drafts + 1)
         tokens = [expected_tokens(self.rates, k) for k in ks]

@@ -102,7 +102,10 @@ class Workload:
     def stream(
         cls, rng: random.Random, num_requests: int, *, per_second: float, **others: float
     ) -> "Workload":
-        """Draw requests that arrive at random (a Poisson process), on average `per_second`."""
+        """Draw requests that arrive at random (a Poisson process).
+
+        On average, `per_second` requests arrive per second.
+        """
         drawn = cls.rollout(rng, num_requests, **others)  # pyright: ignore[reportArgumentType]
         gaps = [1e3 * rng.expovariate(per_second) for _ in range(num_requests)]
         return cls(drawn.lengths, list(accumulate(gaps)), drawn.effects)

@@ -6,7 +6,7 @@ the time is interpolated linearly. The estimated time never falls as requests or
 
 Times of served rounds correct the times of points. The log ratio of a served time to the replayed
 time is modelled as the sum of three parts: a part that all points of a batch size share (e.g. the
-host's time), a part of the point, and noise. The estimate is the posterior mean of this
+host's time), a part of the point alone, and noise. The estimate is the posterior mean of this
 random-effects model. So a point that was served several times follows its own times. A point that
 was never served follows its replayed time and the shared part.
 """
@@ -104,7 +104,10 @@ class StepCost:
         return estimate * (1 + context / point) * math.exp(self._drift)
 
     def spread(self, batch_size: int, k: int) -> float:
-        """Return the standard deviation of the logarithm of an estimated time. `k` is in `ks`."""
+        """Return the standard deviation of the logarithm of an estimated time.
+
+        `k` must be one of `ks`.
+        """
         num_served = len(self._row(batch_size).served[self.ks.index(k)])
         return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
