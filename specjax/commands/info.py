@@ -112,8 +112,7 @@ def describe(
             config file.
         dtype: dtype of weights and caches, except in the sections of GPUs ("h100" and "h200").
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
-        num_devices: number of GPUs among which weights and requests are divided in the sections of
-            GPUs.
+        num_devices: number of GPUs that share weights and requests in the sections of GPUs.
 
     Raises:
         ValueError: the sizes do not fit the model, or a file is of the wrong kind.

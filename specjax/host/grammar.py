@@ -192,7 +192,7 @@ class GrammarMatcher:
 
     @property
     def dead_end(self) -> str | None:
-        """The reason why the output can neither go on nor end; None if it can do one of these."""
+        """The reason why the output can neither go on nor end; None if it can do either."""
         text, may_end = self._vocabulary.read(self._state)
         return None if may_end or text.any() else _reason(self._state)
 

@@ -1,8 +1,8 @@
 """The prefix cache: pages of known prefixes and, for recurrent models, snapshots of states.
 
-The `PageKey` of a page covers all tokens up to the page's end, because keys and values depend on
-all earlier tokens. It also covers the token after the page, because a drafter computes a position
-from the next token. So a cached page is valid for both the target and the drafter.
+The `PageKey` of a page covers all tokens up to the page's end, because attention keys and values
+depend on all earlier tokens. It also covers the token after the page, because a drafter computes a
+position from the next token. So a cached page is valid for both the target and the drafter.
 """
 
 from array import array

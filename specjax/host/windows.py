@@ -16,7 +16,7 @@ def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """Return the number of pages to allocate for layers with a window.
 
     This is the maximum number in use, plus the pages of one more window per request if prefixes are
-    cached. It is at most `num_pages` and, if that is set, at most `max_window_pages`.
+    cached. It is at most `num_pages`, and at most `max_window_pages` if that is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:
@@ -46,7 +46,7 @@ def pages_before(window: int, page_size: int) -> int:
 class WindowPages:
     """The pages, by slot, of all layers with the same window.
 
-    A slot has the pages from `first` up to `end`. Both are indices in the page table of the slot's
+    A slot has the pages [first, end). Both numbers are indices in the page table of the slot's
     sequence.
     """
 
@@ -59,7 +59,10 @@ class WindowPages:
         self._first, self._end = [0] * num_slots, [0] * num_slots
 
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
-        """Return the largest n up to `length` for which the last window of `keys[:n]` is cached."""
+        """Return how many of the first `length` pages a sequence can reuse.
+
+        This is the largest n for which the last window of `keys[:n]` is cached.
+        """
         place = length
         while place > max(0, length - self.reach):
             place -= 1

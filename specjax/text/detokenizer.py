@@ -21,8 +21,8 @@ class StopStrings:
 
     The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt. Bytes
     that are not UTF-8 become U+FFFD. A character that several tokens spell counts once it is
-    complete. A U+FFFD of a byte-level tokenizer may be an incomplete character, so it counts once a
-    token follows. `context` are the last tokens of the prompt, see `prompt_context`.
+    complete. A U+FFFD of a byte-level tokenizer may be an incomplete character, so it counts once
+    another token follows. `context` are the last tokens of the prompt (see `prompt_context`).
 
     A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the
     text that the token adds. Stop texts that were complete before do not count. If several stop

@@ -8,8 +8,8 @@ WORD = 2**32
 def folded_seed(seed: int) -> int:
     """Fold a 64-bit seed to 32 bits.
 
-    Seeds in 0..2**32 - 1 are unchanged. The two's complement of another seed is split into two
-    words, which NumPy's `SeedSequence` mixes.
+    Seeds in 0..2**32 - 1 are unchanged. Other seeds are written in two's complement as two words,
+    which NumPy's `SeedSequence` mixes.
     """
     high, low = divmod(int(seed) % WORD**2, WORD)
     # A third word, because `derived_seed` uses two.

@@ -62,7 +62,7 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def has_byte_tokens(self) -> bool:
-        """Whether bytes without another token have tokens like <0x0A>, as in SentencePiece."""
+        """Whether tokens like <0x0A> are decoded as bytes, as in SentencePiece."""
         decoder = self.tokenizer.decoder
         return decoder is not None and decoder.decode(["<0x41>"]) == "A"
 

@@ -130,7 +130,7 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, index: int) -> tuple[Column, Column]:
-        """Return the replayed and the estimated times of the points of row `index`."""
+        """Return the replayed times and the estimated times of a row's points."""
         if index not in self._known:
             row = self._rows[index]
             both = row.points, row.estimates(self._elsewhere(row))
@@ -156,7 +156,7 @@ class StepCost:
 
 
 class _Row:
-    """The points of one batch size, and the log ratios of served times to the times of points."""
+    """The points of one batch size, and the log ratio of each served time to its point's time."""
 
     def __init__(self, points: Sequence[float]):
         self.points = points
@@ -184,9 +184,10 @@ class _Row:
         self._sum()
 
     def estimates(self, elsewhere: float) -> list[float]:
-        """Return the estimated times of all points. `elsewhere` is the shared part of other rows.
+        """Return the estimated times of all points.
 
-        The estimate of an unserved point is kept between the times of served points.
+        `elsewhere` is the shared part that other rows suggest. The estimate of an unserved point is
+        kept between the times of served points.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
