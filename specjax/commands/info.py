@@ -212,7 +212,7 @@ class Described:
         )
 
     def caches(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's cache and of the drafter's."""
+        """Return the bytes of the target's cache, and of the drafter's cache."""
         sizes = self.page_size, self.num_drafts, dtype
         return (
             target_cache_bytes(self.target, *sizes, self.windows),

@@ -111,7 +111,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A replacement for `namespace` in templates, whose names must not begin with an underscore."""
+    """A replacement for `namespace` in templates. It refuses names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any):
         self, *rest = args  # "self" may be a name in the namespace
