@@ -1,4 +1,4 @@
-"""Declaration of arguments shared by commands. Imports nothing slow."""
+"""Declares arguments that several commands share. Imports nothing slow."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declare the dtype and sizes of an engine."""
+    """Declare the arguments for the dtype and the sizes of an engine."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--dtype",
@@ -54,7 +54,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def read_object(option: str, text: str) -> dict[str, Any]:
-    """Parse the JSON object given to an option."""
+    """Parse the JSON object `text` that was given to an option."""
     try:
         value = json.loads(text)
     except ValueError as error:

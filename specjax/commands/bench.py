@@ -1,5 +1,7 @@
-"""The arguments of `specjax bench` and `specjax profile`. Imports nothing slow, so that help is
-instant."""
+"""Declares the arguments of `specjax bench` and `specjax profile`.
+
+This module imports nothing slow, so that help is instant.
+"""
 
 import argparse
 
@@ -78,7 +80,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 def _add_setup(
     parser: argparse.ArgumentParser, *, ks: str, batch_sizes: str, max_tokens: int, rounds: int
 ) -> None:
-    """Declare the fields of `engines.Setup`."""
+    """Declare the arguments that become the fields of `engines.Setup`."""
     parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
     parser.add_argument(
         "--drafter",

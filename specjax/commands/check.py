@@ -1,4 +1,7 @@
-"""`specjax info --check`: a drafter's acceptance on answers of its target, and its faults."""
+"""Runs `specjax info --check`, which looks for faults of a drafter.
+
+The command measures the drafter's acceptance on answers of the drafter's target.
+"""
 
 import argparse
 import json
@@ -23,16 +26,16 @@ from specjax.text.prompts import TokensPrompt
 from specjax.text.tokenizer import ChatTokenizer
 
 NUM_PROMPTS = 24  # maximum number of rows of --data
-MAX_TOKENS = 64  # of an answer
-MAX_MASKS = 8  # special tokens tried as the mask
+MAX_TOKENS = 64  # maximum number of tokens of an answer
+MAX_MASKS = 8  # maximum number of special tokens that are tried as the mask
 PLAIN, CHAT = "plain text", "chat template"
-FORMS = {"question": CHAT, "text": PLAIN}  # by the key of --data
-# Ways to turn a text into a prompt, by name.
+FORMS = {"question": CHAT, "text": PLAIN}  # form of a row's text, by the row's key
+# Functions that turn a text into a prompt's token ids, by name.
 Forms = dict[str, Callable[[str], list[int]]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax info --check`; return 1 if a fault is found."""
+    """Run `specjax info --check`. Return 1 if a fault is found, else 0."""
     if args.compile is not None:
         raise ValueError("--check runs a drafter and --compile only compiles a step; leave one out")
     model = read_model(args)
@@ -57,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_rows(path: Path | None) -> list[tuple[str, str]]:
-    """Return the (form, text) of each row; without a path, the questions of `specjax bench`.
+    """Return a pair (form, text) for each row of a .jsonl file.
 
-    Rows of a .jsonl have "question" (a user's message) or "text" (a prompt without a template).
+    A row has "question" (a user's message) or "text" (a prompt without a template). If `path` is
+    None, the rows are the questions of `specjax bench`.
     """
     if path is None:
         return [(CHAT, question) for question in read_questions()]
@@ -78,7 +82,11 @@ def read_rows(path: Path | None) -> list[tuple[str, str]]:
 
 
 def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
-    """Return the draft vocabulary according to a checkpoint's t2d mask, if it has one."""
+    """Return a checkpoint's draft vocabulary as a mapping {"t2d": token ids}.
+
+    The token ids come from the checkpoint's t2d mask. The mapping is empty if there is no such
+    mask.
+    """
     if not any(folder.glob("*.safetensors")):
         return {}
     tensors = open_checkpoint(folder)
@@ -86,7 +94,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return the ways to turn a text into a prompt, the default way of chat first."""
+    """Return the functions, by name, that turn a text into a prompt. The first is the default."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 
@@ -104,13 +112,13 @@ def read_forms(tokenizer: ChatTokenizer) -> Forms:
 
 
 def read_masks(tokenizer: ChatTokenizer) -> list[int]:
-    """Return special tokens, one of which may be the right mask of a drafter."""
+    """Return the ids of special tokens, among which a drafter's right mask token may be."""
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     return sorted(token for token, entry in added.items() if entry.special)[:MAX_MASKS]
 
 
 def answer(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Text]:
-    """Have the target continue prompts greedily."""
+    """Let the target continue prompts greedily, and return the prompts with these answers."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
     given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     outputs = llm.generate(given, params, use_tqdm=False)
@@ -123,7 +131,10 @@ def answer(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Text]:
 def check_served(
     llm: LLM, rows: Sequence[tuple[str, str]], k: int, vocabularies: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Return the report as JSON-compatible types: served figures, reference, trials and faults."""
+    """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
+
+    The report has the figures of serving, of a reference and of trials, and the faults.
+    """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)
     used = [form if form in forms else PLAIN for form, _ in rows]
@@ -164,7 +175,10 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return the acceptance length, and the overlap of distributions at the first draft."""
+    """Return the acceptance length, and the overlap at the first draft.
+
+    This is the mean overlap of the drafter's and the target's distributions of the first draft.
+    """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `specjax info --compile`. Imports nothing slow."""
+"""Declares the arguments of `specjax info --compile`. Imports nothing slow."""
 
 import argparse
 

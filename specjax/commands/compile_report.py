@@ -1,4 +1,4 @@
-"""`specjax info --compile`: compile a decode step and print a report."""
+"""Runs `specjax info --compile`: compiles a decode step, and prints a report about it."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     request = read_request(args)
     (report,) = compile_steps([request], resources=args.resources)
     if args.json:
-        # Without this machine's devices: nothing runs on them.
+        # Without this machine's devices, because nothing runs on them.
         print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
     else:
         print("\n".join(as_lines(report)))
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_request(args: argparse.Namespace) -> StepRequest:
-    """Return the step that the arguments describe.
+    """Return the request for a report about the step that the arguments describe.
 
     Raises:
         ValueError: the arguments are invalid or contradict each other.

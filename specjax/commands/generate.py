@@ -1,4 +1,7 @@
-"""`specjax generate`: complete prompts from the command line or a file, and print the outputs."""
+"""Runs `specjax generate`: completes prompts, and prints the outputs.
+
+The prompts come from the command line or from a file.
+"""
 
 import argparse
 import json
@@ -17,7 +20,7 @@ from specjax.text.chat import render_conversations
 from specjax.text.prompts import TokensPrompt
 from specjax.vllm_names import take_keys
 
-# Fields of SamplingParams that are options by the same name.
+# Fields of SamplingParams that are options with the same name.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "stop", "ignore_eos"),
 )
@@ -25,13 +28,13 @@ _ROW_KEYS = ("prompt", "question", "prompt_token_ids")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax generate`; outputs are printed as they finish."""
+    """Run `specjax generate`. Each output is printed when it finishes."""
     prompts = read_prompts(args.prompts, args.prompts_file)
     conversations = as_conversations(prompts) if args.chat else None
     params = read_sampling_params(args)
     num_finished = 0
     try:
-        # The defaults of sizes equal `LLM`'s, so that both run the same programs.
+        # Sizes have the same defaults as in `LLM`, so that both run the same programs.
         with LLM(
             args.model,
             speculative_config=read_speculation(args, args.model),
@@ -60,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Merge the options with --sampling-params, which takes precedence."""
+    """Return the sampling parameters from the options and from --sampling-params.
+
+    If both give a parameter, --sampling-params takes precedence.
+    """
     given = read_object("--sampling-params", args.sampling_params)
     known = {field.name for field in fields(SamplingParams)} - {"logits_processors", "output_kind"}
     given = take_keys(given, vllm_names.SAMPLING, "--sampling-params", known)
@@ -72,7 +78,10 @@ def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
-    """Return the prompts of the command line and of a file: one text or JSON object per line."""
+    """Return the prompts `listed` on the command line, and the prompts of a file.
+
+    Each line of a file is a text, or a JSON object if the file is a .jsonl.
+    """
     prompts: list[Prompt] = [*listed]
     if file is not None:
         try:
@@ -122,7 +131,7 @@ def render(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[TokensPr
 
 
 def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
-    """Return an output as JSON-compatible types, one row per sample."""
+    """Return an output as JSON-compatible types, with one row per sample."""
     apart = ("outputs", "metrics", "num_cached_tokens")
     request = {key: value for key, value in asdict(output).items() if key not in apart}
     return [
@@ -132,7 +141,10 @@ def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
 
 
 def as_text(prompt: Prompt, output: RequestOutput, num_outputs: int) -> str:
-    """Return an output as text (token ids without a tokenizer), below its prompt if not alone."""
+    """Return the text of an output, or its token ids if it has no text.
+
+    If there are several outputs, the prompt precedes the text.
+    """
     text = "\n--\n".join(_sample_text(one) for one in output.outputs)
     return text if num_outputs == 1 else f"> {prompt}\n{text}"
 

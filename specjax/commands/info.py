@@ -1,4 +1,4 @@
-"""`specjax info`: describe a checkpoint or config, and the memory that serving it needs."""
+"""Runs `specjax info`: describes a checkpoint or config, and the memory needed to serve it."""
 
 import argparse
 import json
@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sizes_of(num_requests: int, num_tokens: int, page_size: int, **others: Any) -> EngineConfig:
-    """Return the config of a GPU engine with pages for `num_requests` of `num_tokens` each."""
+    """Return the config of a GPU engine with pages for `num_requests` requests.
+
+    Each request has `num_tokens` tokens. `others` are further fields of the config.
+    """
     usual: dict[str, Any] = {"max_num_batched_tokens": DEFAULTS["gpu"].max_num_batched_tokens}
     return EngineConfig(
         max_model_len=num_tokens,
@@ -78,7 +81,7 @@ def sizes_of(num_requests: int, num_tokens: int, page_size: int, **others: Any) 
 
 
 def read_model(args: argparse.Namespace) -> str:
-    """Return the model, given as MODEL or with --model."""
+    """Return the model that was given as MODEL or with --model."""
     if args.positional_model is not None and args.model is not None:
         raise ValueError(
             f"the model is given twice, as MODEL {args.positional_model} and as --model "
@@ -100,16 +103,19 @@ def describe(
     page_size: int = 16,
     num_devices: int = 1,
 ) -> dict[str, Any]:
-    """Return the report as JSON-compatible types, by section; None for one that does not apply.
+    """Return the report as JSON-compatible types, by section.
+
+    A section that does not apply is None.
 
     Args:
-        model: a checkpoint's folder, hub id or demo name; or a config file, or a folder with one.
-        dtype: dtype of weights and caches, except in the sections of GPUs, "h100" and "h200".
+        model: a checkpoint (its folder, hub id or demo name), or a config file, or a folder with a
+            config file.
+        dtype: dtype of weights and caches, except in the sections of GPUs ("h100" and "h200").
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
-        num_devices: number of GPUs among which the sections of GPUs divide everything.
+        num_devices: number of GPUs that share weights and requests in the sections of GPUs.
 
     Raises:
-        ValueError: sizes that do not fit the model, or files of the wrong kind.
+        ValueError: the sizes do not fit the model, or a file is of the wrong kind.
     """
     check_positive(devices=num_devices)
     plan = make_plan(
@@ -138,7 +144,7 @@ def describe(
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory that weights and requests need, in bytes."""
+    """The memory that weights and requests need, in bytes."""
 
     weights: int
     cache: CacheBytes
@@ -146,17 +152,23 @@ class Needs:
     num_drafts: int
 
     def request(self, num_tokens: int) -> int:
-        """Return the bytes of one request of `num_tokens`, while it decodes."""
+        """Return the bytes that one request of `num_tokens` tokens needs while it decodes."""
         others = {"max_num_batched_tokens": 1, "enable_prefix_caching": False}
         sizes = sizes_of(1, num_tokens, self.page_size, **others)
         return self.cache.per_slot + self.cache.of_pages(sizes, self.num_drafts)
 
     def total(self, num_requests: int, num_tokens: int) -> int:
-        """Return the bytes of the weights and `num_requests` requests."""
+        """Return the bytes of the weights and of `num_requests` requests.
+
+        Each request has `num_tokens` tokens.
+        """
         return self.weights + num_requests * self.request(num_tokens)
 
     def longest_context(self, longest: int, num_bytes: int) -> int:
-        """Return the tokens, at most `longest`, of one request that fits next to the weights."""
+        """Return the number of tokens of the longest request that fits next to the weights.
+
+        The weights and the request together may take `num_bytes`. The result is at most `longest`.
+        """
         pages = range(1, -(-longest // self.page_size) + 1)
         num = bisect_right(pages, num_bytes, key=lambda n: self.total(1, n * self.page_size))
         return min(longest, num * self.page_size)
@@ -168,19 +180,20 @@ class Needs:
 
 @dataclass(frozen=True)
 class Described:
-    """A target with its drafter."""
+    """A target and its drafter, as the report describes them."""
 
     target: Model
     drafter: Drafter
     drafter_params: Any  # arrays or their shapes
     num_drafts: int
     page_size: int
-    windows: tuple[int, ...]  # of layers with separate pages
+    windows: tuple[int, ...]  # sizes in tokens, of layers with separate pages
 
     def slot(self, dtype: str) -> dict[str, int] | None:
         """Return the bytes per request that the target keeps outside pages, by part.
 
-        The parts are "state" and the inputs needed to advance it; None if not recurrent.
+        The parts are "state" and the inputs that are needed to advance the state. Return None if
+        the target is not recurrent.
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
@@ -199,7 +212,7 @@ class Described:
         )
 
     def caches(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's cache and of the drafter's."""
+        """Return the bytes of the target's cache, and of the drafter's cache."""
         sizes = self.page_size, self.num_drafts, dtype
         return (
             target_cache_bytes(self.target, *sizes, self.windows),
@@ -207,15 +220,19 @@ class Described:
         )
 
     def needs(self, dtype: str) -> Needs:
-        """Return the needs with one state per request, which is advanced one round later."""
+        """Return the memory needs with one recurrent state per request.
+
+        The state is advanced one round later.
+        """
         own, drafter = self.caches(dtype)
         weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the needs with K + 1 snapshots per request, one after each token of a round.
+        """Return the memory needs with K + 1 snapshots per request instead of one state.
 
-        None if the target is not recurrent.
+        There is one snapshot after each token of a round. Return None if the target is not
+        recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
         if slot is None:
@@ -225,7 +242,7 @@ class Described:
 
 
 def describe_target(source: ModelSource) -> dict[str, Any]:
-    """Describe the target, by its config and folder."""
+    """Describe the target, from its config and its folder."""
     tokenizer = None if source.folder is None else load_tokenizer(source.folder)
     target, hf = source.target, source.hf
     fields = asdict(target) if is_dataclass(target) else {}
@@ -245,7 +262,7 @@ def describe_target(source: ModelSource) -> dict[str, Any]:
 
 
 def describe_weights(source: ModelSource) -> dict[str, Any]:
-    """Count the parameters, and their bytes as stored and as loaded in each dtype."""
+    """Return the number of parameters, and their bytes as stored and as loaded in each dtype."""
     target, stored = source.target, Counter[str]()
     if source.folder is not None and source.has_weights:
         for tensor in open_checkpoint(source.folder).tensors.values():
@@ -259,7 +276,7 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
 
 
 def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, Any]:
-    """Describe the drafter, and its weights in each dtype."""
+    """Describe the drafter, with the bytes of its weights in each dtype."""
     leaves = jax.tree.leaves(setup.drafter_params)
     return {
         "checkpoint": "the target's own" if config.model is None else str(config.model),
@@ -272,7 +289,10 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 
 
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
-    """Return the cache bytes per token and request, and the bytes with snapshots instead."""
+    """Return the bytes of the cache per token and per request.
+
+    For comparison, the result includes the bytes that snapshots of recurrent states would need.
+    """
     own, drafter = setup.caches(dtype)
     has_drafter = setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
@@ -298,7 +318,7 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
 
 def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
-    """Return the values of "auto" and None on this device, and the reason."""
+    """Return the values that "auto" and None have on this device, and the reasons for them."""
     return {
         "dtype": dtype.name,
         "dtype_reason": dtype.reason,
@@ -310,7 +330,7 @@ def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any
 
 
 def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
-    """Return the bytes that `max_num_seqs` requests of maximum length need."""
+    """Return the bytes that `max_num_seqs` requests of `max_model_len` tokens need."""
     num_requests, num_tokens = config.max_num_seqs, config.max_model_len
     needs = setup.needs(config.dtype)
     snapshots = setup.needs_with_snapshots(config.dtype)
@@ -331,7 +351,10 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 def describe_gpu(
     setup: Described, config: EngineConfig, gpu: GPU, num_devices: int
 ) -> dict[str, Any]:
-    """Return the maximum number of requests that GPUs of a kind hold in bf16, by context length."""
+    """Return what fits in bf16 on `num_devices` GPUs of a kind.
+
+    This is the length of the longest request, and the maximum number of requests by their length.
+    """
     needs = setup.needs("bfloat16")
     snapshots = setup.needs_with_snapshots("bfloat16")
     usable, longest = int(GPU_MEMORY_UTILIZATION * gpu.memory_bytes), setup.target.max_position
@@ -399,7 +422,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a model's field to plain types; a tuple of names becomes their counts."""
+    """Convert a field of a model to plain types. A tuple of names becomes a count of each name."""
     if hasattr(value, "_asdict"):
         return value._asdict()
     if isinstance(value, tuple) and value and all(isinstance(one, str) for one in value):

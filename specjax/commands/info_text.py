@@ -1,4 +1,4 @@
-"""The report of `specjax info` as text."""
+"""Formats the report of `specjax info` as text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,10 @@ from specjax.inspect.gpus import GPUS
 
 
 def answer(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the main results: whether it fits, the number of requests, and the longest context."""
+    """Return the main results by name, for this device and for each kind of GPU.
+
+    They say whether the model fits, for how many requests, and with which longest context.
+    """
     here, length = report["this_device"], report["requests"]["max_model_len"]
     place, num_here = f"this {here['kind']}", here["max_full_length_requests"]
     fits = {place: num_here > 0}
@@ -31,7 +34,7 @@ def answer(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report as lines of text: the answer, then a section per key."""
+    """Yield the report as lines of text. The answer is followed by one section per key."""
     yield from (f"{name:10}{text}" for name, text in report["answer"].items())
     yield ""
     for section, values in report.items():
@@ -46,7 +49,7 @@ def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_text(key: str, value: Any) -> str:
-    """Return a value as text; bytes in readable units."""
+    """Return a value as text. If `key` contains "bytes", integers get readable units."""
     if value is None:
         return "none"
     if isinstance(value, Mapping):
@@ -63,7 +66,7 @@ def as_text(key: str, value: Any) -> str:
 
 
 def as_size(num_bytes: int) -> str:
-    """Return bytes as text, in the largest unit with a value of at least 1."""
+    """Return a number of bytes as text, in the largest unit with a value of at least 1."""
     for unit, size in ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -10,12 +10,12 @@ from specjax.serving.drafters import parse_drafter
 def read_speculation(
     args: argparse.Namespace, target: str | None, *, takes_shapes: bool = False
 ) -> dict[str, Any] | None:
-    """Return the `speculative_config` of an LLM; None for plain decoding.
+    """Return the `speculative_config` of an `LLM`, or None for plain decoding.
 
-    With `takes_shapes`, the drafter defaults to OWN_SHAPE for methods that need a shape.
+    With `takes_shapes`, the drafter is OWN_SHAPE by default for methods that need a shape.
 
     Raises:
-        ValueError: options that contradict each other, or are malformed.
+        ValueError: options contradict each other or are malformed.
         CheckpointError: the drafter's files do not indicate its method.
     """
     flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}

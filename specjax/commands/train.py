@@ -1,10 +1,10 @@
-"""The arguments of `specjax train`. Imports nothing slow, so that help is instant."""
+"""Declares the arguments of `specjax train`. Imports nothing slow, so that help is instant."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = "llama", "qwen3_5", "glm4_moe_lite"  # of `train.target.DEMOS`
+ARCHITECTURES = "llama", "qwen3_5", "glm4_moe_lite"  # keys of `train.target.DEMOS`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ AUX_LAYERS = {"nargs": "+", "help": "layers whose input the head reads; default:
 UNROLLED = {"default": 4, "help": "steps of the training-time test"}
 NUM_LAYERS = {"help": "default: 2"}
 MASK = {"help": "a token that does not occur in texts; default: bos_token_id"}
-# Options of one kind. Sizes of a new head have no default, so that --init can refuse them.
+# Options by kind of drafter. Sizes of a new head have no default, so that --init can refuse them.
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {
         "--draft-vocab-size": {"help": "default: 1024"},

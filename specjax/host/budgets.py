@@ -1,4 +1,4 @@
-"""The token budgets of a step, and the number of requests that they let run together."""
+"""Tracks the token budgets of a step, and explains when they let too few requests run together."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,11 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Budget:
-    """The remaining part of a step's two budgets.
+    """What is left of a step's two budgets.
 
-    Drafting may take `draft_slots` extra rows per sequence. They count as batched rows (`inputs`),
-    but not as scheduled tokens (vLLM #34898).
+    `tokens` counts scheduled tokens, and `inputs` counts batched rows. Drafting may take
+    `draft_slots` extra rows per sequence. These rows count as `inputs` but not as `tokens` (vLLM
+    #34898).
     """
 
     tokens: int
@@ -19,7 +20,7 @@ class Budget:
     num_spent: int = 0
 
     def fitting(self, wanted: int) -> int:
-        """Return how many of the wanted tokens one more sequence may run."""
+        """Return how many of `wanted` tokens one more sequence may run."""
         return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
 
     def holds(self, count: int) -> bool:
@@ -27,16 +28,17 @@ class Budget:
         return count <= self.tokens and count <= self.inputs - self.draft_slots
 
     def spend(self, count: int) -> None:
-        """Deduct the tokens of one sequence."""
+        """Deduct the tokens of one sequence, and its extra rows for drafting."""
         self.tokens -= count
         self.inputs -= count + self.draft_slots
         self.num_spent += count
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
-    """Explain which budget lets too few requests run together in exact mode; None if neither.
+    """Explain which budget lets too few requests run together in exact mode.
 
-    An exact chunk takes its whole width, in addition to the round of all decoding requests.
+    Return None if both budgets suffice, or if the mode is not exact. In exact mode, a chunk takes
+    its whole width from the budgets, in addition to the rounds of all decoding requests.
     """
     if not config.exact:
         return None

@@ -1,14 +1,18 @@
-"""Computes which tokens may come next in a constrained output: wraps llguidance.
+"""Wraps llguidance, which computes the tokens that may come next in a constrained output.
 
-The engine sees token ids and bit masks; parsers, byte tries and JSON schemas stay in this file.
-llguidance is the optional extra `structured`, so it is imported when the first grammar is compiled.
+The engine sees only token ids and bit masks. Parsers, byte tries and JSON schemas stay in this
+file. llguidance is the optional extra `structured`, so it is imported when the first grammar is
+compiled.
 
-Three things are done here instead of by llguidance (1.9.1). Ends of sequence: llguidance gets an
-artificial end token, which masks replace with the model's own, so that a model may have several,
-none, or one that reads as text. Drafts: they are tried on a copy, because llguidance's `rollback`
-keeps an outdated mask and refuses some grammars. Spelling: where a grammar forces a text,
-llguidance allows only the tokenizer's own spelling, which turns a "</s>" in the text into the end
-of the sequence; here any tokens that spell the text are allowed.
+Three tasks are done here because llguidance 1.9.1 does not do them as needed:
+
+- Ends of sequence: llguidance gets an artificial end token, which masks replace with the model's
+  end-of-sequence tokens. So a model may have several of them, none, or one that reads as text.
+- Drafts: they are tried on a copy of the state, because llguidance's `rollback` keeps an outdated
+  mask and refuses some grammars.
+- Spelling: where a grammar forces a text, llguidance allows only the tokenizer's own spelling,
+  which turns a "</s>" in the text into the end of the sequence. Here, any tokens that spell the
+  text are allowed.
 """
 
 import json
@@ -40,21 +44,22 @@ REMEDIES = {
 
 @dataclass(frozen=True, eq=False)
 class GrammarVocabulary:
-    """A tokenizer as llguidance reads it, and masks of a model's tokens, W words of 32 bits.
+    """A tokenizer in llguidance's form, and masks of a model's tokens.
 
-    llguidance never treats special tokens as text: a grammar has to name them.
+    A mask has W words of 32 bits. llguidance never treats special tokens as text: a grammar has to
+    name them.
     """
 
     tokenizer: "LLTokenizer"
-    end: int  # llguidance's artificial end token, the first id past the tokenizer's
+    end: int  # the artificial end token: the first id after the tokenizer's ids
     eos_ids: frozenset[int]
-    text: np.ndarray  # i32[W], tokens of the model that do not end a sequence
-    ends: np.ndarray  # i32[W], the model's ends of sequence
+    text: np.ndarray  # i32[W], mask of the model's tokens that do not end a sequence
+    ends: np.ndarray  # i32[W], mask of the model's end-of-sequence tokens
 
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
-        """Return the text tokens that may come next, i32[W], and whether the output may end.
+        """Return a mask i32[W] of text tokens that may come next, and whether the output may end.
 
-        If llguidance's limits are used up: no token, and False.
+        If llguidance's limits are used up, the mask is empty and the output may not end.
         """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)
@@ -65,15 +70,17 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiles grammars of outputs; equal ones are compiled once.
+    """Compiles grammars that constrain outputs. Equal grammars are compiled once.
 
-    Without `eos_ids` an output ends when the grammar allows no further token; with a grammar that
-    always allows more (a+) it runs to the request's token limit.
+    If `eos_ids` is empty, an output ends when its grammar allows no further token. If the grammar
+    always allows another token (like a+), the output runs to the request's token limit.
 
     Args:
         tokenizer_json: the tokenizer, as `tokenizers.Tokenizer.to_str` writes it.
-        vocab_size: size of the model's logits; ids that the tokenizer lacks are never allowed.
-        eos_ids: end-of-sequence ids; any of them may end an output, none can be part of its text.
+        vocab_size: size of the model's logits. Token ids that the tokenizer lacks are never
+            allowed.
+        eos_ids: end-of-sequence ids. Any of them may end an output, and none can be part of its
+            text.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: tuple[int, ...]):
@@ -83,11 +90,12 @@ class GrammarCompiler:
         self._cached = lru_cache(MAX_CACHED_GRAMMARS)(_compile)
 
     def compile(self, outputs: StructuredOutputs) -> "Grammar":
-        """Return the grammar of `outputs`.
+        """Return the compiled grammar for the constraint `outputs`.
 
         Raises:
-            ValueError: llguidance is not installed, or cannot read the tokenizer or the grammar; no
-                output fits; no token of the model can start an output.
+            ValueError: llguidance is not installed, llguidance cannot read the tokenizer or the
+                grammar, no output matches the grammar, or no token of the model can start an
+                output.
         """
         vocabulary = self._vocabulary
         name, value = next((n, v) for n, v in vars(outputs).items() if v is not None)
@@ -138,7 +146,7 @@ class GrammarCompiler:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar, shared by its requests."""
+    """A compiled grammar, shared by the requests that use it."""
 
     _root: "LLMatcher"
     _vocabulary: GrammarVocabulary
@@ -149,19 +157,22 @@ class Grammar:
 
     @property
     def first(self) -> np.ndarray:
-        """The tokens that may come first, i32[ceil(V/32)]; see `GrammarMatcher.masks`."""
+        """A mask i32[ceil(V/32)] of the tokens that may come first (see `GrammarMatcher.masks`)."""
         return self.matcher().masks(())[0]
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether llguidance's limits, which all matchers share, are used up for good."""
+        """Whether llguidance's limits are permanently used up. All matchers share these limits."""
         probe = self._root.deep_copy()
         probe.compute_bitmask()
         return probe.is_error()
 
 
 class GrammarMatcher:
-    """The position of one output in its grammar. Masks are computed on demand, never cached."""
+    """Tracks the position of one output in its grammar.
+
+    Masks are computed on demand, and are never cached.
+    """
 
     def __init__(self, state: "LLMatcher", vocabulary: GrammarVocabulary):
         self._state = state
@@ -170,19 +181,23 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the output ended, or is complete and the model has no end of sequence."""
+        """Whether the output has ended.
+
+        If the model has no end-of-sequence tokens, an output has also ended if it is complete and
+        no token can follow it.
+        """
         if self._has_ended or self._vocabulary.eos_ids:
             return self._has_ended
         return self._legal(self._state) is None
 
     @property
     def dead_end(self) -> str | None:
-        """The reason why no token may come next; None if one may."""
+        """The reason why the output can neither go on nor end; None if it can do either."""
         text, may_end = self._vocabulary.read(self._state)
         return None if may_end or text.any() else _reason(self._state)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by committed tokens; those after the end of the output are ignored.
+        """Advance by committed tokens. Tokens after the end of the output are ignored.
 
         Raises:
             ValueError: the masks forbid a token.
@@ -200,10 +215,10 @@ class GrammarMatcher:
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Return masks of the tokens allowed at each position of a round, i32[len(drafts) + 1, W].
 
-        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]; no bit is set
-        if no token of the model fits, or llguidance's limits are used up. Rows after a draft that
-        is illegal or ends the output are never used; they are all ones. A draft of -1 means no
-        draft.
+        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]. No bit of a
+        row is set if no token of the model fits, or if llguidance's limits are used up. Rows after
+        a draft that is illegal or ends the output are never used; all their bits are set. A draft
+        of -1 means that there is no draft.
         """
         rows = np.full((len(drafts) + 1, len(self._vocabulary.text)), -1, np.int32)
         if self._has_ended:
@@ -222,7 +237,11 @@ class GrammarMatcher:
         return rows
 
     def _legal(self, state: "LLMatcher") -> np.ndarray | None:
-        """Return the allowed next tokens, i32[W]; None if complete and the model has no ends."""
+        """Return a mask i32[W] of the tokens that may come next.
+
+        Return None if the output is complete, no text can follow it, and the model has no
+        end-of-sequence tokens.
+        """
         text, may_end = self._vocabulary.read(state)
         if may_end and not (self._vocabulary.eos_ids or text.any()):
             return None
@@ -230,7 +249,7 @@ class GrammarMatcher:
 
 
 def is_set(words: np.ndarray, token: int) -> bool:
-    """Return whether the bit of a token is set in a mask i32[W]."""
+    """Return whether the bit of `token` is set in the mask `words`, i32[W]."""
     return 0 <= token < 32 * len(words) and bool(words[token // 32] >> (token % 32) & 1)
 
 
@@ -253,7 +272,7 @@ def _compile(vocabulary: GrammarVocabulary, lark: str) -> Grammar:
 
 
 def _as_lark(name: str, value: Any) -> str:
-    """Return the value of a field as a grammar in llguidance's Lark."""
+    """Return the value of a field of `StructuredOutputs` as a grammar in llguidance's Lark."""
     if name == "grammar":
         return value
     if name == "json":
@@ -283,6 +302,9 @@ def _styled_schema(schema: Any) -> str:
 
 
 def _reason(state: "LLMatcher") -> str:
-    """Return why no token can follow, without the state and source that llguidance appends."""
+    """Return llguidance's reason why no token can follow.
+
+    The state and the source that llguidance appends to the reason are removed.
+    """
     error = re.split(r"\n(?:<non-verbose/>| +\d+ \| )", state.get_error())[0].strip()
     return "no token of the model fits" if error in ("", "NoExtensionBias") else error

@@ -1,6 +1,7 @@
-"""Ends a process in which programs are being compiled.
+"""Ends a process whose threads may still be compiling programs.
 
-XLA cannot be interrupted, and Python waits for all threads: so the process waits, and says why.
+XLA cannot be interrupted, and at its exit Python waits for all threads. So the process waits for
+these threads, and tells the user why.
 """
 
 import atexit
@@ -23,7 +24,10 @@ def is_leaving() -> bool:
 
 
 def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -> None:
-    """Wait until threads that compile have ended; after PATIENCE, `tell` the reason."""
+    """Wait until `threads`, which compile programs, have ended.
+
+    After `PATIENCE` seconds, call `tell` with the reason for the wait.
+    """
     threads, end = list(threads), time.monotonic() + PATIENCE
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -37,9 +41,9 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """Call `tell` with the reason if threads that compile outlast the main thread.
+    """Start a thread that calls `tell` with a reason if the exit waits for threads that compile.
 
-    Ctrl-C then ends the process at once.
+    During this wait, Ctrl-C ends the process at once.
     """
     if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()
@@ -47,7 +51,11 @@ def watch_exit(tell: Callable[[str], None]) -> None:
 
 
 def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
-    """Wait until no thread compiles; on a second interrupt, end the process at once."""
+    """Wait after an interrupt until no thread compiles.
+
+    A second interrupt ends the process at once. `is_second` says whether this interrupt is the
+    second one already. `tell` is called as in `wait_for`.
+    """
     _is_leaving.set()
     try:
         if is_second:
@@ -60,9 +68,10 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
 
 
 def _leave_compilers() -> None:
-    """End the process if Ctrl-C interrupted its wait for threads that compile.
+    """End the process at once if threads still compile.
 
-    Python would kill these threads inside XLA, which aborts the process.
+    This happens only if Ctrl-C interrupted Python's wait for these threads. Python would kill them
+    inside XLA, which aborts the process.
     """
     if _compilers():
         _end()

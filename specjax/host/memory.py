@@ -1,4 +1,4 @@
-"""Memory available to this process, and the fraction of its memory maps in use."""
+"""Measures the memory available to this process, and its use of memory maps."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,10 @@ _NO_LIMIT = 2**60  # cgroups version 1 write a huge number for "no limit"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes available before the kernel kills processes; None if unknown."""
+    """Return how many bytes the process can still use before the kernel kills processes.
+
+    Return None if this is unknown.
+    """
     known = [_machine(root), *_cgroups(root)]
     return min((n for n in known if n is not None), default=None)
 
@@ -23,7 +26,7 @@ def _machine(root: Path) -> int | None:
 
 
 def _cgroups(root: Path) -> list[int]:
-    """Return the bytes left under each cgroup limit of this process, version 1 or 2."""
+    """Return the number of bytes left under each cgroup limit of this process (version 1 or 2)."""
     left = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -57,6 +60,6 @@ def _text(path: Path) -> str:
 
 
 def maps_in_use(root: Path = Path("/")) -> float:
-    """Return the memory maps in use, as a fraction of the limit; 0 if unknown."""
+    """Return the number of memory maps in use, as a fraction of its limit; 0 if that is unknown."""
     limit = _text(root / "proc/sys/vm/max_map_count").strip()
     return _text(root / "proc/self/maps").count("\n") / int(limit) if limit.isdigit() else 0.0

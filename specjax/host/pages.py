@@ -1,4 +1,4 @@
-"""Reference counts of KV cache pages, and a lookup of free pages by their contents."""
+"""Allocates KV cache pages by reference counts, and finds pages by their contents."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
@@ -7,14 +7,15 @@ from collections.abc import Hashable, Iterable
 class PageAllocator:
     """Counts the owners of each page. Pages are plain ints, not device arrays.
 
-    A page can have a name for its contents. When its last owner releases it, it is free, but can
-    still be found by name until it is allocated again. Free pages without a name are allocated
-    first, then named pages, the least recently released first.
+    A page can have a name that identifies its contents. When its last owner releases the page, it
+    becomes free, but it can still be found by its name until it is allocated again. Free pages
+    without a name are allocated first. Free pages with a name follow, the least recently released
+    first.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self.num_evictions = 0  # named pages that were allocated again
+        self.num_evictions = 0  # number of named pages that were allocated again
         self._free = OrderedDict.fromkeys(range(num_pages))  # in the order of allocation
         self._num_owners = [0] * num_pages
         self._names: dict[int, Hashable] = {}
@@ -46,10 +47,11 @@ class PageAllocator:
             self._num_owners[page] += 1
 
     def release(self, pages: Iterable[int], *, forgets: bool = False) -> None:
-        """Remove one owner of each page; pages without an owner are free.
+        """Remove one owner from each page. A page without owners becomes free.
 
-        Pages are in the order of a sequence; the last are evicted first, because a page is useless
-        without the pages before it. With `forgets`, freed pages lose their names.
+        `pages` are in the order of their sequence. The last pages are evicted first, because a page
+        is useless without the pages before it. With `forgets`, pages that become free lose their
+        names.
         """
         for page in reversed(list(pages)):
             assert self._num_owners[page] > 0
@@ -62,18 +64,18 @@ class PageAllocator:
                     self._free.move_to_end(page, last=False)
 
     def name(self, page: int, name: Hashable) -> None:
-        """Name an owned page by its contents, unless another page has the name."""
+        """Name an owned page by its contents, unless another page has this name."""
         assert self._num_owners[page] > 0
         if name not in self._by_name and page not in self._names:
             self._by_name[name] = page
             self._names[page] = name
 
     def find(self, name: Hashable) -> int | None:
-        """Return the page with this name, or None."""
+        """Return the page with this name, or None if there is none."""
         return self._by_name.get(name)
 
     def forget_names(self) -> None:
-        """Forget all names, as when weights change."""
+        """Forget the names of all pages, for example when weights change."""
         self._names.clear()
         self._by_name.clear()
 

@@ -1,4 +1,4 @@
-"""Plans of a step: prefill chunks, and a decode round."""
+"""The plan of a step: prefill chunks and a decode round."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +15,11 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
-    is_first: bool = False  # since admission: the slot is new to the sequence
-    is_last: bool = False  # the sequence decodes from here on
-    is_resumed: bool = False  # after preemption: the token after the last chunk is known
-    restored: int | None = None  # snapshot to restore before the first chunk
-    taken: int | None = None  # snapshot to take after the chunk
+    is_first: bool = False  # whether it is the first chunk since the sequence got its slot
+    is_last: bool = False  # whether the sequence decodes after this chunk
+    is_resumed: bool = False  # whether output tokens exist, so no token has to be sampled
+    restored: int | None = None  # id of the snapshot to restore before the first chunk
+    taken: int | None = None  # id of the snapshot to take after the chunk
 
     @property
     def samples(self) -> bool:
@@ -29,49 +29,52 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One chunk each of some sequences, in a shape of `batch` rows by `width` tokens."""
+    """A prefill batch: one chunk from each of several sequences.
+
+    The batch is padded to `batch` rows of `width` tokens.
+    """
 
     chunks: tuple[Chunk, ...]
     batch: int
     width: int
-    better_shape: Shape | None = None  # (batch, width) that would fit better
+    better_shape: Shape | None = None  # best (batch, width), ready or not; None if all are ready
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The sequences of the chunks, in order."""
+        """The sequence of each chunk, in the order of `chunks`."""
         return tuple(chunk.sequence for chunk in self.chunks)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """The demands of its requests."""
+        """The distinct demands of the plan's requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A decode round of some sequences, in a shape of `batch` rows and `k` drafts."""
+    """A decode round of several sequences, padded to `batch` rows of `k` drafts each."""
 
     sequences: tuple[Sequence, ...]
     batch: int
     k: int
-    num_drafts: int  # number of the k drafts that may be accepted
-    better_shape: Shape | None = None  # (batch, k) that would fit better
+    num_drafts: int  # how many of the k drafts may be accepted
+    better_shape: Shape | None = None  # best (batch, k), ready or not; None if all are ready
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """The demands of its requests."""
+        """The distinct demands of the plan's requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The parts of a step: chunks, and a round of sequences that are prefilled."""
+    """The parts of a step: prefill chunks, and a decode round of prefilled sequences."""
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
-    num_tokens: int  # scheduled, as budgets count them
+    num_tokens: int  # number of scheduled tokens, as budgets count them
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """The parts, in the order of their launch."""
+        """The parts that are not None, in the order in which they are launched."""
         return tuple(part for part in (self.prefill, self.decode) if part is not None)

@@ -1,8 +1,8 @@
-"""The prefix cache: pages of known prefixes and, for recurrent models, their states.
+"""The prefix cache: pages of known prefixes and, for recurrent models, snapshots of states.
 
-The key of a page covers all tokens up to its end, because keys and values depend on all earlier
-tokens, and the token after it, because a drafter computes a position from the next token. So a
-cached page is valid for both target and drafter.
+The `PageKey` of a page covers all tokens up to the page's end, because attention keys and values
+depend on all earlier tokens. It also covers the token after the page, because a drafter computes a
+position from the next token. So a cached page is valid for both the target and the drafter.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from specjax.host.pages import PageAllocator
 from specjax.host.windows import WindowPages
 
-MAX_SEEN = 1 << 16  # remembered page keys of prompts, to find where later prompts branch off
+MAX_SEEN = 1 << 16  # maximum number of page keys that `PromptIndex` remembers
 
 
 class PageKey(NamedTuple):
@@ -25,16 +25,21 @@ class PageKey(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """A cached prefix of a sequence: its pages, each with one owner added, and a snapshot."""
+    """A cached prefix of a sequence.
+
+    The sequence is already an owner of `pages`. `snapshot` is the id of the snapshot at the
+    prefix's end, or None if there is none.
+    """
 
     pages: list[int]
     snapshot: int | None = None
 
 
 def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
-    """Append to `keys` the keys of further full pages of `tokens`.
+    """Append to `keys` the keys of the full pages of `tokens` that have no key yet.
 
-    A page has a key once the token after it is known. Different salts give different keys.
+    A page has a key only once the token after the page is known. Different values of `salt` give
+    different keys.
     """
     digest = keys[-1].digest if keys else salt
     for end in range((len(keys) + 1) * page_size, len(tokens), page_size):
@@ -46,8 +51,8 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, the
-    last pages of each window before its end must be cached too.
+    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, each
+    window that ends at the prefix's end must be cached, too.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class PrefixCache:
         self._windows = windows
 
     def take(self, keys: SequenceOf[PageKey]) -> Prefix:
-        """Return the longest cached prefix of `keys`; add one owner to its pages."""
+        """Return the longest cached prefix of `keys`, and add one owner to each of its pages."""
         pages = []
         for key in keys:
             page = self._pages.find(key)
@@ -77,9 +82,13 @@ class PrefixCache:
         return Prefix(pages, snapshot)
 
     def _longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
-        """Return how many pages of `keys` can be continued, and the snapshot needed for it."""
+        """Return how many leading pages of `keys` a request can reuse, and the id of a snapshot.
+
+        The request resumes from this snapshot of the recurrent states. The id is None if there is
+        none.
+        """
         length, last, snapshot = len(keys), -1, None
-        while length != last:  # a length that suits one may not suit another
+        while length != last:  # a length that suits one window may not suit another
             last = length
             for window in self._windows:
                 length = window.longest(keys, length)
@@ -88,14 +97,14 @@ class PrefixCache:
         return length, snapshot
 
     def put(self, keys: SequenceOf[PageKey], pages: SequenceOf[int], start: int, end: int) -> None:
-        """Cache pages [start, end) of a sequence."""
+        """Cache the pages [start, end) of a sequence by their keys."""
         for i in range(start, min(end, len(keys))):
             self._pages.name(pages[i], keys[i])
 
     def clear(self) -> None:
-        """Clear the cache, e.g. when weights change.
+        """Clear the cache, for example when weights change.
 
-        No sequence may be resident: its later pages would continue outdated pages.
+        No sequence may be resident, because its later pages would continue outdated pages.
         """
         self.prompts.clear()
         self._pages.forget_names()
@@ -106,16 +115,19 @@ class PrefixCache:
 
 
 class PromptIndex:
-    """Remembers prompts to find the points where they end and branch: others may continue there.
+    """Remembers prompts, to find the points at which they end or branch.
 
-    Snapshots and window pages are kept only at these points.
+    Later prompts may continue at these points. Snapshots and window pages are kept only there.
     """
 
     def __init__(self):
         self._seen: OrderedDict[PageKey, None] = OrderedDict()
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
-        """Remember a prompt; return after how many of its pages others may continue, ascending."""
+        """Remember a prompt, and return the points at which other prompts may continue.
+
+        A point is a number of leading pages of the prompt. Points are in ascending order.
+        """
         num_shared = 0
         while num_shared < len(keys) and keys[num_shared] in self._seen:
             num_shared += 1
@@ -132,10 +144,10 @@ class PromptIndex:
 
 
 class SnapshotIndex:
-    """Snapshots of recurrent states by prefix; evicts the least recently used.
+    """Finds snapshots of recurrent states by prefix, and evicts the least recently used snapshot.
 
-    A state costs as much memory as thousands of tokens of keys and values, so snapshots are few:
-    where a prompt ends and where two prompts branched, not at every page.
+    A state takes as much memory as the keys and values of thousands of tokens. So there are few
+    snapshots: where a prompt ends and where two prompts branch, not after every page.
     """
 
     def __init__(self, num_snapshots: int):
@@ -147,7 +159,10 @@ class SnapshotIndex:
         return len(self._by_key)
 
     def longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
-        """Return the number of pages before the last snapshot within `keys`, and its id."""
+        """Return the number of pages before the last snapshot within `keys`, and the snapshot's id.
+
+        Return (0, None) if there is no snapshot.
+        """
         for length in range(len(keys), 0, -1):
             if keys[length - 1] in self._by_key:
                 self._by_key.move_to_end(keys[length - 1])
@@ -155,7 +170,10 @@ class SnapshotIndex:
         return 0, None
 
     def reserve(self, key: PageKey) -> int | None:
-        """Return an id for a new snapshot; None if the prefix has one, or there is no room."""
+        """Return the id of a new snapshot for the prefix of `key`.
+
+        Return None if the prefix already has a snapshot, or if there is no room.
+        """
         if key in self._by_key or not (self._free or self._by_key):
             return None
         if not self._free:
@@ -164,8 +182,8 @@ class SnapshotIndex:
         return self._free.pop()
 
     def put(self, key: PageKey, snapshot: int) -> None:
-        """Publish a snapshot that was reserved."""
-        if key in self._by_key:  # two sequences reached it in one step
+        """Add a reserved snapshot to the index, so that later requests find it."""
+        if key in self._by_key:  # two sequences took it in one step
             self._free.append(snapshot)
         else:
             self._by_key[key] = snapshot

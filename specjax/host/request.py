@@ -21,12 +21,12 @@ class TextWatch(Protocol):
         ...
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens; return how many are kept if one of them ends the output, else None."""
+        """Append tokens, and return how many are kept if one of them ends the output; else None."""
         ...
 
 
 class Matcher(Protocol):
-    """Follows one output through its grammar."""
+    """Tracks the position of one output in its grammar."""
 
     @property
     def is_finished(self) -> bool: ...
@@ -39,21 +39,21 @@ class Matcher(Protocol):
         """Advance by tokens of the output.
 
         Raises:
-            ValueError: the grammar does not allow one of them.
+            ValueError: the grammar does not allow one of the tokens.
         """
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Return masks of tokens allowed after each draft prefix, i32[len(drafts) + 1, W]."""
+        """Return masks i32[len(drafts) + 1, W] of the tokens allowed after each draft prefix."""
         ...
 
 
 class Demands(NamedTuple):
-    """The options of a request that every step with it must support."""
+    """The options of a request that a step must support to run the request."""
 
     edits: bool
     masks: bool
-    processor: int  # the engine's number of its logits processors; -1 for none
+    processor: int  # the engine's number for the list of logits processors; -1 for none
     logprobs: int | None  # number of likeliest tokens to report; None for no log-probabilities
     prompt_logprobs: int | None
 
@@ -69,17 +69,20 @@ class Request:
     seeds: tuple[int, ...]  # one per sample
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    processor: int = -1  # the engine's number of its logits processors
-    watch_text: Callable[[], TextWatch] | None = None  # one per sample
-    follow_grammar: Callable[[], Matcher] | None = None
-    priority: int = 0  # lowest first
+    processor: int = -1  # the engine's number for the list of logits processors; -1 for none
+    watch_text: Callable[[], TextWatch] | None = None  # called once per sample
+    follow_grammar: Callable[[], Matcher] | None = None  # called once per sample
+    priority: int = 0  # the lowest value goes first
     output_token_ids: tuple[int, ...] = ()  # output tokens that its only sample already has
-    is_scored: bool = False  # only log-probabilities of these output tokens are wanted
-    exports_features: bool = False  # hidden states of all rows are wanted
+    is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
+    exports_features: bool = False  # whether hidden states of all rows are wanted
 
     @cached_property
     def demands(self) -> "Demands":
-        """The options that a step must support besides plain sampling; equal for most requests."""
+        """The options, in addition to plain sampling, that a step must support for this request.
+
+        Most requests have equal demands.
+        """
         params = self.params
         masks = params.structured_outputs is not None
         wanted = params.logprobs, 0 if self.is_scored else params.prompt_logprobs
@@ -97,7 +100,10 @@ class Request:
 
     @property
     def constraints(self) -> str:
-        """The names of parameters that rule tokens out, for error messages; may be empty."""
+        """The names of the given parameters that rule tokens out, joined for error messages.
+
+        The text is empty if there are none.
+        """
         params = self.params
         given = {
             "structured_outputs": params.structured_outputs is not None,

@@ -10,18 +10,18 @@ class Residency:
     """One stay of a sequence on the device, from its admission to its end or preemption.
 
     Attributes:
-        slot: row of the device's state.
+        slot: row of the device's state that belongs to the sequence.
         pages: pages of layers without a window, in the order of their tokens.
-        token_capacity: number of tokens that it has pages for, including window pages.
-        num_to_prefill: number of tokens to run before it decodes: the prompt, and all output tokens
-            but the last.
-        num_computed: number of these tokens that are scheduled or were cached.
-        num_published_pages: number of its first pages that are in the prefix cache.
+        token_capacity: number of tokens for which the sequence has pages, including window pages.
+        num_to_prefill: number of tokens to run before the sequence decodes: the prompt's tokens,
+            and all output tokens except the last.
+        num_computed: how many of the tokens to prefill have been scheduled or were cached.
+        num_published_pages: number of leading pages that are in the prefix cache.
         snapshot_points: numbers of pages after which to take a snapshot, ascending.
         branch_points: numbers of pages after which other sequences may continue.
-        window_page: index in the page table to which windows have slid.
-        is_on_device: whether a step has admitted it to its slot.
-        last_step: number of the last step that ran it.
+        window_page: index in the page table of the page to which windows have slid.
+        is_on_device: whether a chunk of the sequence has been planned since its admission.
+        last_step: number of the last step that ran the sequence.
     """
 
     slot: int
@@ -42,4 +42,4 @@ class Residency:
         return self.num_computed == self.num_to_prefill
 
 
-slot_of = attrgetter("residency.slot")  # of a resident sequence; faster than a function
+slot_of = attrgetter("residency.slot")  # the slot of a resident sequence; faster than a function

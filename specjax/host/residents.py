@@ -1,4 +1,4 @@
-"""Resident sequences and their memory: each has a slot, and pages for its tokens."""
+"""Resident sequences and their memory. Each sequence has a slot, and pages for its tokens."""
 
 from array import array
 from bisect import insort
@@ -16,14 +16,14 @@ from specjax.host.windows import WindowPages, window_pages
 
 
 class Residents:
-    """Owns slots, pages and snapshots. It never preempts; its caller does, when pages run out.
+    """Owns slots, pages and snapshots. If pages run out, the caller has to preempt sequences.
 
     Attributes:
         running: resident sequences, in order of rank.
         free_slots: slots without a sequence.
-        pages: pages of layers without a window, and of drafters.
-        windows: pages of layers with a window, by window.
-        page_tables: i32[slots, 1 + windows, P], the pages of each slot's sequence, -1 for none.
+        pages: allocator of pages for layers without a window, and for drafters.
+        windows: for each window size, the pages of layers with this window.
+        page_tables: i32[slots, 1 + windows, P], the pages of each slot's sequence; -1 for no page.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Residents:
         windows: SequenceOf[int] = (),
         max_drafts: int = 0,
     ):
-        """`num_snapshots` is None unless the model is recurrent; `windows` are sizes in tokens."""
+        """`num_snapshots` is None unless the model is recurrent. `windows` are sizes in tokens."""
         self._config = config
         self._page_size = config.page_size
         self._num_snapshots = num_snapshots
@@ -61,11 +61,11 @@ class Residents:
 
     @property
     def pools(self) -> tuple[PageAllocator, ...]:
-        """The allocators of `pages` and of each window."""
+        """The allocator of `pages`, and the allocator of each window."""
         return self.pages, *(window.pages for window in self.windows)
 
     def drop_all(self) -> None:
-        """Free all slots and pages, and keep the counters."""
+        """Free all slots and pages, but keep the counts of evictions."""
         pools, snapshots = self.pools, self.prefixes.snapshots
         self._own_nothing()
         for pool, before in zip(self.pools, pools, strict=True):
@@ -78,10 +78,10 @@ class Residents:
     ) -> tuple[Residency, int | None] | None:
         """Give a sequence a free slot, and pages for its tokens.
 
-        Returns its residency and the snapshot to restore, if there is one; None if too few pages
-        are free. Window pages are allocated only for the cached prefix, but enough are free for a
-        chunk of up to `first_chunk` tokens. In exact mode chunks end after multiples of
-        `chunk_width` tokens.
+        Return the residency of the sequence and the id of the snapshot to restore (None if there is
+        none). Return None instead if too few pages are free. Window pages are allocated only for
+        the cached prefix, but enough of them are free for a chunk of up to `first_chunk` tokens. In
+        exact mode, chunks end after multiples of `chunk_width` tokens.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
@@ -92,7 +92,7 @@ class Residents:
         prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
         max_tokens = sequence.request.max_length - 1 if exact else num_to_prefill
         needed = -(-max_tokens // page_size) - len(prefix.pages)
-        # Spare a page for each running sequence; otherwise one might preempt this at once.
+        # Spare a page for each running sequence; otherwise one may preempt this one at once.
         spare = 0 if exact else len(self.running)
         num_found = len(prefix.pages)
         first_end = -(-min(num_to_prefill, num_found * page_size + first_chunk) // page_size)
@@ -124,7 +124,7 @@ class Residents:
         return residency, prefix.snapshot
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence pages for `num_tokens` tokens; return whether enough were free."""
+        """Give a sequence pages for `num_tokens` tokens; return whether enough pages were free."""
         residency = sequence.residency
         assert residency is not None
         if num_tokens <= residency.token_capacity:  # in most steps
@@ -179,7 +179,7 @@ class Residents:
             window.vacate(residency.slot)
 
     def reserve_snapshot(self, sequence: Sequence, residency: Residency) -> int | None:
-        """Return the id of a snapshot to take after the computed tokens, or None."""
+        """Return the id of a snapshot to take after the computed tokens; None if none is due."""
         points = residency.snapshot_points
         if not points or residency.num_computed < points[0] * self._page_size:
             return None
@@ -196,7 +196,7 @@ class Residents:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
     def tidy(self, sequence: Sequence, residency: Residency) -> None:
-        """Free pages that no step in flight can need; add full pages to the prefix cache."""
+        """Free pages that no step in flight can need, and add full pages to the prefix cache."""
         if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
         page_size, num_known = self._page_size, len(sequence.token_ids) - 1
@@ -215,7 +215,10 @@ class Residents:
             self._name(sequence, residency, num_known // page_size)
 
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
-        """Add the first `num_pages` pages to the prefix cache, unless they are there."""
+        """Add the first `num_pages` pages of a sequence to the prefix cache.
+
+        Pages that are already in the prefix cache are left out.
+        """
         keys, start = sequence.keys, residency.num_published_pages
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:
@@ -225,7 +228,10 @@ class Residents:
     def _branch_points(
         self, sequence: Sequence, keys: list[PageKey], num_found: int
     ) -> tuple[int, ...]:
-        """Return after how many pages others may continue; window pages there stay cached."""
+        """Return the numbers of pages after which other sequences may continue.
+
+        The window pages before these points stay cached.
+        """
         is_shared = self._config.enable_prefix_caching or len(sequence.request.seeds) > 1
         if not is_shared or not (self._takes_snapshots or self.windows):
             return ()
@@ -234,7 +240,7 @@ class Residents:
     def _snapshot_points(
         self, branch_points: tuple[int, ...], num_found: int, chunk_width: int
     ) -> list[int]:
-        """Return the branch points at which to take a snapshot; a chunk must end at each."""
+        """Return the branch points at which to take a snapshot. A chunk must end at each point."""
         if not self._takes_snapshots:
             return []
         points = [n for n in branch_points if n > num_found]

@@ -1,10 +1,10 @@
-"""Plans each step. Plain Python over ints: no device, no clock, no randomness.
+"""Plans each step. The code is plain Python over ints, without a device, clock or randomness.
 
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
-decodes, and finishes. If pages run out while it decodes, one of lower rank is preempted: it gives
-up slot and pages at once, and recomputes its tokens when there is room. The scheduler plans step N
-+ 1 before it has the results of step N, so it uses bounds: every round gives a sequence at least
-one token, and writes no further than if all its drafts were accepted.
+decodes, and finishes. If pages run out, a sequence of lower rank is preempted: it gives up its slot
+and pages at once, and recomputes its tokens when there is room. The scheduler plans step N + 1
+before it has the results of step N. So it relies on bounds: a round gives a sequence at least one
+token, and at most one token more than it has drafts.
 """
 
 import heapq
@@ -32,7 +32,7 @@ class _Step:
     """A step while it is being planned."""
 
     budget: Budget
-    width: int  # of its chunks
+    width: int  # the width of its chunks
     max_chunks: int
     chunks: list[Chunk] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
@@ -41,13 +41,14 @@ class _Step:
 class Scheduler:
     """Continuous batching, with prefill chunks and a decode round in the same step.
 
-    The lowest priority value goes first, then the sequences that were left out of the last step, so
-    that they take turns if a budget is too small for all, then the order of arrival. Chunks are cut
-    to the rest of the budget. A sequence's round runs whole or not at all, so that its drafts do
-    not depend on other requests. No waiting sequence overtakes the first.
+    Sequences with the lowest priority value go first. Among these, the sequences that ran least
+    recently go first, so that all take turns if a budget is too small. Then the order of arrival
+    decides. A chunk is cut to the rest of the budget. A sequence's round runs whole or not at all,
+    so that its drafts do not depend on other requests. No waiting sequence overtakes the first
+    waiting sequence.
 
-    The first sample of a request prefills the prompt; then the others start, and find its pages in
-    the prefix cache.
+    The first sample of a request prefills the prompt. Then the request's other samples start, and
+    find the prompt's pages in the prefix cache.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class Scheduler:
         num_snapshots: int | None = None,
         windows: SequenceOf[int] = (),
     ):
-        """`num_snapshots` is None unless the model is recurrent; `windows` are the sizes, in
-        tokens, of windows whose layers have separate pages.
+        """`num_snapshots` is None unless the model is recurrent.
 
-        Steps have one of `shapes`: all shapes of the config, unless the engine sets fewer.
+        `windows` are the sizes, in tokens, of windows whose layers have separate pages. Each step
+        has one of `self.shapes`. These are all shapes of the config, unless the engine sets fewer.
         """
         self.policy = policy
         self.num_preemptions = 0
-        self.num_looked_up = 0  # tokens of admitted sequences
-        self.num_found = 0  # number of these that were cached
+        self.num_looked_up = 0  # number of tokens of admitted sequences
+        self.num_found = 0  # how many of these tokens were cached
         self.config = config
         self.residents = Residents(config, num_snapshots, windows, max(policy.choices))
         self._draft_slots = draft_slots
@@ -105,11 +106,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The number of waiting samples."""
-        # Another thread may ask while a step is planned.
+        # Another thread may read this while a step is planned.
         return max(0, sum(map(len, list(self._live.values()))) - len(self.residents.running))
 
     def add(self, request: Request, *, is_held: bool = False) -> list[Sequence]:
-        """Queue a request; return its samples. A held request first waits for `let_in`.
+        """Queue a request, and return its samples.
+
+        If `is_held`, the request first waits for `let_in`.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -134,7 +137,7 @@ class Scheduler:
         heapq.heappush(self._waiting, self._live[request.request_id][0])
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now; return its unfinished samples, none if there is no such request."""
+        """End a request now, and return its unfinished samples (none if the id is unknown)."""
         aborted = list(self._live.get(request_id, ()))
         for sequence in aborted:
             sequence.finish_reason = "abort"
@@ -144,7 +147,7 @@ class Scheduler:
     def drop_all(self) -> list[Sequence]:
         """End every request and free all pages, even in the state that an interrupt leaves.
 
-        Returns the samples that were unfinished.
+        Return the samples that were unfinished.
         """
         unfinished = [s for samples in self._live.values() for s in samples if not s.is_finished]
         for sequence in unfinished:
@@ -155,12 +158,12 @@ class Scheduler:
 
     def _forget_all(self) -> None:
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
-        self.held: dict[Hashable, Request] = {}  # that wait for `let_in`
-        self.demands: Counter[Demands] = Counter()  # of requests that are not held
+        self.held: dict[Hashable, Request] = {}  # requests that wait for `let_in`
+        self.demands: Counter[Demands] = Counter()  # counts requests that are not held
         self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
 
     def restart(self) -> None:
-        """Let every sequence recompute its tokens, because the device lost its state."""
+        """Let every sequence recompute its tokens, because the device has lost its state."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
         for samples in self._live.values():
@@ -198,7 +201,7 @@ class Scheduler:
         # Residents are in order of rank, and sorting is stable.
         for sequence in sorted(ready + prefilling, key=_turn):
             residency = sequence.residency
-            if residency is None:  # an earlier one preempted it
+            if residency is None:  # preempted by a sequence before it
                 continue
             if residency.num_computed < residency.num_to_prefill:
                 self._plan_chunk(step, sequence, residency)
@@ -221,10 +224,11 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Append a part's outputs; return the number of tokens kept per row, and changed samples.
+        """Append a part's outputs.
 
-        A sequence may have finished or been preempted with a step in flight. Its output is dropped
-        if it has finished, and kept if it was preempted.
+        Return the number of tokens kept per row, and the changed samples. A sequence may finish or
+        be preempted while a step with it is in flight. The step's output is dropped if the sequence
+        has finished, and is kept if the sequence was preempted.
         """
         if isinstance(part, DecodePlan):
             _land(part.sequences, part.num_drafts + 1)
@@ -252,7 +256,7 @@ class Scheduler:
         self._leave(sequence)
 
     def fail_all(self, request: Request, error: Exception) -> list[Sequence]:
-        """End all samples of a request because of its error; return the unfinished ones."""
+        """End all unfinished samples of a request because of `error`, and return them."""
         failed = list(self._live[request.request_id])
         for sequence in failed:
             self.fail(sequence, error)
@@ -269,7 +273,10 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _choose_width(self, remaining: list[int], shapes: Shapes) -> int:
-        """Return the chunk width that runs the most tokens: wider shapes hold fewer chunks."""
+        """Return the chunk width with which the step runs the most tokens.
+
+        Wider shapes hold fewer chunks.
+        """
         if not remaining:
             return shapes.widths[0]
 
@@ -280,12 +287,12 @@ class Scheduler:
         return max(shapes.widths, key=lambda width: (progress(width), -width))
 
     def _wanted_chunks(self, remaining: list[int]) -> Shape:
-        """Return the best shape for a step's chunks, regardless of whether it is ready."""
+        """Return the best shape for a step's chunks, regardless of whether its program is ready."""
         width = self._choose_width(remaining, self.all_shapes)
         return self.all_shapes.chunks(len(remaining), width)
 
     def _joining(self) -> list[int]:
-        """Return the number of tokens of each waiting sequence that may join the step."""
+        """Return the lengths in tokens of the waiting sequences that may join the step."""
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
@@ -314,7 +321,7 @@ class Scheduler:
         residency: Residency,
         restored: int | None = None,
     ) -> None:
-        """Plan a chunk: as many of a sequence's tokens as the step has room for."""
+        """Plan a chunk with as many of a sequence's tokens as the step has room for."""
         start = residency.num_computed
         count = step.budget.fitting(min(residency.num_to_prefill - start, step.width))
         if residency.snapshot_points:
@@ -344,7 +351,10 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages; queue the other samples of a request after its first."""
+        """Cache the chunks' pages, and queue the other samples of requests.
+
+        The other samples of a request are queued once its first sample has been prefilled.
+        """
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
@@ -374,16 +384,15 @@ class Scheduler:
             self._plan_chunk(step, sequence, residency, snapshot)
 
     def _head(self) -> Sequence | None:
-        """Return the first waiting sequence."""
+        """Return the first waiting sequence, or None."""
         while self._waiting and self._waiting[0].is_finished:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
     def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence pages for `num_tokens` tokens, preempting lower-ranked ones.
+        """Preempt sequences of lower rank until `sequence` has pages for `num_tokens` tokens.
 
-        Preempts one sequence at a time. If that is not enough, `sequence` keeps its pages and
-        waits.
+        Return whether it has them. If not, `sequence` keeps its present pages and waits.
         """
         running = self.residents.running
         while True:
@@ -414,14 +423,14 @@ class Scheduler:
                 heapq.heappush(self._waiting, other)
 
     def _forget(self, request: Request) -> None:
-        """Remove a request without unfinished samples."""
+        """Remove a request that has no unfinished samples."""
         del self._live[request.request_id]
         if self.held.pop(request.request_id, None) is None:
             self.demands -= Counter((request.demands,))
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Count one round of each sequence as no longer in flight."""
+    """Count one round or chunk of each sequence as no longer in flight."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

@@ -18,41 +18,41 @@ class RowOutput:
     """The output of a round or a chunk for one sequence."""
 
     tokens: list[int]
-    num_drafts: int = 0  # number that could have been accepted
+    num_drafts: int = 0  # number of drafts that could have been accepted
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    start: int = 0  # of the chunk, one position before prompt_logprobs
+    start: int = 0  # the chunk's first position; prompt_logprobs begin one later
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A sample, from the arrival of its request to its end.
+    """One sample of a request, from the request's arrival to the sample's end.
 
-    While resident it has a `residency`. Otherwise it waits: it has not started yet, or was
-    preempted and will recompute its tokens. Rounds in flight are counted here because they may
-    outlast the residency in which they were launched.
+    While the sample is resident, it has a `residency`. A sample without one has not started yet,
+    was preempted and will recompute its tokens, or has finished. Rounds in flight are counted here,
+    because they may outlast the residency in which they were launched.
     """
 
     request: Request
-    index: int  # of the sample
-    arrival: int  # of the request, in the order of arrivals
-    token_ids: list[int] = field(default_factory=list)  # prompt and output
-    keys: list[PageKey] = field(default_factory=list)  # of its pages, computed as needed
+    index: int  # number of the sample within its request
+    arrival: int  # number of the request in the order of arrival
+    token_ids: list[int] = field(default_factory=list)  # tokens of the prompt and the output
+    keys: list[PageKey] = field(default_factory=list)  # keys of its pages, computed as needed
     residency: Residency | None = None
-    num_cached_tokens: int | None = None  # when it was first admitted
-    queued_ts: float = field(default_factory=time.monotonic)  # seconds, as the next three
+    num_cached_tokens: int | None = None  # when the sample was first admitted
+    queued_ts: float = field(default_factory=time.monotonic)  # in seconds, like the next three
     scheduled_ts: float | None = None
     first_token_ts: float | None = None
     last_token_ts: float | None = None
-    has_started_siblings: bool = False  # whether the other samples have been queued after it
-    num_in_flight: int = 0  # rounds in flight: each gives at least one token
+    has_started_siblings: bool = False  # whether the request's other samples have been queued
+    num_in_flight: int = 0  # number of rounds in flight; each gives at least one token
     max_tokens_in_flight: int = 0  # the maximum number of tokens that these rounds can give
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    features: list[Any] = field(default_factory=list)  # (start, features of a chunk), if exported
+    features: list[Any] = field(default_factory=list)  # (start, features) per chunk, if exported
     watch: TextWatch | None = None
     matcher: Matcher | None = None
     # Properties of the request, stored because every step reads them:
@@ -97,14 +97,20 @@ class Sequence:
 
     @property
     def reported(self) -> list[int]:
-        """The tokens whose log-probabilities chunks report: the prompt, or all if it is scored."""
+        """The tokens whose log-probabilities are reported by prefill chunks.
+
+        These are the prompt's tokens, or all tokens if the request is scored.
+        """
         return (
             self.token_ids if self.request.is_scored else self.token_ids[: self.num_prompt_tokens]
         )
 
     @property
     def max_found(self) -> int:
-        """Maximum number of tokens to take from the prefix cache; excludes reported tokens."""
+        """Maximum number of tokens to take from the prefix cache.
+
+        Tokens whose log-probabilities or features are wanted are never taken from the cache.
+        """
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
             return 0
@@ -121,13 +127,13 @@ class Sequence:
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
-        """Return how many of k drafts are usable after `length` tokens, including the prompt."""
+        """Return how many of `k` drafts are usable after `length` tokens, including the prompt."""
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
     def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
-        """Return the outcome of a round of k drafts that gave the last `num_kept` tokens.
+        """Return the outcome of the round of `k` drafts that gave the last `num_kept` tokens.
 
-        If the drafter found fewer than k drafts, the next one counts as rejected.
+        If the drafter found fewer than `k` drafts, the first missing draft counts as rejected.
         """
         num_drafts = self.max_drafts(k, len(self.token_ids) - num_kept)
         num_accepted = min(num_kept - 1, num_drafts)
@@ -150,7 +156,10 @@ class Sequence:
         return token in request.stop_ids and not request.params.include_stop_str_in_output
 
     def admit(self, residency: Residency) -> None:
-        """Become resident; the first time, record the time and the number of cached tokens."""
+        """Set the residency.
+
+        At the first admission, record its time and the number of cached tokens.
+        """
         self.residency = residency
         if self.scheduled_ts is None:
             self.num_cached_tokens, self.scheduled_ts = residency.num_computed, time.monotonic()
@@ -160,9 +169,10 @@ class Sequence:
         self.finish_reason, self.error = "error", error
 
     def append(self, row: RowOutput) -> int:
-        """Append the output of a step, set the finish reason, return the number of tokens kept.
+        """Append the output of a step, and return the number of tokens kept.
 
-        An exception of the grammar or of the stop-string search ends this sequence only.
+        If the output ends, the finish reason is set. An exception from the grammar or from the
+        search for stop strings ends only this sequence.
         """
         if self.error is not None:  # set since the last step
             self.fail(self.error)
@@ -200,9 +210,10 @@ class Sequence:
         return len(tokens)
 
     def _end_without_token(self, row: RowOutput) -> int:
-        """Append a row whose last token is -1: the device found none to choose. See `append`.
+        """Append a row whose last token is -1, and return the number of tokens kept.
 
-        The sequence fails unless the tokens before it end the output.
+        The token -1 means that the device found no token to choose. The sequence fails, unless the
+        tokens before it end the output.
         """
         num_kept = self.append(replace(row, tokens=row.tokens[:-1]))
         if self.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Shapes of steps. A program is compiled for each; smaller steps are padded."""
+"""Shapes of steps. One program is compiled for each shape, and smaller steps are padded to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of both parts of a step, at least one of each.
+    """The shapes of both parts of a step. Each part has at least one shape.
 
     Attributes:
-        prefill: (batch, width) of chunks: numbers of prompts and of tokens per prompt.
-        decode: (batch, k) of rounds: numbers of requests and of drafts per request.
+        prefill: shapes (batch, width) of chunks: the number of chunks, and the tokens per chunk.
+        decode: shapes (batch, k) of rounds: the number of requests, and the drafts per request.
     """
 
     prefill: tuple[Shape, ...]
@@ -24,14 +24,15 @@ class Shapes:
 
     @classmethod
     def all_of(cls, config: EngineConfig, ks: Sequence[int]) -> "Shapes":
-        """Return every shape of an engine whose rounds have one of `ks` drafts."""
+        """Return all shapes of an engine. `ks` are the numbers of drafts that a round may have."""
         return cls(config.prefill_shapes, tuple(product(config.decode_batches, ks)))
 
     @property
     def first(self) -> "Shapes":
-        """One shape of each, into which any step fits: the largest round, chunks of a few prompts.
+        """One chunk shape and one round shape, which suffice for any step.
 
-        Further chunks run in later steps.
+        The round shape is the largest. The chunk shape is the one with the most tokens, where rows
+        after the fourth do not count. Chunks that do not fit run in later steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))
@@ -42,16 +43,22 @@ class Shapes:
         return sorted(self._batches)
 
     def max_chunks(self, width: int) -> int:
-        """Return the largest batch of a width."""
+        """Return the largest batch among the chunk shapes of this width."""
         return self._batches[width][-1]
 
     def chunks(self, count: int, width: int) -> Shape:
-        """Return the smallest shape of a width that holds `count` chunks, else the largest."""
+        """Return the smallest shape of this width that holds `count` chunks.
+
+        If none holds them, return the largest.
+        """
         batches = self._batches[width]
         return next((batch for batch in batches if batch >= count), batches[-1]), width
 
     def round(self, num_sequences: int, k: int) -> Shape:
-        """Return the smallest shape for `num_sequences`, with at least k drafts if there is one."""
+        """Return the smallest shape for `num_sequences` with at least `k` drafts.
+
+        If there is none, return the shape for `num_sequences` with the most drafts.
+        """
         asked = num_sequences, k
         if asked not in self._rounds:
             wide = [shape for shape in self.decode if shape[0] >= num_sequences]
@@ -61,7 +68,7 @@ class Shapes:
         return self._rounds[asked]
 
     def batch(self, num_sequences: int, k: int) -> int:
-        """Return the smallest batch of rounds of k drafts that holds `num_sequences`."""
+        """Return the smallest batch that holds `num_sequences`, among the shapes of `k` drafts."""
         return next(batch for batch in self._decode_batches[k] if batch >= num_sequences)
 
     @cached_property
@@ -71,7 +78,7 @@ class Shapes:
 
     @cached_property
     def _decode_batches(self) -> dict[int, list[int]]:
-        """Batches of rounds by k, ascending."""
+        """The batch sizes of round shapes by k; each list is ascending."""
         batches: dict[int, list[int]] = {}
         for batch, k in sorted(self.decode):
             batches.setdefault(k, []).append(batch)
@@ -79,7 +86,7 @@ class Shapes:
 
     @cached_property
     def _batches(self) -> dict[int, list[int]]:
-        """Batches of chunks by width, ascending."""
+        """The batch sizes of chunk shapes by width; each list is ascending."""
         batches: dict[int, list[int]] = {}
         for batch, width in sorted(self.prefill):
             batches.setdefault(width, []).append(batch)
@@ -87,6 +94,6 @@ class Shapes:
 
 
 def num_rows(shape: Shape) -> int:
-    """Return the number of rows that the target runs in a round of a shape."""
+    """Return the number of rows that the target runs in a round of this shape."""
     batch, k = shape
     return batch * (k + 1)

@@ -1,7 +1,7 @@
-"""Pages of sliding-window layers: pages behind the window are freed.
+"""Manages the pages of sliding-window layers. Pages behind the window are freed.
 
-These layers have separate pages and a separate page table, indexed like the table of other layers.
-The entry of a freed page is -1; no row reads it.
+These layers have separate pages and a separate page table, which is indexed like the page table of
+the other layers. The entry of a freed page is -1, and no row reads it.
 """
 
 from collections.abc import Collection, Hashable
@@ -13,10 +13,10 @@ from specjax.host.pages import PageAllocator
 
 
 def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
-    """Return the number of pages for layers with a window.
+    """Return the number of pages to allocate for layers with a window.
 
-    This is the maximum in use, and one more window per request if prefixes are cached, but at most
-    `max_window_pages` and `num_pages`.
+    This is the maximum number in use, plus the pages of one more window per request if prefixes are
+    cached. It is at most `num_pages`, and at most `max_window_pages` if that is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:
@@ -26,9 +26,10 @@ def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
 
 
 def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_requests: int) -> int:
-    """Return the maximum number of window pages in use.
+    """Return the maximum number of window pages that `num_requests` requests use at once.
 
-    Each request has its window and two rounds; all together have the chunks of a step.
+    Each request uses pages for its window and for two rounds. All requests together use pages for
+    the chunks of one step.
     """
     page_size = config.page_size
     # Three pages may be partly used.
@@ -38,14 +39,15 @@ def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_request
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """Return the number of pages before its own page that a row may read."""
+    """Return how many pages a row may read in addition to the page that contains the row."""
     return -(-window // page_size)
 
 
 class WindowPages:
-    """The pages of all layers with the same window, by slot.
+    """The pages, by slot, of all layers with the same window.
 
-    A slot has the pages from `first` up to `end`, as indices in the page table of its sequence.
+    A slot has the pages [first, end). Both numbers are indices in the page table of the slot's
+    sequence.
     """
 
     def __init__(self, window: int, num_pages: int, page_size: int, page_table: Any):
@@ -57,7 +59,10 @@ class WindowPages:
         self._first, self._end = [0] * num_slots, [0] * num_slots
 
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
-        """Return the largest number of pages, up to `length`, whose last window is cached."""
+        """Return how many of the first `length` pages a sequence can reuse.
+
+        This is the largest n for which the last window of `keys[:n]` is cached.
+        """
         place = length
         while place > max(0, length - self.reach):
             place -= 1
@@ -66,7 +71,7 @@ class WindowPages:
         return length
 
     def num_missing(self, slot: int, end: int) -> int:
-        """Return the number of pages that the slot lacks up to `end`."""
+        """Return how many pages before the index `end` the slot lacks."""
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
@@ -81,23 +86,23 @@ class WindowPages:
         self._first[slot], self._end[slot] = first, end
 
     def extend(self, slot: int, end: int) -> None:
-        """Give a slot pages up to `end`; enough must be free."""
+        """Give a slot pages up to the index `end`. Enough pages must be free."""
         begin = self._end[slot]
         if end > begin:
             self._table[slot, begin:end] = self.pages.allocate(end - begin)
             self._end[slot] = end
 
     def trim(self, slot: int, end: int) -> None:
-        """Free the pages from `end` on."""
+        """Free a slot's pages from the index `end` on."""
         if end < self._end[slot]:
             self._release(slot, end, self._end[slot])
             self._end[slot] = end
 
     def slide(self, slot: int, page: int, points: Collection[int]) -> None:
-        """Free the pages that no row after the beginning of `page` reads.
+        """Free a slot's pages that no row in the page `page` or a later page reads.
 
-        Only pages that other sequences need to continue after `points` (numbers of pages) stay
-        cached.
+        `points` are numbers of pages after which other sequences may continue. Of the freed pages,
+        only those that are needed to continue at a point stay cached.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:
@@ -113,7 +118,7 @@ class WindowPages:
         self._first[slot] = self._end[slot] = 0
 
     def name(self, slot: int, keys: SequenceOf[Hashable], start: int, end: int) -> None:
-        """Cache those of a slot's pages [start, end) that it still has."""
+        """Cache a slot's pages [start, end) by their keys, except pages that the slot has freed."""
         start = max(start, self._first[slot])
         for page, key in zip(self._table[slot, start:end].tolist(), keys[start:end], strict=False):
             self.pages.name(page, key)

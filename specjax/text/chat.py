@@ -24,16 +24,18 @@ _LOG = logging.getLogger("specjax")
 
 
 def check_conversation(messages: Any, where: str, content_format: str = "auto") -> list[Message]:
-    """Return a conversation's messages, with contents and tool calls in the form of templates.
+    """Return a conversation's messages, with contents and tool calls as templates expect them.
 
     Args:
-        messages: mappings with "role" and "content", a text or a list of {"type": "text", "text"}.
+        messages: a list of mappings with "role" and "content". A content is a text, or a list of
+            mappings {"type": "text", "text"}.
         where: the conversation's name in errors.
-        content_format: "openai" makes every content except a tool's a list of parts; "string" and
-            "auto" join the texts of a list with line breaks.
+        content_format: "openai" turns every content into a list of parts, except a tool's content.
+            "string" and "auto" join the texts of a list with line breaks.
 
     Raises:
-        ValueError: messages that no template could render as intended.
+        ValueError: `content_format` is unknown, or no template could render the messages as
+            intended.
     """
     if content_format not in CONTENT_FORMATS:
         raise ValueError(
@@ -72,7 +74,10 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
 
 
 def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Return tool calls with arguments as mappings, which templates expect, not as JSON text."""
+    """Return tool calls with arguments as mappings instead of JSON text.
+
+    Templates expect mappings.
+    """
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call
@@ -89,9 +94,10 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
-    """Return a call's arguments as a mapping; as in vLLM, empty if they are not an object.
+    """Return a call's arguments as a mapping.
 
-    A bad call is part of the conversation's history: an error would refuse all further turns.
+    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call is part of
+    the conversation's history, so an error would refuse all further turns.
     """
     found = given or {}
     if isinstance(found, str):
@@ -125,10 +131,10 @@ def _texts(content: Any, where: str) -> list[str]:
 
 
 def _without_developer(conversation: list[Message]) -> list[Message]:
-    """Return the conversation for a template without the role "developer".
+    """Return the conversation for a template that does not have the role "developer".
 
-    As in vLLM it becomes "system"; all these messages are merged into one, which templates want
-    first.
+    As in vLLM, the role becomes "system". All messages with the roles "developer" and "system" are
+    merged into one message at the beginning, where templates expect it.
     """
     if all(message["role"] != "developer" for message in conversation):
         return conversation
@@ -149,10 +155,14 @@ def render_conversations(
     variables: Mapping[str, Any],
     **options: Any,
 ) -> list[TokensPrompt]:
-    """Return a prompt for each conversation; `options` are for `ChatTokenizer.apply_chat_template`.
+    """Return a prompt for each conversation.
+
+    `messages` is a conversation or a list of conversations. `variables` are passed to the template.
+    `options` are passed to `ChatTokenizer.apply_chat_template`.
 
     Raises:
-        ValueError: as `check_conversation`, or a variable has the name of an argument.
+        ValueError: `check_conversation` refuses a conversation, or a variable has the name of an
+            argument.
         CheckpointError: there is no chat template.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):

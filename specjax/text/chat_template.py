@@ -19,14 +19,14 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import CONFIG
 
 PROCESSORS = "chat_template.json"
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates used by default
-REASONING = "reasoning_content", "thinking", "reasoning"  # keys under which templates read it
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of the templates that are used by default
+REASONING = "reasoning_content", "thinking", "reasoning"  # keys of a message's reasoning
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a checkpoint by name: from files, else from the config.
+    """Return the chat templates of a checkpoint by name, from files or else from the config.
 
-    Older checkpoints for images have them only in the processor's chat_template.json.
+    Older checkpoints of image models have templates only in the processor's chat_template.json.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -53,17 +53,21 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """Render messages with a template; as in transformers, without fields that are None.
+    """Render messages with a template, and return the text.
+
+    As in transformers, fields of a message that are None are left out.
 
     Raises:
-        jinja2.TemplateError: the template is malformed or refuses them.
+        jinja2.TemplateError: the template is malformed or refuses the messages.
     """
     chat = [_with_reasoning(message) for message in messages]
     return _compiled(template).render(messages=chat, **({"documents": None} | variables))
 
 
 def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cut a rendered conversation after the content of its last message, to continue it.
+    """Return a rendered conversation without the text that follows the last message's content.
+
+    The model can then continue this message.
 
     Raises:
         ValueError: the template did not write that content.
@@ -82,7 +86,10 @@ def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Generation(Extension):
-    """The tag that marks generated text, for training masks: here it only renders."""
+    """The template tag that marks generated text for training masks.
+
+    Here, it only renders the text.
+    """
 
     tags = {"generation"}
 
@@ -94,7 +101,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """Jinja's `dict` without the attributes of Python's."""
+    """A replacement for `dict` in templates, without most attributes of Python's `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -104,7 +111,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` without names that begin with an underscore."""
+    """A replacement for `namespace` in templates. It refuses names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any):
         self, *rest = args  # "self" may be a name in the namespace

@@ -1,4 +1,4 @@
-"""Outputs for users, of finished and unfinished sequences."""
+"""Builds the outputs of finished and unfinished sequences, in the form that users see."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -13,20 +13,20 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 @dataclass
 class Completion:
-    """One sample as its user sees it; text that was already shown is not decoded again.
+    """One sample as its user sees it. Text that was already shown is not decoded again.
 
-    Its text is the text that its tokens add to the prompt. A stop token (including the end of
-    sequence) is shown only with `include_stop_str_in_output`, and if it is special also only with
-    `skip_special_tokens=False`.
+    The text of a sample is the text that its tokens add to the prompt. A stop token (including the
+    end of sequence) is shown only with `include_stop_str_in_output`. A stop token that is a special
+    token is shown only if `skip_special_tokens` is False, too.
     """
 
     sequence: Sequence
     tokenizer: ChatTokenizer | None
-    num_shown: int = 0
-    is_complete: bool = False  # whether its end has been shown
+    num_shown: int = 0  # number of tokens that have been shown
+    is_complete: bool = False  # whether the sample's end has been shown
     _text: TextWatch | None = None
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _error: Exception | None = None  # in decoding, which then stops
+    _error: Exception | None = None  # an error in decoding, which then stops
 
     def __post_init__(self):
         if self.tokenizer is not None:
@@ -35,14 +35,14 @@ class Completion:
 
     @property
     def has_grown(self) -> bool:
-        """Whether it has tokens or an end that were not shown yet."""
+        """Whether any tokens, or the end of the sample, have not been shown yet."""
         sequence = self.sequence
         return sequence.num_output > self.num_shown or (
             sequence.is_finished and not self.is_complete
         )
 
     def output(self) -> CompletionOutput:
-        """Return the output so far."""
+        """Return the output so far, and count it as shown."""
         sequence = self.sequence
         token_ids, params = sequence.output, sequence.request.params
         text = self.text()
@@ -67,7 +67,10 @@ class Completion:
         )
 
     def text(self) -> str | None:
-        """Return the text so far; None without a tokenizer or with detokenize=False."""
+        """Return the text so far.
+
+        Return None without a tokenizer, with detokenize=False, or after an error in decoding.
+        """
         sequence = self.sequence
         if self.tokenizer is None or not sequence.request.params.detokenize or self._error:
             return None
@@ -109,7 +112,7 @@ class Outputs:
         prompt: str | None,
         tokenizer: ChatTokenizer | None,
     ) -> "Outputs":
-        """Return the outputs of `samples`; `prompt` is the text that the user gave."""
+        """Return the outputs of `samples`. `prompt` is the text that the user gave, or None."""
         return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
 
     @property
@@ -119,7 +122,7 @@ class Outputs:
 
     @property
     def has_grown(self) -> bool:
-        """Whether a sample has grown since it was last shown."""
+        """Whether any sample has grown since it was last shown."""
         return any(completion.has_grown for completion in self.completions)
 
     def output(self) -> RequestOutput:
@@ -158,7 +161,7 @@ class Outputs:
 
 
 class Shown:
-    """Selects the part of a growing output to return, by `output_kind`."""
+    """Selects the part of a growing output that is returned next, according to `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind):
         self._kind = kind
@@ -170,7 +173,7 @@ class Shown:
         return outputs.has_grown and is_last
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """Return the part of a whole output to return now; None for nothing."""
+        """Return the part of `output` to return now, or None if there is nothing to return."""
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
         if self._kind is RequestOutputKind.FINAL_ONLY:
@@ -196,7 +199,7 @@ class Shown:
 
 
 def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
-    """Return the samples of requests, in order."""
+    """Return the samples of all requests, in order."""
     return [completion.sequence for one in started for completion in one.completions]
 
 
@@ -224,7 +227,7 @@ class Growing:
 def with_text(
     entry: TokenLogprobs, tokenizer: ChatTokenizer | None, before: SequenceOf[int]
 ) -> TokenLogprobs:
-    """Return the log-probabilities with the texts of their tokens, which follow `before`."""
+    """Return log-probabilities with the text of each token. `before` are the previous tokens."""
     if tokenizer is None:
         return entry
     return {
@@ -234,5 +237,5 @@ def with_text(
 
 
 def _before(tokens: SequenceOf[int], end: int) -> SequenceOf[int]:
-    """Return the tokens before `end` that may be parts of the same character."""
+    """Return the tokens before `end` that may be parts of the same character as token `end`."""
     return tokens[max(0, end - MAX_TOKENS_PER_CHARACTER) : end]

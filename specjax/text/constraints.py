@@ -13,9 +13,10 @@ def check_some_allowed(
     bad_words: tuple[tuple[int, ...], ...],
     grammar: Grammar | None,
 ) -> None:
-    """Refuse parameters that leave no first token, or choices shorter than `min_tokens`.
+    """Refuse parameters that allow no first token.
 
-    Later tokens depend on the output, which ends with an error if none is left.
+    Also refuse choices that are all shorter than `min_tokens`. Whether a later token is left
+    depends on the output. If none is left, the output ends with an error.
 
     Raises:
         ValueError: no token is left; the message names the parameters.

@@ -1,7 +1,7 @@
 """Finds stop strings in outputs, and the token sequences of bad words.
 
-An output is decoded as it grows. `tokenizers.decoders.DecodeStream` does that too, but it fails on
-byte tokens that do not form a character, and takes quadratic time over a run of invalid bytes.
+An output is decoded as it grows. `tokenizers.decoders.DecodeStream` does that, too. But it fails on
+byte tokens that do not form a character, and it takes quadratic time over a run of invalid bytes.
 """
 
 import re
@@ -13,20 +13,20 @@ from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, ChatTokenizer
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-TEXT = -1  # a token that is not a byte
+TEXT = -1  # the kind of a token that is not a byte
 
 
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
-    The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt,
-    without special tokens, and with U+FFFD for bytes that are not UTF-8. A character of several
-    tokens counts once it is complete; a U+FFFD of a byte-level tokenizer, which may be an
-    incomplete character, once a token follows.
+    The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt. Bytes
+    that are not UTF-8 become U+FFFD. A character that several tokens spell counts once it is
+    complete. A U+FFFD of a byte-level tokenizer may be an incomplete character, so it counts once
+    another token follows. `context` are the last tokens of the prompt (see `prompt_context`).
 
-    A token ends the output if it is at least the `min_tokens`-th and a stop text ends in the text
-    that it adds; stop texts that were complete before do not count. If several end there, the one
-    that begins earliest wins, and of these the longest.
+    A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the
+    text that the token adds. Stop texts that were complete before do not count. If several stop
+    texts end there, the one that begins earliest wins; among equally early ones, the longest wins.
     """
 
     def __init__(
@@ -48,12 +48,15 @@ class StopStrings:
 
     @property
     def text(self) -> str:
-        """The output so far, without an incomplete character; cut once it has stopped."""
+        """The text so far, without an incomplete character.
+
+        If a stop text was found, the text is cut there.
+        """
         return "".join(self._text.characters)
 
     @property
     def stable(self) -> str:
-        """The text that no further token can change by its bytes or by a stop text."""
+        """The part of the text that no later token can change, by its bytes or by a stop text."""
         if self.stop_reason is not None:
             return self.text
         text = "".join(self._text.characters[: self._text.num_stable])
@@ -65,9 +68,9 @@ class StopStrings:
         return any(word.startswith(text) for word in self._stop)
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens; return how many are kept if one completes a stop text, else None.
+        """Append tokens, and return how many are kept if one completes a stop text; else None.
 
-        The token that completes it is kept. Nothing may be appended after a stop.
+        The token that completes a stop text is kept. Nothing may be appended after a stop.
         """
         assert self.stop_reason is None, "the output has stopped"
         for num_kept, token in enumerate(tokens, start=1):
@@ -78,7 +81,7 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Look for a stop text that ends past `new`, and cut the output if there is one."""
+        """Return whether a stop text ends after the index `new`. If so, cut the output at it."""
         characters = self._text.characters
         first = max(0, new + 1 - self._longest)
         found = find_stop("".join(characters[first:]), self._stop, new - first)
@@ -93,7 +96,9 @@ class StopStrings:
 def watch_for(
     tokenizer: ChatTokenizer | None, params: SamplingParams, prompt: Sequence[int]
 ) -> Callable[[], StopStrings] | None:
-    """Return a function that makes a watch, one per sample; None without stop texts.
+    """Return a function that creates a `StopStrings` for each sample.
+
+    Return None if the parameters have no stop texts.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -116,11 +121,12 @@ def watch_for(
 
 
 def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return the tokens at the end of a prompt that affect how the text of its output begins.
+    """Return the last tokens of a prompt that affect how the text of its output begins.
 
-    SentencePiece decoders omit the space before the first text, which belongs to the output only if
-    the prompt has no text. A prompt that ends inside a character, or with U+FFFD (which looks the
-    same), has no effect.
+    SentencePiece decoders omit the space before the first text. This text belongs to the output
+    only if the prompt has no text. A prompt that ends inside a character has no effect on the
+    output. Neither has a prompt that ends with U+FFFD, because it looks as if it ended inside a
+    character.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately
@@ -134,7 +140,7 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
 
 def decode_after(tokenizer: ChatTokenizer, context: Sequence[int], token_ids: Sequence[int]) -> str:
-    """Return the text of an output that follows `context`, see `prompt_context`."""
+    """Return the text that `token_ids` add to the tokens `context` (see `prompt_context`)."""
     known = tokenizer.decode(context) if context else ""
     return tokenizer.decode([*context, *token_ids])[len(known) :]
 
@@ -149,7 +155,11 @@ def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
 
 
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
-    """Return start and text of the earliest, then longest stop text that ends past `new`."""
+    """Return the start and the text of the stop text that ends after the index `new` of `text`.
+
+    If there are several, return the earliest; of equally early ones, the longest. Return None if
+    there is none.
+    """
     found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
     return min(
         (match for match in found if match[0] >= 0),
@@ -161,8 +171,9 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return token sequences that spell each word at the start of a text and after a space.
 
-    A sequence that ends with a shorter one is left out: forbidding the shorter one forbids both.
-    This also drops a second space, from tokenizers that add a space before a text.
+    A sequence that ends with another sequence is left out, because forbidding the shorter one
+    forbids both. This also removes sequences with a second space, which come from tokenizers that
+    add a space before a text.
 
     Raises:
         ValueError: a word has no tokens.
@@ -185,21 +196,22 @@ def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[
 
 @dataclass
 class _ByteRun:
-    """A run of byte tokens: decoded to characters, or each to a U+FFFD."""
+    """A run of byte tokens, decoded to characters. If it is invalid, each byte becomes U+FFFD."""
 
-    start: int  # index of its first character
+    start: int  # index of the run's first character
     length: int = 0
     is_valid: bool = True
-    # Tokens and bytes of the character at its end, as long as it is not complete.
+    # Tokens and bytes of the incomplete character at the run's end, if there is one.
     incomplete: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _GrowingText:
     """Computes `tokenizer.decode` of tokens that arrive one at a time, in linear time.
 
-    It relies on decoders being local: after a few tokens of context, more tokens add the same text
-    as after all tokens. Byte fallback (SentencePiece's byte tokens) is not local: one invalid byte
-    undoes the characters of the whole run of byte tokens around it. This class tracks these runs.
+    This class relies on decoders being local: after a few tokens of context, a token adds the same
+    text as after all previous tokens. Byte fallback (SentencePiece's byte tokens) is not local: one
+    invalid byte undoes the characters of the whole run of byte tokens around it. Therefore this
+    class tracks these runs.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):
@@ -211,13 +223,16 @@ class _GrowingText:
 
     @property
     def num_stable(self) -> int:
-        """The number of characters that no later token can change; a run of bytes may be undone."""
+        """The number of characters that no later token can change.
+
+        The characters of a run of bytes at the end do not count, because they may be undone.
+        """
         if self._run is None or not self._run.is_valid:
             return len(self.characters)
         return self._run.start
 
     def append(self, token: int) -> int:
-        """Append a token; return the start of the text that it adds or changes."""
+        """Append a token, and return the start of the text that the token adds or changes."""
         kind = _kind(self._tokenizer, token)
         if kind is None:
             return len(self.characters)
@@ -253,7 +268,7 @@ class _GrowingText:
         return run.start
 
     def _decode(self, tokens: list[int]) -> None:
-        """Add the text of tokens, which form one whole character if they are byte tokens."""
+        """Add the text of `tokens`. If they are byte tokens, they form one whole character."""
         known = self._stable(self._context)
         window = self._context + tokens
         self.characters += self._stable(window)[len(known) :]

@@ -1,4 +1,4 @@
-"""Default sampling parameters of a checkpoint: its generation_config.json."""
+"""Reads the default sampling parameters of a checkpoint from its generation_config.json."""
 
 from pathlib import Path
 
@@ -18,9 +18,10 @@ FIELDS = {
 
 
 def read_default_params(folder: Path) -> SamplingParams:
-    """Return the checkpoint's parameters, with defaults for missing ones.
+    """Return the checkpoint's sampling parameters.
 
-    As in vLLM, `do_sample` is ignored: greedy means temperature 0.
+    Missing parameters have the defaults of `SamplingParams`. As in vLLM, `do_sample` is ignored:
+    decoding is greedy only if the temperature is 0.
 
     Raises:
         CheckpointError: a value is not valid.

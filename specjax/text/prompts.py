@@ -1,4 +1,7 @@
-"""Makes requests from users' prompts and parameters; errors name prompt, value and remedy."""
+"""Makes requests from users' prompts and parameters.
+
+Errors name the prompt, the value and the remedy.
+"""
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -30,13 +33,13 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 
 class TextPrompt(TypedDict):
-    """A text as a prompt."""
+    """A prompt that is a text."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """Token ids as a prompt, and the text that outputs show for it."""
+    """A prompt of token ids, with an optional text that outputs show for it."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -58,7 +61,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def prompt_text(prompt: Prompt) -> str | None:
-    """Return the text that a user gave, if there is one."""
+    """Return the text that a user gave as a prompt; None if the prompt has no text."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
@@ -73,10 +76,10 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def truncated(params: Any, given: Mapping[str, Any]) -> Any:
-    """Apply vLLM's tokenization_kwargs to parameters, or to each in a list.
+    """Return the parameters, or the list of parameters, with vLLM's tokenization_kwargs applied.
 
     Raises:
-        ValueError: a key other than truncate_prompt_tokens.
+        ValueError: `given` has a key other than truncate_prompt_tokens.
     """
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -93,7 +96,10 @@ def truncated(params: Any, given: Mapping[str, Any]) -> Any:
 
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """Return a list of `count` values, from one value for all or one per prompt."""
+    """Return a list of `count` values, one for each prompt.
+
+    `given` is a single value for all prompts, or a list with a value for each prompt.
+    """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -115,7 +121,7 @@ class RequestMaker:
 
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
-        """The compiler of structured outputs; None without a tokenizer."""
+        """The compiler of grammars for structured outputs; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text = self.tokenizer.tokenizer.to_str()
@@ -132,10 +138,10 @@ class RequestMaker:
         priority: int = 0,
         output: Sequence[int] = (),
     ) -> Request:
-        """Return the request of one prompt; `where` is its name in errors.
+        """Return the request of one prompt. `where` is the prompt's name in errors.
 
-        Its id is its number unless one is given; seeds depend on the number. With an `output`, it
-        continues after these tokens, which count as generated.
+        The request's id is `number`, unless `request_id` is given. Seeds depend on `number`. With
+        an `output`, the request continues after these tokens, which count as generated.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -162,7 +168,10 @@ class RequestMaker:
             raise ValueError(f"{where}: {error}") from error
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Return a copy for the request, validated again: fields may have been assigned."""
+        """Return a copy of the parameters for the request.
+
+        The copy is validated again, because fields may have been assigned.
+        """
         wanted = [n for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1]
         if wanted and self.config.max_logprobs < self.vocab_size:
             raise ValueError(
@@ -239,7 +248,7 @@ class RequestMaker:
         """Return a request that scores an output under `params` and generates no token.
 
         Raises:
-            ValueError: as `make`.
+            ValueError: the prompt, the output or a parameter cannot be served.
         """
         if self.config.exact:
             raise ValueError(
@@ -270,7 +279,7 @@ class RequestMaker:
         )
 
     def _after(self, request: Request, output: list[int]) -> Request:
-        """Return the request with an output that it already has."""
+        """Return the request, changed so that it continues after `output`."""
         if not output:
             return request
         self._check_ids("its output: ", output)
@@ -396,11 +405,11 @@ def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> l
 
 
 def _is_scalar(value: Any) -> bool:
-    return getattr(value, "ndim", 1) == 0  # a NumPy array without items
+    return getattr(value, "ndim", 1) == 0  # a NumPy array without dimensions
 
 
 def _of_mapping(prompt: Mapping[str, Any], where: str) -> Any:
-    """Return the ids of a prompt, else its text."""
+    """Return the token ids of a prompt or, if it has none, its text."""
     if unknown := sorted(map(str, set(prompt) - PROMPT_KEYS)):
         raise ValueError(
             f"{where} has the key {unknown[0]!r}, which is not supported; prompts have the keys "

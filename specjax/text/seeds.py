@@ -8,8 +8,8 @@ WORD = 2**32
 def folded_seed(seed: int) -> int:
     """Fold a 64-bit seed to 32 bits.
 
-    Seeds in 0..2**32 - 1 are unchanged. Of others, NumPy's `SeedSequence` mixes the two words of
-    their two's complement.
+    Seeds in 0..2**32 - 1 are unchanged. Other seeds are written in two's complement as two words,
+    which NumPy's `SeedSequence` mixes.
     """
     high, low = divmod(int(seed) % WORD**2, WORD)
     # A third word, because `derived_seed` uses two.
@@ -17,5 +17,5 @@ def folded_seed(seed: int) -> int:
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """Derive the seed of a request, or of a sample, from its number."""
+    """Return the seed of a request or of a sample, derived from `seed` and from its `number`."""
     return int(np.random.SeedSequence([folded_seed(seed), number]).generate_state(1)[0])

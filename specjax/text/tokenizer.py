@@ -1,4 +1,4 @@
-"""Text to token ids and back, for checkpoints with a tokenizer."""
+"""Converts text to token ids and back, for checkpoints with a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,26 +21,33 @@ MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 
 
 @dataclass(frozen=True)
 class ChatTokenizer(TokenizerNames):
-    """A tokenizer and its checkpoint's chat templates, if any."""
+    """A tokenizer and its checkpoint's chat templates, if there are any."""
 
     tokenizer: Tokenizer
-    template: str | None  # the default one
+    template: str | None  # the default chat template
     special_tokens: Mapping[str, str]  # bos_token, eos_token, ...
     origin: str
     skips_special_tokens: bool = True  # default of `decode`
-    named_templates: Mapping[str, str] = field(default_factory=dict)  # others, e.g. tool_use
+    named_templates: Mapping[str, str] = field(default_factory=dict)  # other chat templates
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the model expects."""
+        """Return the token ids of a text.
+
+        With `add_special_tokens`, these include the special tokens that the model expects in a
+        prompt.
+        """
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
-        """Return the text of token ids; None skips special tokens if `skips_special_tokens`."""
+        """Return the text of token ids.
+
+        If `skip_special_tokens` is None, the attribute `skips_special_tokens` is used instead.
+        """
         skips = self.skips_special_tokens if skip_special_tokens is None else skip_special_tokens
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skips)
 
     def for_outputs(self, *, skip_special_tokens: bool) -> "ChatTokenizer":
-        """Return the tokenizer that decodes outputs with special tokens, or without."""
+        """Return a tokenizer whose `decode` has `skip_special_tokens` as its default."""
         if skip_special_tokens == self.skips_special_tokens:
             return self
         return replace(self, skips_special_tokens=skip_special_tokens)
@@ -55,15 +62,16 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def has_byte_tokens(self) -> bool:
-        """Whether bytes without a token are spelled like <0x0A>, as in SentencePiece."""
+        """Whether tokens like <0x0A> are decoded as bytes, as in SentencePiece."""
         decoder = self.tokenizer.decoder
         return decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
-        """Return the text of one token, also of a special one, as in vLLM's logprobs.
+        """Return the text of one token as in vLLM's logprobs. Special tokens have a text, too.
 
-        If several tokens form a character, the last one has its text and the others have none.
-        `before` are the previous tokens, of which the last MAX_TOKENS_PER_CHARACTER matter.
+        If several tokens form a character, the last one has the character as its text, and the
+        others have no text. `before` are the previous tokens. Only the last
+        `MAX_TOKENS_PER_CHARACTER` of them matter.
         """
         text = self._decode_all([token_id])
         if self._space is not None:
@@ -83,7 +91,10 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character in token names for a space that `decode` may strip, if any."""
+        """The character that token names have in place of a space, if `decode` may strip spaces.
+
+        None for other tokenizers.
+        """
         found = self.tokenizer.pre_tokenizer
         steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]
         return next((s.replacement for s in steps if isinstance(s, pre_tokenizers.Metaspace)), None)
@@ -102,19 +113,22 @@ class ChatTokenizer(TokenizerNames):
         chat_template: str | None = None,
         **variables: Any,
     ) -> Any:
-        """Render a conversation as the model expects it: to token ids, or text if not `tokenize`.
+        """Render a conversation in the form that the model expects.
+
+        Return token ids, or the text if `tokenize` is False.
 
         Args:
-            add_generation_prompt: end with the beginning of the assistant's turn.
-            continue_final_message: end with the content of the last message, to continue it.
-            tools: functions that the model may call, as JSON schemas; they select the template
-                named tool_use, if there is one.
+            add_generation_prompt: whether to end with the beginning of the assistant's turn.
+            continue_final_message: whether to end with the content of the last message, which the
+                model then continues.
+            tools: functions that the model may call, as JSON schemas. If tools are given, the
+                default template is the one named tool_use, if there is one.
             chat_template: a template in Jinja, or the name of one of the checkpoint's templates.
             variables: further variables of the template, like enable_thinking.
 
         Raises:
             CheckpointError: there is no chat template.
-            ValueError: the template refuses the messages, or settings contradict each other.
+            ValueError: the template refuses the messages, or arguments contradict each other.
         """
         template = self.find_template(chat_template, has_tools=tools is not None)
         if add_generation_prompt and continue_final_message:
@@ -143,7 +157,10 @@ class ChatTokenizer(TokenizerNames):
         return self.template is not None or bool(self.named_templates)
 
     def find_template(self, chosen: str | None, *, has_tools: bool) -> str:
-        """Return the text of a chat template: chosen by name, given as text, or the default.
+        """Return the text of a chat template.
+
+        `chosen` is the name of a template, the text of a template, or None for the default. With
+        `has_tools`, the default is the template named tool_use, if there is one.
 
         Raises:
             CheckpointError: there is no chat template, or no default one.
@@ -204,7 +221,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a checkpoint.
 
-    They come from generation_config.json, else from config.json, and from the tokenizer.
+    They come from generation_config.json, or else config.json, and in addition from the tokenizer.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

@@ -1,4 +1,4 @@
-"""Further methods of transformers' tokenizers: a call, ids of special tokens, sizes."""
+"""Further methods that transformers' tokenizers have, such as `__call__` and `get_vocab`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,16 +9,16 @@ _NO_EFFECT = (None, False, "do_not_pad", "do_not_truncate")
 
 
 class Encoding(dict):
-    """Token ids of texts: a mapping whose keys are also attributes."""
+    """Token ids of one or several texts: a mapping whose keys are also attributes."""
 
     @property
     def input_ids(self) -> Any:
-        """Token ids of a text, or a list of token ids per text."""
+        """The token ids of a text, or a list of the token ids of each text."""
         return self["input_ids"]
 
     @property
     def attention_mask(self) -> Any:
-        """1 for each of these tokens."""
+        """Ones in the structure of `input_ids`: a 1 for each token id."""
         return self["attention_mask"]
 
 
@@ -38,7 +38,7 @@ class TokenizerNames:
         """Return "input_ids" and "attention_mask" of a text, or a list of each for several texts.
 
         Raises:
-            ValueError: another option that would change them, like padding or return_tensors.
+            ValueError: an option would change the result, like padding or return_tensors.
         """
         for name, value in options.items():
             if name != "return_attention_mask" and value not in _NO_EFFECT:
@@ -68,40 +68,40 @@ class TokenizerNames:
         return self.tokenizer.get_vocab_size(with_added_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens by name."""
+        """Return a mapping from the names of all tokens to their ids."""
         return self.tokenizer.get_vocab(with_added_tokens=True)
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Tokens that have a name, like "eos_token"."""
+        """The tokens with a special role, like "eos_token"."""
         named = (t for t in self.special_tokens.values() if isinstance(t, str))
         return list(dict.fromkeys(named))
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids of tokens that have a name."""
+        """The ids of `all_special_tokens`."""
         return self.convert_tokens_to_ids(self.all_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the id of a token, or of each token; None if it is unknown."""
+        """Return the id of a token, or a list of ids for several. Unknown tokens give None."""
         if isinstance(tokens, str):
             return self.tokenizer.token_to_id(tokens)
         return [self.tokenizer.token_to_id(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: Any) -> Any:
-        """Return the token of an id, or of each id."""
+        """Return the token of an id, or a list of the tokens of several ids."""
         if isinstance(ids, Iterable):
             return [self.tokenizer.id_to_token(int(token)) for token in ids]
         return self.tokenizer.id_to_token(int(ids))
 
     def batch_decode(self, sequences: Iterable[Sequence[int]], **options: Any) -> list[str]:
-        """Return the text of each list of token ids; `options` are for `decode`."""
+        """Return the text of each list of token ids. `options` are passed to `decode`."""
         return [self.decode(ids, **options) for ids in sequences]
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return `eos_token`, `eos_token_id` and those of other named tokens, or None."""
+            """Return an attribute like `eos_token` or `eos_token_id`; None if it is unknown."""
             kind = name.removesuffix("_id")
             if name.startswith("_") or not kind.endswith("_token"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -1,12 +1,14 @@
-"""Estimates acceptance rates from censored counts by position, with gradual forgetting.
+"""Estimates acceptance rates by position, from counts of accepted and rejected drafts.
 
-A draft is verified only if all drafts before it were accepted, so counts are conditional:
+A draft is verified only if all drafts before it were accepted. So the counts estimate conditional
+rates c_i, from which the other figures follow:
 
     c_i = P(draft i accepted | drafts 1..i-1 accepted),   i = 1..K
     rates_i = c_1 ... c_i                            AL(k) = 1 + rates_1 + ... + rates_k
 
-AL(k), the mean acceptance length, is the number of tokens that a request gains in a round of k
-drafts. Rates are unconditional, as in a profile (vLLM #32374) and in vLLM's metrics.
+AL(k), the mean acceptance length, is the mean number of tokens that a request gains in a round of k
+drafts. `rates` are unconditional, as in a profile (vLLM #32374) and in vLLM's metrics. Old counts
+are gradually forgotten.
 """
 
 import math
@@ -15,8 +17,8 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-# Memory as a number of drafts, and its minimum as a number of rounds: a large batch gives many
-# counts per round, but the next round continues the same texts.
+# Counts are remembered for about this number of drafts, and for at least this number of rounds: a
+# large batch gives many counts per round, but the next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
 # The prior rate of all positions is optimistic. With few requests learning is slow, but an extra
@@ -27,10 +29,10 @@ _OFFSET_WEIGHT = 20.0
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of a round for one request: number of usable drafts, and of accepted ones.
+    """The outcome of a round for one request: the number of usable drafts, and of accepted drafts.
 
-    Drafts after the end of an output are not usable. Drafts after the first rejected one are not
-    verified, see `depth`.
+    Drafts after the end of an output are not usable. Drafts after the first rejected draft are not
+    verified (see `depth`).
     """
 
     num_drafts: int
@@ -39,12 +41,12 @@ class DraftOutcome(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The number of verified drafts: the accepted ones and the first rejected one."""
+        """The number of verified drafts: the accepted drafts and the first rejected draft."""
         return min(self.num_accepted + 1, self.num_drafts)
 
 
 class _Counts:
-    """Accepted and rejected drafts by position; older ones weigh less."""
+    """Counts of accepted and rejected drafts by position. Older drafts weigh less."""
 
     def __init__(self, max_drafts: int):
         self.accepted = [0.0] * max_drafts
@@ -61,27 +63,28 @@ class _Counts:
             self.rejected[verdict.num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
-        """Return the rate at a position, with a prior of `weight` drafts at the rate `prior`."""
+        """Return the rate at position i. The rate `prior` weighs as much as `weight` drafts."""
         total = self.accepted[i] + self.rejected[i] + weight
         return (self.accepted[i] + weight * prior) / total
 
 
 class Acceptance:
-    """Learns acceptance rates from verdicts, for all requests and by group.
+    """Learns acceptance rates from outcomes of rounds, for all requests together and by group.
 
-    The prior of a position comes from the position before it: their log-odds differ by an offset
-    that changes little when acceptance rises or falls as a whole, so deeper drafts need not be
-    tried repeatedly. The prior of a group is the rate of all requests.
+    The prior rate of a position comes from the rate of the position before it. The log-odds of both
+    rates differ by an offset, which changes little when acceptance rises or falls as a whole. So
+    deeper drafts need not be tried repeatedly. The prior rate of a group is the rate of all
+    requests.
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):
-        """`prior` has the unconditional rates of a profile, if there is one."""
+        """`prior` holds the unconditional rates of a profile, or is empty without a profile."""
         self.max_drafts = max_drafts
         self._prior = tuple(prior)
         self.reset()
 
     def reset(self) -> None:
-        """Forget all counts, as after a change of the drafter."""
+        """Forget all counts, for example after a change of the drafter."""
         max_drafts = self.max_drafts
         logits = [logit(rate) for rate in conditional(self._prior)[:max_drafts]]
         self._first = sigmoid(logits[0]) if logits else _FIRST_RATE
@@ -91,14 +94,14 @@ class Acceptance:
         self._groups: dict[Hashable, _Counts] = {}
 
     def rates(self, group: Hashable = None) -> list[float]:
-        """Return the unconditional rates of drafts 1..max_drafts."""
+        """Return the unconditional rates of drafts 1..max_drafts, for a group or all requests."""
         rates = self._pooled()
         if (counts := self._groups.get(group)) is not None:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
         return list(accumulate(rates, mul))
 
     def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Count the outcomes of a round; `verdicts` maps each to its number of requests."""
+        """Count the outcomes of a round. `verdicts` maps each outcome to its number of requests."""
         by_group: dict[Hashable, dict[DraftOutcome, int]] = {}
         for verdict, count in verdicts.items():
             if verdict.num_drafts:
@@ -115,7 +118,7 @@ class Acceptance:
         self._learn_offsets(verdicts)
 
     def discount(self, factor: float = 0.25) -> None:
-        """Give old counts less weight, as after a change of weights.
+        """Multiply the weight of old counts by `factor`, for example after a change of weights.
 
         Rates do not change until there are new counts.
         """
@@ -131,7 +134,10 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move offsets towards the counted rates, further if more drafts were just verified."""
+        """Move each offset towards the difference that the log-odds of current rates have.
+
+        The more drafts were just verified at a position, the further its offset moves.
+        """
         rates = self._pooled()
         for i in range(1, self.max_drafts):
             fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)
@@ -141,7 +147,7 @@ class Acceptance:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Return AL(k) of a request with unconditional `rates`."""
+    """Return AL(k) for a request with the unconditional acceptance rates `rates`."""
     return 1 + sum(rates[:k])
 
 
@@ -159,7 +165,7 @@ def conditional(rates: Sequence[float]) -> list[float]:
 
 
 def logit(p: float) -> float:
-    """Return the log-odds of a probability, which is clipped to stay off 0 and 1."""
+    """Return the log-odds of a probability, which is first clipped to differ from 0 and 1."""
     p = min(max(p, 1e-4), 1 - 1e-4)
     return math.log(p / (1 - p))
 

@@ -1,8 +1,9 @@
 """Chooses one K for replicas that run their steps together.
 
 Replicas that synchronise in every step, e.g. with experts spread over data-parallel ranks, must run
-the same K, or they deadlock. Their loads and times differ, so none can predict another's choice:
-one replica, the leader, decides from the loads of all, and the others follow.
+the same K, or they deadlock. Their loads and times differ, so no replica can predict the choice of
+another. Therefore one replica, the leader, decides from the loads of all replicas, and the other
+replicas follow.
 """
 
 from collections import Counter
@@ -15,11 +16,14 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Replicas(Protocol):
-    """Communication between replicas. All make the same calls, in the same order, and block."""
+    """Communication between replicas.
+
+    All replicas make the same calls in the same order. The calls block.
+    """
 
     @property
     def is_leader(self) -> bool:
-        """Whether this replica decides; exactly one does."""
+        """Whether this replica decides. Exactly one replica does."""
         ...
 
     def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
@@ -32,11 +36,11 @@ class Replicas(Protocol):
 
 
 class LockstepPolicy:
-    """Makes every replica follow the policy of the leader.
+    """Makes every replica use the K that the leader's policy chooses.
 
-    Every replica wraps a policy with the same choices; only the leader's is asked. All replicas
-    must compile ahead, so that all have the same programs. The leader assumes that a step takes as
-    long as on the busiest replica and gives the tokens of all.
+    Every replica wraps a policy with the same choices, but only the leader's policy chooses. All
+    replicas must compile ahead, so that all have the same programs. The leader assumes that a step
+    takes as long as on the busiest replica, and that the step gives the tokens of all replicas.
     """
 
     def __init__(self, policy: Policy, replicas: Replicas):
@@ -50,7 +54,10 @@ class LockstepPolicy:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the leader learns, from its own rounds."""
+        """Whether this replica is the leader and its policy learns.
+
+        The leader learns from its own rounds.
+        """
         return self._replicas.is_leader and self._policy.is_learning
 
     @property
@@ -59,11 +66,11 @@ class LockstepPolicy:
         return self._policy.weighs_requests
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Let all replicas time their rounds together; the leader's times count."""
+        """Let all replicas measure their rounds together. Only the leader's times are used."""
         self._policy.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Let the leader's policy measure a shape."""
+        """Let the leader's policy measure a round of this shape."""
         if self._replicas.is_leader:
             self._policy.shape_ready(batch, k, time)
 
@@ -74,7 +81,7 @@ class LockstepPolicy:
         return self._replicas.broadcast(k)
 
     def observe(self, outcome: Round) -> None:
-        """Let the leader's policy learn."""
+        """Let the leader's policy learn from a round."""
         if self._replicas.is_leader:
             self._policy.observe(outcome)
 
@@ -83,11 +90,11 @@ class LockstepPolicy:
         return self._policy.learned() if self._replicas.is_leader else None
 
     def target_changed(self) -> None:
-        """Tell the wrapped policy; all replicas change their weights together."""
+        """Notify the wrapped policy. All replicas change their weights together."""
         self._policy.target_changed()
 
     def drafter_changed(self) -> None:
-        """Tell the wrapped policy."""
+        """Notify the wrapped policy."""
         self._policy.drafter_changed()
 
 

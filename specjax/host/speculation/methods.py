@@ -8,22 +8,26 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
 NAMES = ("static:K", "table", "profile", "adaptive")
-# Rounds with drafts before learned rates replace a profile's: early ones rest on few drafts.
+# Number of rounds with drafts before learned rates, which rest on few drafts at first, replace
+# a profile's rates.
 WARM_UP_ROUNDS = 10
 
 
 def spread_ks(max_k: int) -> tuple[int, ...]:
-    """Return every K up to 5, then every second: large Ks differ little, and each is compiled."""
+    """Return the Ks to choose from: every K up to 5, then odd Ks, and `max_k`.
+
+    Large Ks differ little, and a program is compiled for every K.
+    """
     return tuple(k for k in range(max_k + 1) if k <= 5 or k % 2 or k == max_k)
 
 
 def profile_policy(
     profile: Profile, batches: Sequence[int], max_k: int | None = None
 ) -> GoodputPolicy:
-    """Return a policy that uses a profile's rates, and its times for rounds padded to `batches`.
+    """Return a policy that uses the rates and times of a profile.
 
-    If the profile is online, its rates are only the prior. K is at most `max_k`, by default the
-    profile's maximum.
+    Rounds are padded to the batch sizes `batches`. If the profile is online, its rates are only the
+    prior of the learned rates. K is at most `max_k`, by default the profile's maximum.
     """
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
@@ -37,7 +41,10 @@ def profile_policy(
 
 
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
-    """Return a policy that learns rates and times while serving; replays give first times."""
+    """Return a policy that learns rates and times while serving.
+
+    If `cost` is None, replays of rounds give the first times.
+    """
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
 
@@ -55,7 +62,7 @@ def resumed_policy(
 
 
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
-    """Return the policy of that name, with Ks up to the profile's maximum.
+    """Return the policy called `name` (see `NAMES`). Its Ks do not exceed the profile's maximum.
 
     Raises:
         ValueError: the name is unknown, or its K exceeds the profile's maximum.

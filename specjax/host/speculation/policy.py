@@ -1,8 +1,9 @@
-"""Chooses the number of drafts in a round: one K for all requests, when it is scheduled.
+"""Chooses K, the number of drafts per request in a round.
 
-A policy sees the load of a round and, a step or two later, its outcome. It never sees draft tokens:
-if the verification of a draft depended on its value, or on anything drawn after it, the output
-would not have the target's distribution.
+K is the same for all requests of a round, and is chosen when the round is scheduled. A policy sees
+the load of a round and, a step or two later, the outcome of the round. A policy never sees draft
+tokens. If the verification of a draft depended on the draft's value, or on anything drawn after it,
+the output would not have the target's distribution.
 """
 
 import math
@@ -15,13 +16,13 @@ from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expect
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
-HYSTERESIS = 0.02  # another K must have better goodput by this fraction
-LONG_LED = 50  # or be better for this number of rounds in a row
-PROBE_BUDGET = 0.005  # fraction of the time that tries of worse-looking Ks may cost
+HYSTERESIS = 0.02  # to replace the current K, a K must have better goodput by this fraction
+LONG_LED = 50  # or a K must be better for this number of rounds in a row
+PROBE_BUDGET = 0.005  # fraction of the time that may be lost by trying Ks that look worse
 PROBE_EVERY = 200  # maximum number of rounds between two tries
-FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and rounds between them
+FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and of rounds between them
 DOUBT = 2.0  # a K may be faster than it seems by this number of standard deviations
-PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting, doubling
+PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
 PARKED_VERDICTS = 16  # number of verdicts that a try should yield
 OTHER_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
@@ -32,8 +33,8 @@ class DecodeLoad:
 
     Attributes:
         num_sequences: number of sequences ready to decode.
-        num_context: tokens before the round, summed over sequences.
-        max_tokens: the step's token budget; sequences beyond it wait.
+        num_context: number of tokens before the round, summed over sequences.
+        max_tokens: the step's token budget; sequences that do not fit into it wait.
         members: number of sequences by (group, maximum number of useful drafts).
     """
 
@@ -43,7 +44,7 @@ class DecodeLoad:
     members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
 
     def share(self, k: int) -> float:
-        """Return the fraction of sequences that fit into a round of k drafts; at least one does."""
+        """Return the fraction of sequences that fit into a round of k drafts. At least one fits."""
         if self.max_tokens is None or not self.num_sequences:
             return 1.0
         return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)
@@ -54,13 +55,14 @@ class Round:
     """The outcome of a round.
 
     Attributes:
-        batch: batch size of its shape, including padding.
+        batch: batch size of the round's shape, including padding.
         k: number of drafts per request.
-        num_context: tokens before it, summed over sequences.
+        num_context: number of tokens before the round, summed over sequences.
         verdicts: number of requests by outcome.
         ms: milliseconds of the round; None if unknown.
         other_ms: milliseconds of prefill chunks since the previous round.
-        is_joined: whether chunks and the round were one program, so that `other_ms` includes both.
+        is_joined: whether the chunks and the round were one program. Then `other_ms` is the time of
+            both.
     """
 
     batch: int
@@ -87,7 +89,10 @@ class Policy(Protocol):
 
     @property
     def weighs_requests(self) -> bool:
-        """Whether `choose` uses `num_context` and `members` of a load; if not, both are empty."""
+        """Whether `choose` reads `num_context` and `members` of a load.
+
+        If not, both may be left empty.
+        """
         ...
 
     def choose(self, load: DecodeLoad) -> int:
@@ -95,15 +100,15 @@ class Policy(Protocol):
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Begin to serve an engine; `replay` measures times of rounds."""
+        """Prepare to serve an engine. Calling `replay` measures the times of rounds."""
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape became ready; `time` measures one, in milliseconds."""
+        """Note that rounds of this shape are ready. `time` measures the milliseconds of a round."""
         ...
 
     def observe(self, outcome: Round) -> None:
-        """Learn from a round, a step or two after it was chosen."""
+        """Learn from the outcome of a round, a step or two after its K was chosen."""
         ...
 
     def learned(self) -> Profile | None:
@@ -146,14 +151,14 @@ class PolicyRule:
 
 @dataclass(frozen=True)
 class StaticPolicy(PolicyRule):
-    """Always the same K."""
+    """A policy that always chooses the same K."""
 
     weighs_requests = False
     k: int
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Only K."""
+        """The only K, as a tuple."""
         return (self.k,)
 
     def choose(self, load: DecodeLoad) -> int:
@@ -163,9 +168,10 @@ class StaticPolicy(PolicyRule):
 
 @dataclass(frozen=True)
 class TablePolicy(PolicyRule):
-    """K by the number of sequences, from a table [[lo, hi, K], ...] (vLLM #32374).
+    """A policy that looks up K by the number of sequences in a table [[lo, hi, K], ...].
 
-    Batch sizes without an entry have the K of the entry before them.
+    The table has the form of vLLM #32374. Numbers of sequences without an entry have the K of the
+    entry before them.
     """
 
     weighs_requests = False
@@ -177,7 +183,7 @@ class TablePolicy(PolicyRule):
         return tuple(sorted({k for _, _, k in self.table}))
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return K of the last entry that begins at or below the number of sequences."""
+        """Return K of the last entry whose `lo` is at most the number of sequences."""
         return max(entry for entry in self.table if entry[0] <= max(load.num_sequences, 1))[2]
 
 
@@ -186,11 +192,11 @@ class GoodputPolicy:
 
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
 
-    `other` is the recent mean time of prefill chunks per round. It is the same for every K, so the
-    larger it is, the more drafts pay off. A learning policy changes K only for a gain of
-    `HYSTERESIS`, or a smaller one that lasts. It tries neighbours of the best K from time to time.
-    When K = 0 is best it tries drafting, because rounds without drafts do not show acceptance; each
-    such try that changes nothing doubles the time to the next.
+    `other` is the recent mean time of prefill chunks per round. This time is the same for every K,
+    so the larger it is, the more drafts pay off. A learning policy changes K only for a gain of
+    `HYSTERESIS`, or for a smaller gain that lasts. From time to time, it tries neighbours of the
+    best K. While K = 0 is best, the policy sometimes tries drafting, because rounds without drafts
+    do not show acceptance. The time between such tries doubles until another K is best.
     """
 
     weighs_requests = True
@@ -205,9 +211,10 @@ class GoodputPolicy:
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
     ):
-        """If `cost` is None, the engine's replays measure it.
+        """If `cost` is None, replays of rounds in the engine measure the times.
 
-        In the first `warm_up_rounds` rounds with drafts, rates are the priors of `acceptance`.
+        In the first `warm_up_rounds` rounds with drafts, the acceptance rates are the priors of
+        `acceptance`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
@@ -217,9 +224,9 @@ class GoodputPolicy:
         self.is_learning = learns_cost or learns_acceptance
         self._warm_up_rounds = warm_up_rounds
         self._first_rates = acceptance.rates()
-        self._tried: Counter[tuple[int, int]] = Counter()  # rounds by padded batch size and K
+        self._tried: Counter[tuple[int, int]] = Counter()  # number of rounds by padded batch, K
         self._k: int | None = None
-        self._num_led = 0  # rounds in a row that another K was better
+        self._num_led = 0  # number of rounds in a row in which another K was better
         self._since_probe = 0
         self._parked, self._patience = 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
@@ -234,22 +241,22 @@ class GoodputPolicy:
 
     @property
     def cost(self) -> StepCost:
-        """The times of rounds."""
+        """The estimated times of rounds."""
         assert self._cost is not None, "an engine begins with the policy before it asks"
         return self._cost
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Measure the costs, unless they were given."""
+        """Measure the times of rounds, unless they were given."""
         if self._cost is None:
             self._cost = replay()
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Measure the shape, unless costs were given."""
+        """Measure the time of this shape, unless times were given."""
         if self._is_replayed:
             self.cost.add(batch, k, time())
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the K with the best goodput; sometimes another, to check."""
+        """Return the K with the best goodput or, sometimes, another K in order to measure it."""
         if not load.num_sequences:
             return self._choices[0]
         goodput = self.goodput(load)
@@ -260,7 +267,10 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Return the current K, changed first if the best is clearly better or has long been."""
+        """Return the current K, after replacing it with `best` if one of two conditions holds.
+
+        Either `best` is clearly better, or Ks other than the current one have long been better.
+        """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
         if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:
@@ -268,7 +278,7 @@ class GoodputPolicy:
         return self._k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
-        """Return the tokens per millisecond of each K."""
+        """Return the estimated number of tokens per millisecond for each K."""
         members = load.members or {(None, self._choices[-1]): load.num_sequences}
         rates = {group: self._rates(group) for group in {group for group, _ in members}}
         result = {}
@@ -301,7 +311,10 @@ class GoodputPolicy:
         self._other += (other_ms - self._other) / OTHER_ROUNDS
 
     def learned(self) -> Profile | None:
-        """Return the times of every shape, without context, and the rates."""
+        """Return a profile of the learned rates, and of the times of all shapes without context.
+
+        Return None if the policy does not learn times.
+        """
         if not self._learns_cost:
             return None
         cost = self.cost
@@ -343,7 +356,11 @@ class GoodputPolicy:
         return k
 
     def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
-        """Return the most promising K, or in turn a neighbour of the best, or the best."""
+        """Return the K to try in the next round, or `best` if no try is due.
+
+        This is the K that may be the fastest in view of the uncertainty of its time. Every
+        `PROBE_EVERY` rounds, it is the neighbour of `best` with the fewest rounds.
+        """
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
         if self._learns_cost and tried:
             hopes = {k: goodput[k] * math.exp(DOUBT * self.cost.spread(n, k)) for k in tried}
@@ -358,7 +375,7 @@ class GoodputPolicy:
         return min(near, key=lambda k: tried[k], default=best)
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
-        """Return 0, or in some rounds the best K above 0, to measure acceptance."""
+        """Return 0 or, in some rounds, the best K above 0 in order to measure acceptance."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
             return 0
@@ -382,7 +399,10 @@ class GoodputPolicy:
         return self.cost.ms(num_sequences, k) + self._other
 
     def _can_afford(self, milliseconds: float) -> bool:
-        """Return whether a try may cost this time; if so, deduct it from the budget."""
+        """Return whether a try may cost `milliseconds`.
+
+        If so, deduct them from the budget for tries.
+        """
         if milliseconds > self._credit:
             return False
         self._credit -= max(milliseconds, 0.0)

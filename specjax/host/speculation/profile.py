@@ -1,8 +1,8 @@
-"""Profiles: times of steps and acceptance rates, measured ahead and kept as JSON (vLLM #32374).
+"""Profiles of step times and acceptance rates, measured in advance and stored as JSON.
 
-The file has the four keys of that proposal, and may have a fifth, "measured", that says what was
-measured. Times are per step, not per token; rates are unconditional. Every entry of a file is
-checked when it is read.
+A file has the four keys that vLLM #32374 proposes. It may have a fifth key, "measured", which
+describes what was measured. Times are per step, not per token. Rates are unconditional. Every entry
+of a file is checked when the file is read.
 """
 
 import json
@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
     """Time per output token of each K, and the K with the shortest time."""
 
     tpot_ms: dict[int, dict[int, float]]  # by batch size and K
-    best_k: dict[int, int]  # by batch size; of equal Ks the smallest
+    best_k: dict[int, int]  # by batch size; the smallest of equally good Ks
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,15 @@ class Profile:
     """Step times and acceptance rates from which K is chosen.
 
     Attributes:
-        step_ms: milliseconds of a step, drafting and verifying, by batch size and K; every batch
-            size has K = 0 and another.
-        rates: fraction of all steps that accept at least 1, 2, ... drafts; one entry per draft.
+        step_ms: milliseconds of a step, including drafting and verifying, by batch size and K.
+            Every batch size has a time for K = 0 and for at least one other K.
+        rates: the fractions of all steps that accept at least 1, 2, ... drafts; one entry per
+            draft.
         max_drafts: the largest K.
         is_online: whether rates are learned while serving, with `rates` as the prior.
-        measured: what was measured, if known: "model" is the fingerprint of the model, "device" the
-            kind of device, and "ms_per_context_token" the time that each context token adds to a
-            step, if `step_ms` are times without context.
+        measured: what was measured; None if that is unknown. "model" is the fingerprint of the
+            model, and "device" is the kind of device. If `step_ms` are times without context,
+            "ms_per_context_token" is the time that each context token adds to a step.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]
@@ -61,7 +62,8 @@ class Profile:
         """Read a profile from a file.
 
         Raises:
-            ValueError: the file cannot be read, or is not a profile; the message names the entry.
+            ValueError: the file cannot be read or is not a profile. The message names the invalid
+                entry.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -81,10 +83,10 @@ class Profile:
 
     @classmethod
     def of(cls, content: Any, where: str) -> "Profile":
-        """Return the profile in JSON `content`; error messages name its source `where`.
+        """Return the profile in JSON `content`. Error messages name its source `where`.
 
         Raises:
-            ValueError: an entry is invalid; the message names it.
+            ValueError: an entry is invalid; the message names the entry.
         """
         _check_keys(content, where)
         max_drafts = content["max_num_speculative_tokens"]
@@ -107,12 +109,12 @@ class Profile:
         )
 
     def cost(self, ks: Sequence[int], batches: Sequence[int]) -> StepCost:
-        """Return the times of `ks` in rounds that are padded to `batches`."""
+        """Return the times of rounds with each K in `ks`, padded to the batch sizes `batches`."""
         per_token = (self.measured or {}).get("ms_per_context_token", 0.0)
         return StepCost(self.step_ms, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of the profile's file."""
         content = {
             "is_online": self.is_online,
             "batch_stats": {
@@ -125,11 +127,11 @@ class Profile:
         return content if self.measured is None else content | {_OPTIONAL: dict(self.measured)}
 
     def table(self, batch_sizes: Sequence[int]) -> Comparison:
-        """Compare every K from 0 to `max_drafts`.
+        """Compare the time per output token of every K from 0 to `max_drafts`.
 
-        The time per output token is the time of a step divided by the number of tokens that a
-        request gains in it. Step times are interpolated linearly between batch sizes and between
-        Ks.
+        The time per output token is the time of a step, divided by the number of tokens that a
+        request gains in the step. Step times are interpolated linearly between batch sizes and
+        between Ks.
         """
         cost, ks = StepCost(self.step_ms), range(self.max_drafts + 1)
         tokens = [expected_tokens(self.rates, k) for k in ks]
@@ -138,7 +140,7 @@ class Profile:
         return Comparison(tpot, best)
 
     def as_table(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the best K from batch size 1 to the largest, as ranges (lo, hi, K)."""
+        """Return the best K for batch sizes from 1 to the largest, as ranges (lo, hi, K)."""
         best = self.table(range(1, max(self.step_ms) + 1)).best_k
         ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
         return tuple((run[0], run[-1], k) for k, run in ranges)
@@ -149,7 +151,7 @@ class _RepeatedKeyError(ValueError):
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; refuse repeated keys, of which the last would silently win."""
+    """Build a JSON object. Refuse repeated keys, because otherwise the last would silently win."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -194,7 +196,7 @@ def _read_times(stats: Any, max_drafts: int, where: str) -> dict[int, dict[int, 
 
 
 def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
-    """Return the milliseconds by K of one batch size."""
+    """Return the milliseconds per step of one batch size, by K."""
     if not isinstance(times, Mapping):
         raise ValueError(f"{name}={shown(times)} must be an object, milliseconds per step by K")
     row = {}
@@ -266,7 +268,10 @@ def _entry(name: str, key: Any) -> str:
 
 
 def _integer_of(key: Any) -> int | None:
-    """Return the integer of a JSON key in canonical form, "1" but not "01" or " 1"; else None."""
+    """Return the integer that a JSON key spells in canonical form; None if it spells none.
+
+    For example, "1" is canonical, but "01" and " 1" are not.
+    """
     is_canonical = isinstance(key, str) and len(key) <= 9 and key.isdecimal() and key.isascii()
     return int(key) if is_canonical and (key == "0" or key[0] != "0") else None
 

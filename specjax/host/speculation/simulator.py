@@ -1,8 +1,9 @@
-"""Simulates a policy without a device, from a grid of step times and acceptance rates.
+"""Simulates a policy without a device, from a grid of step times and from acceptance rates.
 
-Requests decode together in rounds of one K, padded to the batch sizes that an engine compiles. Each
-request has its own log-odds of acceptance, each round its own noise in time. The policy is compared
-with an oracle that knows times and rates and takes the best K in every round.
+Requests decode together in rounds. All requests of a round have the same K, and rounds are padded
+to the batch sizes that an engine compiles. Each request has its own log-odds of acceptance, and the
+time of each round has noise. The policy is compared to an oracle, which knows times and rates and
+takes the best K in every round.
 """
 
 import math
@@ -23,14 +24,15 @@ REPLAYS = 5
 
 @dataclass(frozen=True)
 class World:
-    """The world of a simulation, which a policy has to learn.
+    """The step times and acceptance rates of a simulation, which a policy has to learn.
 
     Attributes:
         cost: milliseconds of a round, without noise.
         rates: unconditional acceptance rates of a typical request, by position.
-        batches: batch sizes that rounds are padded to; the last is the maximum.
-        noise: relative standard deviation of times.
-        shift: change of all log-odds of acceptance once half of all tokens have been generated.
+        batches: batch sizes to which rounds are padded. The last is the maximum.
+        noise: relative standard deviation of the times of rounds.
+        shift: a number that is added to all log-odds of acceptance once half of all tokens have
+            been generated.
     """
 
     cost: StepCost
@@ -40,7 +42,7 @@ class World:
     shift: float = 0.0
 
     def ms(self, batch: int, k: int) -> float:
-        """Return the milliseconds of a round of a padded batch."""
+        """Return the milliseconds, without noise, of a round of k drafts with a padded batch."""
         return self.cost.ms(batch, k)
 
     def padded(self, num_sequences: int) -> int:
@@ -48,7 +50,10 @@ class World:
         return self.batches[bisect_left(self.batches, num_sequences)]
 
     def replay(self, ks: Sequence[int], rng: random.Random) -> StepCost:
-        """Return what an engine measures as it starts: the median of a few rounds of each shape."""
+        """Return the times that an engine measures as it starts.
+
+        The time of each shape is the median of a few rounds with noise.
+        """
 
         def median(batch: int, k: int) -> float:
             times = sorted(self.ms(batch, k) * self._factor(rng) for _ in range(REPLAYS))
@@ -68,7 +73,8 @@ class Workload:
     Attributes:
         lengths: number of tokens that each request decodes.
         arrivals: arrival time of each request, in milliseconds.
-        effects: difference of each request's log-odds of acceptance from the typical ones.
+        effects: for each request, the difference between its log-odds of acceptance and the typical
+            ones.
     """
 
     lengths: Sequence[int]
@@ -86,7 +92,7 @@ class Workload:
         longest: int = 12000,
         spread: float = 0.8,
     ) -> "Workload":
-        """Draw requests of lognormal length that all arrive at once: a batch with a long tail."""
+        """Draw requests that all arrive at once. Their lengths are lognormal, with a long tail."""
         lengths = [rng.lognormvariate(math.log(median), sigma) for _ in range(num_requests)]
         clipped = [int(min(max(length, 50), longest)) for length in lengths]
         effects = [rng.gauss(0, spread) for _ in range(num_requests)]
@@ -96,7 +102,10 @@ class Workload:
     def stream(
         cls, rng: random.Random, num_requests: int, *, per_second: float, **others: float
     ) -> "Workload":
-        """Draw requests that arrive at random (Poisson), `per_second` on average."""
+        """Draw requests that arrive at random (a Poisson process).
+
+        On average, `per_second` requests arrive per second.
+        """
         drawn = cls.rollout(rng, num_requests, **others)  # pyright: ignore[reportArgumentType]
         gaps = [1e3 * rng.expovariate(per_second) for _ in range(num_requests)]
         return cls(drawn.lengths, list(accumulate(gaps)), drawn.effects)
@@ -104,14 +113,14 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """The outcome of a run. Regret: loss of expected goodput per round, weighted by time.
+    """The outcome of a simulated run. Regret is the loss of expected goodput.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
-        regret: 1 - goodput / the oracle's goodput in the same rounds.
-        ms_by_batch: time in rounds of each padded batch size.
-        lost_by_batch: the part of that time that the oracle would have saved.
-        trace: (milliseconds, sequences, K) of each round.
+        regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
+        ms_by_batch: time spent in rounds, by padded batch size.
+        lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
+        trace: (start in milliseconds, number of sequences, K) of each round.
     """
 
     makespan_ms: float = 0.0
@@ -156,7 +165,7 @@ class _Running:
         self.active = [request for request in self.active if request in self.rates]
 
     def shift(self, by: float) -> None:
-        """Change all log-odds of acceptance from now on."""
+        """Add `by` to all log-odds of acceptance from now on."""
         self._shift += by
         again, self.active, self.rates = self.active, [], {}
         self.survival = [0.0] * len(self._logits)
@@ -169,10 +178,10 @@ class _Running:
 
 
 def simulate(world: World, workload: Workload, policy: Policy | None, seed: int = 0) -> Outcome:
-    """Run the workload to its end with a policy; None means the oracle.
+    """Run the workload to its end with a policy, or with the oracle if `policy` is None.
 
-    A policy observes a round after it has chosen K for the next one, as in an engine with a step in
-    flight.
+    A policy observes a round only after it has chosen K for the next round, as in an engine with a
+    step in flight.
     """
     rng = random.Random(seed)
     if policy is not None:
@@ -224,7 +233,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
 def _verify(
     running: _Running, k: int, rng: random.Random, outcome: Outcome
 ) -> Counter[DraftOutcome]:
-    """Draw the accepted drafts of a round for every request."""
+    """Draw the number of accepted drafts of every request in a round of k drafts."""
     verdicts, gone = [], []
     remaining, random = running.remaining, rng.random
     for request in running.active:

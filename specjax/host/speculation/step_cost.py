@@ -1,14 +1,14 @@
 """Estimates the milliseconds of a round, by batch size, K and context.
 
 A round of B requests and K drafts runs B (K + 1) tokens through the target. Its time is known at
-points (batch size, K), from a profile or from replays of the compiled steps; between points it is
-interpolated linearly, and it never falls as tokens are added.
+points (batch size, K), either from a profile or from replays of the compiled steps. Between points,
+the time is interpolated linearly. The estimated time never falls as requests or drafts are added.
 
-Times of served rounds correct these. The log ratio of a served time to the replayed time is
-modelled as the sum of a part that all points of a batch size share (e.g. the host's), a part of one
-point, and noise. The estimate is the posterior mean of this random-effects model: a point that was
-served several times follows its own times; a point that was never served follows its replayed time
-and the shared part.
+Times of served rounds correct the times of points. The log ratio of a served time to the replayed
+time is modelled as the sum of three parts: a part that all points of a batch size share (e.g. the
+host's time), a part of the point alone, and noise. The estimate is the posterior mean of this
+random-effects model. So a point that was served several times follows its own times. A point that
+was never served follows its replayed time and the shared part.
 """
 
 import math
@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations of log ratios: a point's part, noise
-_NUM_KEPT = 31  # number of a point's last rounds, of which the median counts
-_CLIP = 0.15  # log ratios are clipped to this
+_NUM_KEPT = 31  # number of a point's last rounds whose median counts
+_CLIP = 0.15  # log ratios are clipped to at most this size
 _SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds before a point indicates drift; gain of drift
 _SHARED_WEIGHT = 0.25  # weight of the shared part's prior, in points
 
@@ -31,8 +31,8 @@ Points = Mapping[int, Column]  # by batch size
 class StepCost:
     """Estimates times of rounds, and learns from observed times.
 
-    All points share one drift (clock rates, other users, longer texts), so that a K that has not
-    run lately is judged like the others.
+    All points share one drift (due to clock rates, other users or longer texts). So a K that has
+    not run lately is judged like the other Ks.
     """
 
     def __init__(
@@ -43,8 +43,11 @@ class StepCost:
         batches: Sequence[int] = (),
         ms_per_context_token: float = 0.0,
     ):
-        """`ks` become points too. `batches` are the sizes to which rounds are padded; if there are
-        none, rounds are not padded."""
+        """`points` are the known times; each K in `ks` becomes a point, too.
+
+        `batches` are the batch sizes to which rounds are padded. If it is empty, rounds are not
+        padded.
+        """
         self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
         rows = {batch: [_along_k(points[batch], k) for k in self.ks] for batch in sorted(points)}
@@ -56,18 +59,21 @@ class StepCost:
         self.ms_per_context_token = ms_per_context_token
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
-        self._known: dict[int, tuple[Column, Column]] = {}  # points, estimates by row
+        self._known: dict[int, tuple[Column, Column]] = {}  # (points, estimates) by row
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
-        """Return the measured points, extended to `ks` and `batches`, without learned times."""
+        """Return the measured points, extended to the Ks `ks` and the batch sizes `batches`.
+
+        Learned times are left out.
+        """
         per_token = self.ms_per_context_token
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
         """Set the time, without context, of a round with one of `batches` and one of `ks`.
 
-        At Ks that were not measured for a batch size, time grows as at the largest measured batch
-        size.
+        At Ks that were not measured for a batch size, the time grows with K as it does at the
+        largest measured batch size.
         """
         self._measured.setdefault(batch_size, {})[k] = ms
         whole = self._measured[max(self._measured)]
@@ -82,9 +88,10 @@ class StepCost:
         self._known.clear()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
-        """Return the milliseconds of a round of k drafts; `num_context` is the sum over requests.
+        """Return the milliseconds of a round of k drafts.
 
-        Batch sizes beyond the points, and Ks below them, take the nearest point; Ks above are
+        `num_context` is the number of context tokens, summed over requests. Batch sizes outside the
+        points and Ks below the points have the time of the nearest point. Ks above the points are
         extrapolated.
         """
         if self._is_padded:
@@ -97,16 +104,19 @@ class StepCost:
         return estimate * (1 + context / point) * math.exp(self._drift)
 
     def spread(self, batch_size: int, k: int) -> float:
-        """Return the standard deviation of the estimate's logarithm, for one of `ks`."""
+        """Return the standard deviation of the logarithm of an estimated time.
+
+        `k` must be one of `ks`.
+        """
         num_served = len(self._row(batch_size).served[self.ks.index(k)])
         return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
     def padded(self, batch_size: int) -> int:
-        """Return the one of `batches` to which `batch_size` is padded."""
+        """Return the size in `batches` to which `batch_size` is padded."""
         return self.batches[self._index(batch_size)]
 
     def observe(self, batch_size: int, k: int, num_context: float, ms: float) -> None:
-        """Learn from the time of a round of one of `ks`."""
+        """Learn from the time of a round. `k` must be one of `ks`."""
         index, column = self._index(batch_size), self.ks.index(k)
         row, (points, estimates) = self._rows[index], self._estimates(index)
         expected = row.points[column] + self.ms_per_context_token * num_context
@@ -120,7 +130,7 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, index: int) -> tuple[Column, Column]:
-        """Return a row's points and their estimates."""
+        """Return the replayed times and the estimated times of a row's points."""
         if index not in self._known:
             row = self._rows[index]
             both = row.points, row.estimates(self._elsewhere(row))
@@ -133,7 +143,7 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the shared part that other batch sizes suggest."""
+        """Return the shared part that the rows of other batch sizes suggest."""
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
         return sum(other.total for other in others) / (weight + _SHARED_WEIGHT)
@@ -146,7 +156,7 @@ class StepCost:
 
 
 class _Row:
-    """The points of a batch size, and the log ratios of served times to them."""
+    """The points of one batch size, and the log ratio of each served time to its point's time."""
 
     def __init__(self, points: Sequence[float]):
         self.points = points
@@ -155,7 +165,7 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add the log ratio of a round."""
+        """Add the log ratio of a served round to the point `column`."""
         self.served[column].append(surprise)
         self.levels[column] = median(self.served[column])
         self._sum()
@@ -174,7 +184,11 @@ class _Row:
         self._sum()
 
     def estimates(self, elsewhere: float) -> list[float]:
-        """Return the times of all points; unserved points are kept between served ones."""
+        """Return the estimated times of all points.
+
+        `elsewhere` is the shared part that other rows suggest. The estimate of an unserved point is
+        kept between the times of served points.
+        """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
         served = [point * math.exp(x) for point, x in zip(self.points, self.levels, strict=True)]
@@ -196,7 +210,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight of a point's served rounds against its prior, from 0 to 1."""
+    """Return the weight, from 0 to 1, of a point's served rounds relative to the point's prior."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 
@@ -205,7 +219,7 @@ def _clipped(x: float) -> float:
 
 
 def _between(rows: Mapping[int, Sequence[float]], batch: int) -> list[float]:
-    """Return the row of a batch size, interpolated between its neighbours."""
+    """Return the row of a batch size, interpolated between the neighbouring batch sizes."""
     return [_line({b: row[i] for b, row in rows.items()}, batch) for i in range(_width(rows))]
 
 
@@ -224,7 +238,7 @@ def _along_k(points: Column, k: int) -> float:
 
 
 def _line(points: Mapping[int, float], x: float) -> float:
-    """Interpolate linearly between points; beyond them, take the nearest."""
+    """Interpolate linearly between points. Outside them, return the value of the nearest point."""
     xs = sorted(points)
     if x <= xs[0]:
         return points[xs[0]]
@@ -235,16 +249,16 @@ def _line(points: Mapping[int, float], x: float) -> float:
 
 
 def _monotone(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the rows, adjusted to rise to the right and downwards.
+    """Return the rows, adjusted so that values never fall along a row or down a column.
 
-    Isotonic regression in one direction, then in the other, keeps both orders.
+    Isotonic regression along the columns and then along the rows keeps both orders.
     """
     risen = zip(*(_rising(column) for column in zip(*rows, strict=True)), strict=True)
     return [_rising(row) for row in risen]
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """Return the isotonic regression: pool adjacent violators (Ayer et al. 1955)."""
+    """Return the isotonic regression of `values` (pool adjacent violators, Ayer et al. 1955)."""
     pools: list[tuple[float, int]] = []  # mean, count
     for value in values:
         pools.append((value, 1))
