@@ -1,4 +1,4 @@
-"""Checks shared by settings; an error names the setting, its value and valid ones."""
+"""Checks that settings share. Errors name the setting, its value and the valid values."""
 
 import sys
 import warnings
@@ -13,13 +13,13 @@ _OWN = "specjax", "pallas_kernels", "contextlib", "functools"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest known one, if any is near."""
+    """Return the end of an error about an unknown name, with the nearest known name, if any."""
     near = get_close_matches(str(name), list(known), 1, NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called this package."""
+    """Show a warning at the line of code that called this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -58,7 +58,7 @@ def check_count(**values: int) -> None:
 
 
 def check_seed(**values: int) -> None:
-    """Refuse values that are not integers of 64 bits, with a sign or without."""
+    """Refuse values that are not signed or unsigned integers of 64 bits."""
     for name, value in values.items():
         if not is_integer(value) or not -(2**63) <= value < 2**64:
             raise ValueError(f"{name}={value!r} must be an integer of 64 bits, -2**63..2**64 - 1")
@@ -75,9 +75,10 @@ def is_integer(value: Any) -> bool:
 
 
 def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]:
-    """Parse a table [[lo, hi, K], ...]: K drafts if lo to hi requests decode together, as in vLLM.
+    """Parse a table [[lo, hi, K], ...] of numbers of drafts by batch size, as in vLLM.
 
-    Sizes between two entries, and beyond the last, have the K of the entry before them.
+    An entry means K drafts if lo to hi requests decode together. Sizes between two entries, and
+    beyond the last entry, have the K of the entry before them.
 
     Raises:
         ValueError: an entry is malformed; the message names it.
