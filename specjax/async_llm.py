@@ -32,15 +32,15 @@ CLOSED = "this AsyncLLM is closed; build a new one"
 class AsyncLLM(Refusing):
     """An `LLM` for asyncio: `async for output in llm.generate_stream(prompt, params)`.
 
-    A background thread runs the engine, so it never blocks the event loop. All methods must be
+    A background thread runs the engine, so that no call blocks the event loop. All methods must be
     called on the same event loop.
 
     Args:
         model: as for `LLM`. All other options of `LLM` are accepted, too; verbose defaults to
             False.
         max_num_requests: maximum number of requests in the engine at a time. Further requests wait
-            outside it in order of arrival; until admitted they cannot be aborted by id, and their
-            priority has no effect. None for no limit.
+            outside it, in order of arrival. Until they are admitted, they cannot be aborted by id,
+            and their priority has no effect. None for no limit.
 
     Raises:
         ValueError: as for `LLM`.
@@ -66,7 +66,7 @@ class AsyncLLM(Refusing):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """Build an AsyncLLM with these options, as in vLLM."""
+        """Build an AsyncLLM with the options in `engine_args`, as in vLLM."""
         return cls(**vars(engine_args))
 
     def generate_stream(
@@ -77,7 +77,7 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; yield an output whenever new tokens have arrived.
+        """Continue a prompt. Yield an output whenever new tokens have arrived.
 
         `SamplingParams.output_kind` sets what each output holds, by default everything so far. The
         last output is `finished`. A slow consumer gets fewer outputs, without losing tokens:
@@ -137,7 +137,7 @@ class AsyncLLM(Refusing):
         lora_request: None = None,
         priority: int = 0,
     ) -> "Generation":
-        """Continue a prompt: `async for` yields growing outputs, `await` returns the last.
+        """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
 
         See `generate_stream`.
 
@@ -148,7 +148,7 @@ class AsyncLLM(Refusing):
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
-        """Abort a request, keeping its tokens so far; return False if there is no such request."""
+        """Abort a request, and keep its tokens so far. Return False if there is no such request."""
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:

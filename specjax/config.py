@@ -73,8 +73,8 @@ class SpeculativeConfig:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
             draft), or "ngram" (continues the last earlier occurrence of the latest tokens).
-        model: the drafter's checkpoint, a folder or hub id; None for "ngram", and for "mtp" in the
-            target's checkpoint.
+        model: the drafter's checkpoint, a folder or hub id; None for "ngram", and if "mtp" comes
+            with the target's checkpoint.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
             the profile's maximum).
@@ -99,7 +99,7 @@ class SpeculativeConfig:
     """
 
     method: str
-    # Resolved below; None until the profile is read if that determines it.
+    # Resolved below. If a profile determines it, it is None until the profile is read.
     num_speculative_tokens: int = None  # pyright: ignore[reportAssignmentType]
     model: str | None = None
     verification: str = "seed_exact"
@@ -229,7 +229,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The rates. A given length yields ones, a remainder and zeros, with least variance."""
+        """The rates. A given length is split into ones, a remainder and zeros (least variance)."""
         if self.synthetic_acceptance_rates is not None:
             return tuple(self.synthetic_acceptance_rates)
         drafts = (self.synthetic_acceptance_length or 1) - 1
@@ -268,9 +268,9 @@ class EngineConfig:
             max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
-        prefill_shapes: (batch, width) of the steps that prefill chunks are compiled for; None for
-            widths that double up to the budget, each for 1, 4, 16, ... prompts. The largest must
-            hold max_num_batched_tokens.
+        prefill_shapes: pairs (batch, width) that prefill steps are compiled for; None for widths
+            that double up to the budget, each for 1, 4, 16, ... prompts. The largest must hold
+            max_num_batched_tokens.
         page_size: tokens per page of the KV cache.
         num_pages: number of pages for layers without a window, and the maximum for other layers.
         max_window_pages: maximum number of pages per window; None for as many as can be in use.
@@ -285,8 +285,8 @@ class EngineConfig:
         exact: run every step in one shape, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
-            tokens are drawn from. "both" is "processed", and reports "raw" for the token itself, too.
-        seed: seed of requests that have none, any integer of 64 bits.
+            tokens are drawn from. "both" is "processed", with "raw" for the token itself as well.
+        seed: seed of requests without a seed, any integer of 64 bits.
     """
 
     max_model_len: int

@@ -58,8 +58,8 @@ class LLM(VllmMethods):
         max_num_scheduled_tokens: the maximum without extra rows; None for max_num_batched_tokens.
         decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
             powers of two up to max_num_seqs.
-        prefill_shapes: (batch, width) of the steps that prefill chunks may be compiled for; None
-            for widths that double up to the budget, each for 1, 4, 16, ... prompts.
+        prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
+            that double up to the budget, each for 1, 4, 16, ... prompts.
         num_pages: number of pages of the KV cache; None for the pages of all requests at full
             length, or for fewer if the device's memory holds fewer.
         page_size: tokens per page.
@@ -70,8 +70,8 @@ class LLM(VllmMethods):
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile all shapes, and everything that requests need, before they run, so
-            that speed and bits are as in a warm engine. By default requests run padded in the
-            first shapes, and better shapes are compiled in the background.
+            that speed and bits are as in a warm engine. By default requests run padded in the first
+            shapes, and better shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. Every step runs in one
             shape, of all `max_num_seqs` requests with at least 8 tokens, compiled at the start.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
@@ -82,7 +82,7 @@ class LLM(VllmMethods):
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache
             folder; None for no folder.
-        seed: seed of requests that have none, any integer of 64 bits.
+        seed: seed of requests without a seed, any integer of 64 bits.
         verbose: show bars on a terminal, and log loading (without a terminal also generating) with
             the logger "specjax", which writes to stderr unless logging is configured.
 
@@ -219,7 +219,7 @@ class LLM(VllmMethods):
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
 
         Args:
-            messages: contents of messages are texts, or lists of {"type": "text", "text": ...}.
+            messages: each message's content is a text, or a list of {"type": "text", "text": ...}.
             chat_template: a Jinja template, or the name of a template in the checkpoint.
             chat_template_content_format: "openai" passes contents to the template as lists of
                 parts; "string" and "auto" join the parts of a list to a text, with line breaks.
@@ -292,7 +292,7 @@ class LLM(VllmMethods):
         return list_metrics(self.metrics())
 
     def save_dynamic_config(self, path: str | Path) -> None:
-        """Write the times and rates that adaptive K has learned, for `dynamic_config_path`.
+        """Write a profile of learned times and rates, which `dynamic_config_path` can name.
 
         Raises:
             ValueError: no times were learned.
@@ -341,7 +341,7 @@ class LLM(VllmMethods):
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Allocate the memory again that `sleep` freed."""
+        """Allocate again the memory that `sleep` has freed."""
         with self._lock:
             self._check_open()
             self._sleep.end()

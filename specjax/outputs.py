@@ -42,9 +42,9 @@ class RequestMetrics:
     Attributes:
         num_generation_tokens: number of tokens of all samples.
         queued_ts: when the request was queued.
-        scheduled_ts: when the request's first sample was first scheduled in a step; None before that.
-        first_token_ts: when its first token was read; None before that.
-        last_token_ts: when its latest token was read; None before the first token.
+        scheduled_ts: when the first sample was first scheduled in a step; None before that.
+        first_token_ts: when the first token was read; None before that.
+        last_token_ts: when the latest token was read; None before the first token.
     """
 
     num_generation_tokens: int
@@ -69,6 +69,6 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None  # its first entry is None
     outputs: Sequence[CompletionOutput]
     finished: bool = True  # whether all outputs are complete
-    # Not compared: outputs are equal if their tokens are, regardless of timing.
+    # These are not compared: outputs are equal if their tokens are, regardless of timing.
     metrics: RequestMetrics | None = field(default=None, compare=False)
     num_cached_tokens: int | None = field(default=None, compare=False)  # None before the start

@@ -111,15 +111,16 @@ class SamplingParams:
 
     Attributes:
         n: number of samples per prompt; they share the prompt's pages.
-        presence_penalty: subtracted from the logits of tokens in the output.
-        frequency_penalty: subtracted once for each occurrence in the output.
+        presence_penalty: number subtracted from the logits of tokens in the output.
+        frequency_penalty: number subtracted from a logit for each occurrence of the token in the
+            output.
         repetition_penalty: a value above 1 discourages tokens of prompt and output (Keskar et al.
             2019, CTRL). Positive logits are divided by the value, and negative logits are
             multiplied by it.
         temperature: 0 is greedy; above 0, tokens are drawn from softmax(logits / temperature).
         top_p: keep the most likely tokens that together reach this probability; 1 keeps all.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens whose probability is at least this fraction of the highest.
+        min_p: keep tokens whose probability is at least this fraction of the highest probability.
         seed: makes sampling reproducible, regardless of other requests and of drafts. The seed is
             any integer of 64 bits. Integers outside 0..2**32 - 1 are folded to 32 bits. None or -1
             derives the seed from the engine's seed and the number of the request. Samples after the
@@ -132,7 +133,7 @@ class SamplingParams:
         min_tokens: minimum number of tokens; nothing ends the output earlier.
         logprobs: report the log-probability of each token, and of this number of most likely
             tokens; -1 for the whole vocabulary, if `max_logprobs` allows it.
-        prompt_logprobs: the same for the tokens of the prompt.
+        prompt_logprobs: as `logprobs`, for the tokens of the prompt.
         detokenize: whether outputs carry text.
         skip_special_tokens: omit special tokens from the text.
         spaces_between_special_tokens: must be True if special tokens are in the text.

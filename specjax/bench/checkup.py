@@ -59,7 +59,7 @@ class Trial(NamedTuple):
     drafter: Drafter
     params: Any  # the drafter's parameters
     layers: tuple[int, ...]  # the drafter reads the inputs of these layers
-    shift: int = 0  # the drafter reads the features of the row this far ahead
+    shift: int = 0  # the drafter reads features from this number of rows ahead
     fault: str = ""  # the fault to report if this trial is clearly better
 
 
@@ -67,7 +67,7 @@ class Tally(NamedTuple):
     """Accepted drafts and overlaps at the P places of all texts."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
-    is_counted: np.ndarray  # bool[P, K], whether the text up to it is the target's choice
+    is_counted: np.ndarray  # bool[P, K], whether the text before the draft is the target's choice
     in_common: np.ndarray  # f64[P], overlap for the first draft: sum of min(p, q) over tokens
 
     @property

@@ -38,7 +38,7 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
-    synthetic_rates: tuple[float, ...] | None = None  # replace the drafter's rates
+    synthetic_rates: tuple[float, ...] | None = None  # acceptance rates that replace the drafter's
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})

@@ -65,10 +65,10 @@ class CpuTime:
 
 
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
-    """Return the fraction of the CPU time asked for that this process got; None if unknown.
+    """Return the time that threads ran, divided by the time that they asked for; None if unknown.
 
-    A process cannot ask for the time of more than `num_cpus` processors. If its threads want more,
-    they wait for each other.
+    Threads ask for a processor while they run or wait. At any time they can ask for at most
+    `num_cpus` processors: beyond that they wait for each other.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))

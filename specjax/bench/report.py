@@ -42,8 +42,8 @@ class Figures:
         times_plain: `tokens_per_second` divided by `plain_tokens_per_second`.
         plain_steps: `ms_per_step` divided by the milliseconds per step of plain decoding in the
             same rounds.
-        ms_per_token: time per output token of a request.
-        mean_acceptance_length: tokens per step of a request.
+        ms_per_token: time per output token of a request, as a spread over rounds.
+        mean_acceptance_length: mean number of tokens per step of a request.
         acceptance_per_position: fraction of steps that accepted the draft at each position.
         ratio: tokens per second divided by plain decoding's tokens per second, as a spread over
             rounds.

@@ -1,4 +1,4 @@
-"""Shows the progress of `specjax bench`: a growing table on a terminal, lines elsewhere."""
+"""Shows the progress of `specjax bench`, as a growing table on a terminal, or else as lines."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Shows the progress of a measurement: a bar on a terminal, log lines elsewhere."""
+"""Shows the progress of a measurement, as a bar on a terminal, or else as log lines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -104,16 +104,19 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
 
 
 def num_rounds(setup: Setup, batch_size: int) -> int:
-    """Return the number of runs per policy. Small batches get more runs, as these are noisier."""
+    """Return the number of runs per policy.
+
+    Small batches get more runs, because their times are noisier.
+    """
     return setup.rounds * max(1, 8 // batch_size)
 
 
 def make_policies(
     setup: Setup, profile: Profile | None, engines: Engines
 ) -> dict[str, Callable[[], Policy]]:
-    """Return a factory of policies per name.
+    """Return a factory for each name of a policy.
 
-    Each factory makes the policy in the state that it has after the start of the engine.
+    Each factory makes the policy in its state after the start of an engine.
     """
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured = adaptive_policy(max_k)

@@ -1,4 +1,4 @@
-"""Plain-text tables."""
+"""Formats plain-text tables."""
 
 from collections.abc import Sequence
 

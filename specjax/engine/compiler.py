@@ -32,7 +32,7 @@ NICENESS = 19  # the lowest priority, for threads whose programs no request wait
 
 @dataclass
 class _Line:
-    """A queue of keys, and the threads that compile them."""
+    """A queue of keys, and the threads that compile the programs of these keys."""
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
@@ -40,7 +40,7 @@ class _Line:
 
 
 class Compiler:
-    """Compiles programs in threads when they are asked for, and keeps them by key.
+    """Compiles programs on request in threads, and keeps the programs by key.
 
     `compile(key, is_urgent)` compiles the program of a key, in any thread. `is_urgent` means that
     requests wait for the program. Other programs are compiled only while less than the fraction
@@ -87,7 +87,7 @@ class Compiler:
         retries: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Queue keys that are not compiled yet, in order, for up to `num_threads` threads.
+        """Queue keys whose programs are not compiled, in order, for up to `num_threads` threads.
 
         Keys whose programs failed to compile before are queued again only if `retries`. New threads
         have the lowest priority unless `is_urgent` (requests wait for the keys) or `is_awaited` (a

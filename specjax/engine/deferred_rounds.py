@@ -42,7 +42,7 @@ class DeferredRounds:
             self._programs.run(Observe(len(last)), last)
 
     def _has_rows_of(self, packed: np.ndarray) -> bool:
-        """Return whether a packed round has the same requests in the same rows as the last one."""
+        """Return whether a packed round has the same requests in the same rows as `_last`."""
         if self._last is None:
             return False
         views = self._layout.packing(DecodeInputs).views

@@ -104,7 +104,7 @@ class Executables:
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
-        """Return a key's kept program. If there is none, compile it, and keep it if possible."""
+        """Return a key's kept program, or compile the program and keep it if possible."""
         path = self._path(key)
         for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
             if (reason := _distrust(folder)) is not None:

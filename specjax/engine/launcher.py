@@ -99,9 +99,9 @@ class Launcher:
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
-        They are separate in exact mode, where all steps run the same programs. They are also
-        separate if the host acts between the programs of a round, or needs more than the outputs of
-        a chunk.
+        Chunks and a round are separate in exact mode, where all steps run the same programs. They
+        are also separate if the host acts between the programs of a round, or needs more than the
+        outputs of a chunk.
         """
         if self._config.exact:
             return None

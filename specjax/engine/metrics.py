@@ -28,8 +28,8 @@ class Metrics:
         acceptance_rate_per_pos: fraction of the drafts at each position that were accepted. Rates
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
-        k_histogram: number of rounds by K.
-        requests_finished: number of finished samples by finish_reason.
+        k_histogram: number of rounds per K.
+        requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
             cache.
@@ -210,7 +210,7 @@ class Recorder:
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
-    """Return the type, and the values by label, of each Prometheus series, by its name."""
+    """Return the type, and the values by label, of each Prometheus series, by the series' name."""
 
     def counter(value: float) -> tuple[str, dict[str, float]]:
         return "counter", {"": value}

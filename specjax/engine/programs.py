@@ -228,10 +228,10 @@ class Joined(Program):
 
 @dataclass(frozen=True, slots=True)
 class Propose(Program):
-    """Runs the first part of a round, the drafter.
+    """Runs the drafter, the first part of a round.
 
-    Takes the round's inputs, and returns a `Draft`. The programs of parts are compiled only where
-    they are needed.
+    Takes the round's inputs, and returns a `Draft`. The programs of single parts are compiled only
+    where they are needed.
     """
 
     batch: int
@@ -247,7 +247,7 @@ class Propose(Program):
 
 @dataclass(frozen=True, slots=True)
 class Extend(Program):
-    """Runs the second part of a round, the target. The host makes masks meanwhile.
+    """Runs the target, the second part of a round. The host makes masks meanwhile.
 
     Takes the round's inputs and the `Draft`, and returns an `Extension`.
     """

@@ -31,7 +31,7 @@ class CallProgress:
 
     @property
     def speed(self) -> str:
-        """A text with tokens per second, and the acceptance length of rounds with drafts."""
+        """A text with the tokens per second, and the acceptance length of rounds with drafts."""
         per_round = self.acceptance_length
         shown = f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
         return shown if per_round is None else f"{shown}, acceptance length {per_round:.2f}"

@@ -65,7 +65,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant that steps with all of these requests must have."""
+        """Return the variant of a step whose requests have `all_demands`."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -117,7 +117,7 @@ class Repertoire:
         self._programs.compile_behind(needed, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
-        """Return whether these requests can run together now. If not, compile programs.
+        """Return whether these requests can run together now. If not, compile missing programs.
 
         Raises:
             Exception: a program that they need failed to compile.

@@ -1,4 +1,4 @@
-"""Computes the times of chunks and rounds, if the host reads each while the next one runs."""
+"""Computes the times of chunks and rounds, whose results the host reads one step late."""
 
 import time
 

@@ -25,7 +25,7 @@ _LARGEST_LEAF = 2**16  # values; norms and biases have fewer, and training chang
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return a config whose profile has set K, and the profile (None if it names no profile).
+    """Return the config with its K set, and its profile (None if it names no profile).
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.
@@ -76,7 +76,7 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 
 
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
-    """Refuse a profile that was measured on another model than the fingerprint `model`.
+    """Refuse a profile that was measured on another model than the one with fingerprint `model`.
 
     Warn if the profile was measured on another kind of device. `dynamic_config_force` disables both
     checks.
@@ -104,7 +104,7 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 
 
 def save_profile(engine: Engine, path: Path) -> None:
-    """Write the times and rates that an engine's policy has learned as a profile.
+    """Write a profile of the times and rates that an engine's policy has learned.
 
     Raises:
         ValueError: nothing was learned, or the folder of `path` does not exist.

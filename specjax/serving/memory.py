@@ -114,7 +114,7 @@ class EngineNeeds(NamedTuple):
         weights: int,
         max_drafts: int,
     ) -> "EngineNeeds":
-        """Return the needs of an engine; `cache` includes the drafter's cache."""
+        """Return the needs of an engine. `cache` includes the drafter's cache."""
         # A snapshot is a state and a part of the ring, so it takes at most the bytes of a slot.
         takes_snapshots = is_recurrent(target) or drafter.is_recurrent
         num_snapshots = config.num_snapshots if takes_snapshots else 0
@@ -249,7 +249,7 @@ def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> 
 class Memory(NamedTuple):
     """The memory of the device that engines run on, in bytes."""
 
-    what: str  # the name in errors
+    what: str  # the device's name in errors
     available: int
     total: int | None  # JAX's share of a GPU's memory; None for shared memory
 

@@ -55,7 +55,7 @@ def open_model(
 ) -> ModelSource:
     """Open a checkpoint, or a `Model` value with its parameters.
 
-    `log` is called with lines about disagreements of config and weights. With `takes_configs`,
+    `log` is called with lines about differences between config and weights. With `takes_configs`,
     `model` may also be a config file, without weights.
 
     Raises:
