@@ -250,7 +250,7 @@ class AsyncLLM(Refusing):
         self._llm.close()
 
     def _run(self) -> None:
-        """Run steps, and calls of other threads between them, until the LLM closes."""
+        """Run steps until the LLM closes, and between them the calls of other threads."""
         engine = self._llm.engine
         while not self._is_closing:
             while not self._calls.empty() or not engine.has_work:
@@ -291,7 +291,7 @@ class AsyncLLM(Refusing):
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:
-        """Deliver new outputs to their callers, in one call per event loop."""
+        """Deliver new outputs to their callers, with one call per event loop."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)

@@ -112,7 +112,7 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
 
 
 def parse_batches(given: Any) -> tuple[int, ...]:
-    """Return the sizes of `decode_batches`, ascending.
+    """Return the sizes of `decode_batches` in ascending order.
 
     Raises:
         ValueError: an entry is not a batch size.
@@ -124,7 +124,7 @@ def parse_batches(given: Any) -> tuple[int, ...]:
 
 
 def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (batch, width) of `prefill_shapes`, ascending by width.
+    """Return the pairs (batch, width) of `prefill_shapes` in ascending order of width.
 
     Raises:
         ValueError: an entry is not a (batch, width) pair.

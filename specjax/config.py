@@ -442,7 +442,7 @@ class EngineConfig:
 
 
 def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Return sizes that grow from `first` by `factor` each, and end with `last`."""
+    """Return sizes from `first` to `last`, each at most `factor` times the size before it."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(min(factor * sizes[-1], last))

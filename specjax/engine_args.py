@@ -21,7 +21,7 @@ _Options = make_dataclass(
 
 
 class EngineArgs(_Options):
-    """The options of `LLM`, as a dataclass: `LLM(**asdict(EngineArgs(model=...)))`.
+    """The options of `LLM` as a dataclass, for `LLM(**asdict(EngineArgs(model=...)))`.
 
     Raises:
         TypeError: an option is unknown.

@@ -1,4 +1,4 @@
-"""Sampling parameters and stop conditions of a request, all validated here."""
+"""Defines and validates a request's sampling parameters and stop conditions."""
 
 import json as json_module
 import math

@@ -124,7 +124,7 @@ def take_keys(
 
 
 def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Return a `speculative_config` with vLLM's names translated to ours.
+    """Return a `speculative_config` with vLLM's names translated to our names.
 
     Raises:
         ValueError: see `take_keys`.

@@ -72,7 +72,7 @@ class Tally(NamedTuple):
 
     @property
     def rates(self) -> list[float]:
-        """The fraction of drafts that are accepted, at each position."""
+        """The fraction of accepted drafts at each position."""
         counts = np.maximum(self.is_counted.sum(0), 1)
         return ((self.is_accepted & self.is_counted).sum(0) / counts).tolist()
 

@@ -151,7 +151,7 @@ def has_tokens(rounds: Sequence[Round]) -> bool:
 
 
 def summarise_rounds(shown: Sequence[Configuration], rounds: Sequence[Round]) -> list[Figures]:
-    """Return the figures of configurations, each compared with plain decoding."""
+    """Return the figures of each configuration, compared with plain decoding."""
     baseline = [one[PLAIN_ONE] for one in rounds]
     return [summarise(shape, [one[shape] for one in rounds], baseline) for shape in shown]
 

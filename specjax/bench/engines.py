@@ -1,4 +1,7 @@
-"""Opens engines with and without a drafter to measure policies. They share the target's weights."""
+"""Opens two engines for measuring policies, with and without a drafter.
+
+Both engines share the target's weights.
+"""
 
 import argparse
 from collections import Counter

@@ -38,7 +38,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """Return the installed version, or "unknown" for a package that is not installed."""
+    """Return the installed version of a package, or "unknown" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

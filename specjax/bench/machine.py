@@ -1,9 +1,10 @@
-"""Checks by CPU share, load and programs on the GPU whether the machine was free while measuring.
+"""Checks whether the machine was free while measuring.
 
-Linux counts for each thread how long it ran and how long it waited for a processor. The CPU share
-is the time that threads ran, divided by the time that they ran or waited. On an idle machine the
-share is above 0.8, because threads wait only for each other. If another program runs on each core,
-the share is below 0.5.
+The checks use the CPU share, the load, and the number of programs on the GPU. Linux counts for each
+thread how long it ran and how long it waited for a processor. The CPU share is the time that
+threads ran, divided by the time that they ran or waited. On an idle machine the share is above 0.8,
+because threads wait only for each other. If another program runs on each core, the share is below
+0.5.
 """
 
 import os
@@ -23,7 +24,7 @@ _PATIENCE_SECONDS = 10  # for nvidia-smi, which may hang with a broken driver
 
 @dataclass(frozen=True)
 class Moment:
-    """The time of a clock, and the CPU times of this process until then, in seconds.
+    """A point in time, and the CPU times of this process until then, in seconds.
 
     `threads` holds a pair (time run, time waited) per thread id.
     """
@@ -67,8 +68,8 @@ class CpuTime:
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
     """Return the time that threads ran, divided by the time that they asked for; None if unknown.
 
-    Threads ask for a processor while they run or wait. At any time they can ask for at most
-    `num_cpus` processors: beyond that they wait for each other.
+    Threads ask for a processor while they run or wait. They can ask for at most `num_cpus`
+    processors at a time, because further threads wait for each other.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
@@ -110,7 +111,7 @@ class Machine:
 
     @property
     def doubts(self) -> list[str]:
-        """The reasons not to trust the measured times; empty if there are none."""
+        """The reasons not to trust the measured times. The list may be empty."""
         found = []
         load = f"load {self.load:.1f} on {self.num_processors} processors before it began"
         if self.cpu_share is None and self.load >= self.num_processors:

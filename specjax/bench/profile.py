@@ -25,7 +25,10 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """A policy of constant K. It records drafts' outcomes, and times of rounds of full batches."""
+    """A policy of constant K, which records outcomes of drafts and times of rounds.
+
+    Only rounds with a full batch are timed.
+    """
 
     is_learning = True
 

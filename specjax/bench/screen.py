@@ -1,4 +1,4 @@
-"""Shows the progress of `specjax bench`, as a growing table on a terminal, or else as lines."""
+"""Shows the progress of `specjax bench`: on a terminal as a growing table, elsewhere as lines."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Shows the progress of a measurement, as a bar on a terminal, or else as log lines."""
+"""Shows the progress of a measurement: on a terminal as a bar, elsewhere as log lines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -114,7 +114,7 @@ def num_rounds(setup: Setup, batch_size: int) -> int:
 def make_policies(
     setup: Setup, profile: Profile | None, engines: Engines
 ) -> dict[str, Callable[[], Policy]]:
-    """Return a factory for each name of a policy.
+    """Return a factory for each policy, by the policy's name.
 
     Each factory makes the policy in its state after the start of an engine.
     """

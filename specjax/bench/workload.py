@@ -1,4 +1,4 @@
-"""The benchmark workload: the prompts shipped with the package, as engine requests."""
+"""Turns the prompts that are shipped with the package into engine requests."""
 
 import json
 from collections.abc import Sequence

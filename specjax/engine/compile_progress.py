@@ -1,4 +1,4 @@
-"""Shows the progress of compiling as a bar, as log lines, or with a function of the caller."""
+"""Shows the progress of compiling as a bar, as log lines, or with a caller's function."""
 
 import time
 from collections.abc import Callable, Iterator

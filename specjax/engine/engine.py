@@ -379,7 +379,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure times of rounds by running them. Clear the prefix cache if all shapes run."""
+        """Measure the times of rounds with `ks`, in every shape if `has_all`.
+
+        Measuring every shape clears the prefix cache.
+        """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape
             return StepCost({batches[0]: {k: 1.0 for k in ks}})

@@ -76,7 +76,7 @@ class Programs(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until a program becomes ready, no program is left to compile, or the time is over."""
+        """Wait until a program is ready, no program is left to compile, or the time is over."""
         ...
 
     def run(self, program: Program, *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ class Programs(Protocol):
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """Measure the times of rounds for each of `ks` and `batches`, by running rounds.
+        """Measure the times of rounds for every pair of `ks` and `batches`, by running rounds.
 
         The state is empty afterwards.
         """

@@ -1,4 +1,4 @@
-"""Refuses forked processes, and settings of JAX with which no engine works."""
+"""Refuses to run an engine in a forked process, or with settings of JAX that break it."""
 
 import os
 import threading

@@ -88,7 +88,10 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first shapes, or all with `compile_ahead`. Return whether all are ready."""
+        """Compile the first of `shapes`, or all of them with `compile_ahead`.
+
+        Return whether all shapes are ready.
+        """
         variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
@@ -101,7 +104,7 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile a variant: ahead if the config says so, otherwise in the background."""
+        """Compile a variant in the background, or wait for it with `compile_ahead`."""
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -157,7 +160,10 @@ class Repertoire:
         return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
-        """Return the first variant that covers a plan's requests and has the plan's shape ready."""
+        """Return the variant in which to run a plan.
+
+        It is the first variant that covers the plan's requests and is compiled in the plan's shape.
+        """
         self._look()
         asked = self.asked_by(all_demands)
         if isinstance(plan, DecodePlan):
@@ -172,7 +178,7 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Compile the better shape of a plan once running without it has cost enough time.
+        """Compile a plan's better shape if running without it has cost too much time.
 
         `milliseconds` is the time that the plan took in its present shape.
         """
@@ -188,7 +194,8 @@ class Repertoire:
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Compile a program of chunks and a round once separate programs have cost enough time.
+        """Compile `program`, which joins chunks and a round, if separate programs cost too much
+        time.
 
         `milliseconds` is the time of the shorter part, either the chunks or the round. There is one
         such program for every pair of shapes. These are too many to compile ahead.
@@ -198,7 +205,10 @@ class Repertoire:
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
-        """Count time lost without these programs. Compile them when it reaches `patience_ms`."""
+        """Add to the time lost without the programs `needed`.
+
+        Compile them when this time reaches `patience_ms`.
+        """
         if all(program in self._programs.ready for program in needed):
             return
         self._lost_ms[needed[-1]] += milliseconds
@@ -230,7 +240,7 @@ class Repertoire:
     def _programs_for_shapes(
         self, find: Callable[..., list[Program]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Program]:
-        """Return the programs of variants in all `shapes`, the slowest to compile first.
+        """Return the programs that `variants` need in `shapes`, the slowest to compile first.
 
         `find` is `programs_of` or `first_programs_of`.
         """

@@ -1,4 +1,4 @@
-"""Finds the programs that run a plan in its shape, in a variant that covers its requests."""
+"""Finds the programs for a plan's shape, in a variant that covers the plan's requests."""
 
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -25,8 +25,8 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
     """Return the best programs for a plan.
 
-    `is_recurrent` means that there are recurrent states. `defers` means that the drafter observes
-    rounds without drafts later, in `Observe`.
+    `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
+    the drafter observes rounds without drafts later, in `Observe`.
     """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):

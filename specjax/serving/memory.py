@@ -1,4 +1,4 @@
-"""Computes the memory that an engine needs, and how many pages fit in the rest."""
+"""Computes the memory that an engine needs, and how many pages fit in the remaining memory."""
 
 import math
 from collections.abc import Callable, Sequence
