@@ -65,12 +65,12 @@ def check_seed(**values: int) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is a real number, of Python or NumPy, and not a bool."""
+    """Return whether the value is a real Python or NumPy number, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether the value is an integer, of Python or NumPy, and not a bool."""
+    """Return whether the value is a Python or NumPy integer, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -235,7 +235,7 @@ def _other_recycling(own: Trial, drafter: Any) -> Trial:
 def _name_faults(
     reference: Tally, tallies: Mapping[str, Tally], trials: Sequence[Trial]
 ) -> list[str]:
-    """Return a list of the best trial's fault, or an empty list if no trial is clearly better.
+    """Return a list with the fault of the best trial; empty if no trial is clearly better.
 
     Other trials are left out, because one fault can make several trials look better.
     """

@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return the spread of at least one value."""
+        """Return the spread of `values`, which must not be empty."""
         p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
         return cls(median, p10, p90)
 
@@ -260,7 +260,7 @@ class TextTable:
         self.header = self._line(header)
 
     def line(self, figures: Figures) -> str:
-        """Return a row."""
+        """Return a row as a line of text."""
         return self._line(cells(figures))
 
     def _line(self, row: Sequence[str]) -> str:

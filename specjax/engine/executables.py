@@ -148,7 +148,7 @@ class Executables:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return why a folder cannot be trusted; None if only its owner can write to it."""
+    """Return the reason not to trust a folder; None if only its owner can write to it."""
     if not hasattr(os, "getuid"):
         return None
     try:

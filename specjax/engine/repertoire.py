@@ -194,11 +194,10 @@ class Repertoire:
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Compile `program`, which joins chunks and a round, if separate programs cost too much
-        time.
+        """Compile `program` if running its two parts separately has cost too much time.
 
-        `milliseconds` is the time of the shorter part, either the chunks or the round. There is one
-        such program for every pair of shapes. These are too many to compile ahead.
+        `program` joins chunks and a round. `milliseconds` is the time of the shorter of them. There
+        is one such program for every pair of shapes. These are too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return

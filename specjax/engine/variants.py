@@ -46,7 +46,7 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return programs that can also run a plan, and that other variants mostly share.
+    """Return programs that can also run a plan. Other variants share most of them.
 
     Rounds run as several programs. Drafters ignore logits processors, so that fewer drafts are
     accepted.

@@ -42,7 +42,7 @@ class CacheBytes(NamedTuple):
         )
 
     def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
-        """Return the config with pages for every request at full length, or as many as fit.
+        """Return the config with pages for every request at full length, or with as many as fit.
 
         Returns None if a single request does not fit in `room` bytes. `config.num_pages` is
         ignored. Each window gets the maximum number of pages in use, but at most as many pages as
@@ -200,7 +200,7 @@ class EngineNeeds(NamedTuple):
         gpu_memory_utilization: float,
         max_drafts: int,
     ) -> EngineConfig:
-        """Return the config with pages for every request at full length, or as many as fit.
+        """Return the config with pages for every request at full length, or with as many as fit.
 
         Raises:
             ValueError: there is no room for one request of full length.

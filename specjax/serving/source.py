@@ -92,8 +92,8 @@ def open_drafter(
 ) -> tuple[Drafter, Any]:
     """Check that the drafter fits the target. Return the drafter and its parameters.
 
-    The parameters are shapes if there are no weights. There are none for a target's own module
-    without weights, for a head of the target's shape, and for a config.
+    The parameters are shapes if there are no weights. This is the case for the own module of a
+    target without weights, for a head of the target's shape, and for a drafter's config.
 
     Raises:
         ValueError: the drafter is the target's own module, but a Model value has no folder to load
