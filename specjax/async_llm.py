@@ -1,4 +1,4 @@
-"""An engine for asyncio: a background thread runs the steps of all callers' requests."""
+"""An engine for asyncio. A background thread runs the steps of all callers' requests."""
 
 import asyncio
 import os
@@ -32,18 +32,19 @@ CLOSED = "this AsyncLLM is closed; build a new one"
 class AsyncLLM(Refusing):
     """An `LLM` for asyncio: `async for output in llm.generate_stream(prompt, params)`.
 
-    A background thread runs the engine, so it never blocks the event loop. All methods must be
+    A background thread runs the engine, so that no call blocks the event loop. All methods must be
     called on the same event loop.
 
     Args:
-        model: as for `LLM`, with all its options; verbose defaults to False.
+        model: as for `LLM`. All other options of `LLM` are accepted, too; verbose defaults to
+            False.
         max_num_requests: maximum number of requests in the engine at a time. Further requests wait
-            outside it in order of arrival; until admitted they cannot be aborted by id, and their
-            priority has no effect. None for no limit.
+            outside it, in order of arrival. Until they are admitted, they cannot be aborted by id,
+            and their priority has no effect. None for no limit.
 
     Raises:
-        ValueError: as `LLM`.
-        CheckpointError: as `LLM`.
+        ValueError: as for `LLM`.
+        CheckpointError: as for `LLM`.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class AsyncLLM(Refusing):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """Build an AsyncLLM with these options, as in vLLM."""
+        """Build an AsyncLLM with the options in `engine_args`, as in vLLM."""
         return cls(**vars(engine_args))
 
     def generate_stream(
@@ -76,21 +77,22 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; yield an output whenever new tokens have arrived.
+        """Continue a prompt. Yield an output whenever new tokens have arrived.
 
-        `SamplingParams.output_kind` sets what each output holds: by default the whole output so
-        far. The last one is `finished`. A slow consumer gets fewer outputs, without losing tokens:
-        outputs are merged instead of queued, and the last one is always yielded. Leaving the
+        `SamplingParams.output_kind` sets what each output holds, by default everything so far. The
+        last output is `finished`. A slow consumer gets fewer outputs, without losing tokens:
+        outputs are merged instead of queued, and the last output is always yielded. Leaving the
         iteration, or cancelling its task, aborts the request.
 
         Args:
             prompt: one prompt, as for `LLM.generate`.
             sampling_params: None for `LLM.get_default_sampling_params`.
             request_id: an id for `abort`, unique among unfinished requests.
-            priority: with scheduling_policy="priority", the lowest value goes first.
+            priority: with scheduling_policy="priority", the request with the lowest value goes
+                first.
 
         Raises:
-            ValueError: an invalid prompt, parameter or id.
+            ValueError: the prompt, a parameter or the id is invalid.
             RuntimeError: the AsyncLLM is closed.
         """
         return self._grow(prompt, sampling_params, request_id, priority, None)
@@ -135,18 +137,18 @@ class AsyncLLM(Refusing):
         lora_request: None = None,
         priority: int = 0,
     ) -> "Generation":
-        """Continue a prompt: `async for` yields growing outputs, `await` returns the finished one.
+        """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
 
         See `generate_stream`.
 
         Raises:
-            ValueError: a lora_request; other errors are raised when iterating or awaiting.
+            ValueError: a lora_request is given; other errors are raised when iterating or awaiting.
         """
         refuse_lora(lora_request)
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
-        """Abort a request, keeping its tokens so far; return False if there is no such request."""
+        """Abort a request, and keep its tokens so far. Return False if there is no such request."""
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
@@ -187,11 +189,11 @@ class AsyncLLM(Refusing):
         await self._ask(self._llm.stop_profile)
 
     async def close(self) -> None:
-        """Abort unfinished requests and free the device's memory; closing twice is harmless."""
+        """Abort unfinished requests and free the device's memory. Closing twice is harmless."""
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """Run `close` synchronously; pending iterations end once the event loop runs again."""
+        """Run `close` synchronously. Pending iterations end once the event loop runs again."""
         self._is_closing = True
         self._calls.put(lambda: None)
         self._thread.join()
@@ -208,12 +210,12 @@ class AsyncLLM(Refusing):
             raise RuntimeError(CLOSED)
 
     async def _ask(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Run a function on the engine's thread between two steps; return its result."""
+        """Run a function on the engine's thread between two steps, and return its result."""
         self._check_open()
         return await asyncio.wrap_future(self._call(partial(function, *arguments)))
 
     def _call(self, function: Callable[[], Any]) -> Future:
-        """Schedule a function on the engine's thread between two steps; return its future."""
+        """Schedule a function on the engine's thread between two steps, and return its future."""
         future: Future = Future()
 
         def call() -> None:
@@ -248,7 +250,7 @@ class AsyncLLM(Refusing):
         self._llm.close()
 
     def _run(self) -> None:
-        """Run steps, and calls of other threads between them, until the LLM closes."""
+        """Run steps until the LLM closes, and between them the calls of other threads."""
         engine = self._llm.engine
         while not self._is_closing:
             while not self._calls.empty() or not engine.has_work:
@@ -289,7 +291,7 @@ class AsyncLLM(Refusing):
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:
-        """Deliver new outputs to their callers, in one call per event loop."""
+        """Deliver new outputs to their callers, with one call per event loop."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
@@ -314,7 +316,10 @@ class AsyncLLM(Refusing):
 
 
 class Generation:
-    """A request that starts when iterated (yields its outputs) or awaited (returns the last)."""
+    """A request that starts when it is iterated or awaited.
+
+    Iterating yields the outputs of the request. Awaiting returns its last output.
+    """
 
     def __init__(
         self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
@@ -342,7 +347,7 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.outputs: Outputs | None = None  # this and the next: engine's thread only
+        self.outputs: Outputs | None = None  # only the engine's thread uses this and `is_cancelled`
         self.is_cancelled = False
         self.is_finished = False
         self._latest: RequestOutput | None = None
@@ -376,7 +381,7 @@ class _Stream:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function on an event loop; do nothing if the loop has closed."""
+    """Call a function on an event loop. Do nothing if the loop has closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
 

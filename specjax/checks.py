@@ -1,4 +1,4 @@
-"""Checks shared by settings; an error names the setting, its value and valid ones."""
+"""Checks that settings share. Errors name the setting, its value and the valid values."""
 
 import sys
 import warnings
@@ -13,13 +13,13 @@ _OWN = "specjax", "pallas_kernels", "contextlib", "functools"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest known one, if any is near."""
+    """Return the end of an error about an unknown name, with the nearest known name, if any."""
     near = get_close_matches(str(name), list(known), 1, NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called this package."""
+    """Show a warning at the line of code that called this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -58,26 +58,27 @@ def check_count(**values: int) -> None:
 
 
 def check_seed(**values: int) -> None:
-    """Refuse values that are not integers of 64 bits, with a sign or without."""
+    """Refuse values that are not signed or unsigned integers of 64 bits."""
     for name, value in values.items():
         if not is_integer(value) or not -(2**63) <= value < 2**64:
             raise ValueError(f"{name}={value!r} must be an integer of 64 bits, -2**63..2**64 - 1")
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is a real number, of Python or NumPy, and not a bool."""
+    """Return whether the value is a real Python or NumPy number, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether the value is an integer, of Python or NumPy, and not a bool."""
+    """Return whether the value is a Python or NumPy integer, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]:
-    """Parse a table [[lo, hi, K], ...]: K drafts if lo to hi requests decode together, as in vLLM.
+    """Parse a table [[lo, hi, K], ...] of numbers of drafts by batch size, as in vLLM.
 
-    Sizes between two entries, and beyond the last, have the K of the entry before them.
+    An entry means K drafts if lo to hi requests decode together. Sizes between two entries, and
+    beyond the last entry, have the K of the entry before them.
 
     Raises:
         ValueError: an entry is malformed; the message names it.
@@ -111,7 +112,7 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
 
 
 def parse_batches(given: Any) -> tuple[int, ...]:
-    """Return the sizes of `decode_batches`, ascending.
+    """Return the sizes of `decode_batches` in ascending order.
 
     Raises:
         ValueError: an entry is not a batch size.
@@ -123,7 +124,7 @@ def parse_batches(given: Any) -> tuple[int, ...]:
 
 
 def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (batch, width) of `prefill_shapes`, ascending by width.
+    """Return the pairs (batch, width) of `prefill_shapes` in ascending order of width.
 
     Raises:
         ValueError: an entry is not a (batch, width) pair.

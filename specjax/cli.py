@@ -34,8 +34,11 @@ _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, 2 for errors the user can fix, 130 if interrupted,
-    141 if nobody reads its output any more."""
+    """Run a command, and return its exit code.
+
+    The code is 0 for success, 2 for errors that the user can fix, 130 after an interrupt, and 141
+    if nobody reads the output any more.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     command, subcommand = args.command, getattr(args, "subcommand", None)

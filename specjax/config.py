@@ -40,8 +40,8 @@ class Method(NamedTuple):
     """The needs of a drafting method.
 
     Attributes:
-        needs_model: whether it needs a separate checkpoint.
-        has_weights: whether it has weights, in a separate checkpoint or in the target's.
+        needs_model: whether the method needs a separate checkpoint.
+        has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
         needs_shape: whether reports may use OWN_SHAPE instead of a checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
     """
@@ -73,33 +73,33 @@ class SpeculativeConfig:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
             draft), or "ngram" (continues the last earlier occurrence of the latest tokens).
-        model: the drafter's checkpoint, a folder or hub id; None for "ngram", and for "mtp" to use
-            the target's.
+        model: the drafter's checkpoint, a folder or hub id; None for "ngram", and if "mtp" comes
+            with the target's checkpoint.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
             the profile's maximum).
         num_speculative_tokens_per_batch_size: K by the number of requests that decode together, as
             a table [[lo, hi, K], ...]; sizes without an entry have the K of the entry before them.
-        dynamic_config_path: a profile, as `specjax profile` and `LLM.save_dynamic_config` write it;
-            K is chosen from its times and rates. With `adaptive`, learning begins from it.
+        dynamic_config_path: a profile that `specjax profile` or `LLM.save_dynamic_config` wrote; K
+            is chosen from its times and rates. With `adaptive`, learning begins from it.
         dynamic_config_force: use the profile even if it was measured on another model.
         adaptive: choose K from times and acceptance rates measured while serving.
         verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
             "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
-        synthetic_acceptance_rates: fraction of all steps that accept at least 1, 2, ... drafts; one
-            rate per draft, none above the previous one.
-        synthetic_acceptance_length: alternatively, the mean acceptance length, in 1..K+1.
-        draft_sample_method: above temperature 0, "probabilistic" drafts are drawn, under seed_exact
-            with the target's noise; "greedy" drafts are always the argmax.
-        aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
-            i (vLLM, the default), or "output" of 0-based layer i (SGLang).
+        synthetic_acceptance_rates: fractions of steps that accept at least 1, 2, ... drafts; one
+            rate per draft, none above the rate before it.
+        synthetic_acceptance_length: mean acceptance length in 1..K+1, instead of rates.
+        draft_sample_method: above temperature 0, "probabilistic" drafts are drawn (with the
+            target's noise under seed_exact), and "greedy" drafts are the argmax.
+        aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer i
+            (vLLM, the default), or "output" of 0-based layer i (SGLang).
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
     """
 
     method: str
-    # Resolved below; None until the profile is read if that determines it.
+    # Resolved below. If a profile determines it, it is None until the profile is read.
     num_speculative_tokens: int = None  # pyright: ignore[reportAssignmentType]
     model: str | None = None
     verification: str = "seed_exact"
@@ -148,7 +148,7 @@ class SpeculativeConfig:
         where = "speculative_config.prompt_lookup"
         named = {f"{where}_min": low, f"{where}_max": high}
         check_positive(**{name: value for name, value in named.items() if value is not None})
-        # If only one is given, it is both, as in vLLM.
+        # If only one of them is given, it is both, as in vLLM.
         if low is None and high is None:
             low, high = 2, 5
         low, high = (
@@ -229,7 +229,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The rates; for a given length, the rates of least variance: ones, a remainder, zeros."""
+        """The rates. A given length is split into ones, a remainder and zeros (least variance)."""
         if self.synthetic_acceptance_rates is not None:
             return tuple(self.synthetic_acceptance_rates)
         drafts = (self.synthetic_acceptance_length or 1) - 1
@@ -237,7 +237,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, config: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
-        """Build a config from a mapping; unknown and missing keys are errors that name them."""
+        """Build a config from a mapping. Errors name unknown and missing keys."""
         if isinstance(config, SpeculativeConfig):
             return config
         if not isinstance(config, Mapping):
@@ -264,29 +264,29 @@ class EngineConfig:
         max_model_len: maximum number of tokens of a request, including the prompt.
         max_num_seqs: maximum number of requests that run at the same time.
         max_num_batched_tokens: maximum number of tokens per step, including extra rows of drafting.
-        max_num_scheduled_tokens: maximum number of tokens per step without those rows; None for
+        max_num_scheduled_tokens: maximum number of tokens per step without extra rows; None for
             max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
-        prefill_shapes: (batch, width) of the steps that prefill chunks are compiled for; None for
-            widths that double up to the budget, each for 1, 4, 16, ... prompts. The largest must
-            hold max_num_batched_tokens.
+        prefill_shapes: pairs (batch, width) that prefill steps are compiled for; None for widths
+            that double up to the budget, each for 1, 4, 16, ... prompts. The largest must hold
+            max_num_batched_tokens.
         page_size: tokens per page of the KV cache.
-        num_pages: number of pages for layers without a window; the maximum for other layers.
+        num_pages: number of pages for layers without a window, and the maximum for other layers.
         max_window_pages: maximum number of pages per window; None for as many as can be in use.
         enable_prefix_caching: keep pages for later requests with the same prefix.
         num_snapshots: number of recurrent states kept for prefix caching; None for a quarter of
             max_num_seqs.
-        scheduling_policy: "fcfs", or "priority": the lowest priority value first.
+        scheduling_policy: "fcfs" (first come, first served), or "priority" (lowest value first).
         dtype: dtype of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
-        compile_ahead: compile every shape before the first request, not in the background.
+        compile_ahead: compile every shape before the first request instead of in the background.
         exact: run every step in one shape, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
-        logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
-            drawn from, "both" the latter, and for the token itself also the model's.
-        seed: seed of requests without one, any integer of 64 bits.
+        logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
+            tokens are drawn from. "both" is "processed", with "raw" for the token itself as well.
+        seed: seed of requests without a seed, any integer of 64 bits.
     """
 
     max_model_len: int
@@ -352,7 +352,7 @@ class EngineConfig:
         self._set_shapes()
 
     def _set_shapes(self) -> None:
-        """Set the shapes: the given ones, in order, or the defaults."""
+        """Set the shapes, in order: the given shapes, or the default shapes."""
         usual = self._usual_batches(), self._usual_shapes()
         batches = usual[0] if self.decode_batches is None else self._checked_batches()
         shapes = usual[1] if self.prefill_shapes is None else self._checked_shapes()
@@ -400,10 +400,10 @@ class EngineConfig:
         return growing(1, self.max_num_seqs, 2)
 
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Return widths that double up to the budget, each for 1, 4, 16, ... prompts, if they fit.
+        """Return shapes: widths that double up to the budget, each for 1, 4, 16, ... prompts.
 
         Padding costs as much as tokens, and a full engine mostly runs a few short chunks next to a
-        round: at most three quarters of a batch are padding.
+        round. At most three quarters of a batch are padding.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)
@@ -428,7 +428,7 @@ class EngineConfig:
     def _checked_shapes(self) -> tuple[tuple[int, int], ...]:
         given = self.prefill_shapes
         ordered = parse_shapes(given)
-        # No step has more prompt tokens than the budget, or than all its requests have.
+        # No step has more prompt tokens than the budget, or than all of its requests together.
         possible = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
         largest = max(batch * width for batch, width in ordered)
         if largest < possible and ordered != self._usual_shapes():
@@ -442,7 +442,7 @@ class EngineConfig:
 
 
 def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Return sizes that grow from `first` by a factor, and end with `last`."""
+    """Return sizes from `first` to `last`, each at most `factor` times the size before it."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(min(factor * sizes[-1], last))

@@ -21,11 +21,12 @@ _Options = make_dataclass(
 
 
 class EngineArgs(_Options):
-    """The options of `LLM`, as a dataclass: `LLM(**asdict(EngineArgs(model=...)))`.
+    """The options of `LLM` as a dataclass, for `LLM(**asdict(EngineArgs(model=...)))`.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: an unsupported option of vLLM that would change outputs, or a removed one.
+        TypeError: an option is unknown.
+        ValueError: an option of vLLM is not supported and would change outputs, or an option was
+            removed.
     """
 
     def __init__(self, model: str | Path | Model, **options: Any):

@@ -1,4 +1,4 @@
-"""The public entry point: prompts in, continuations out."""
+"""Contains `LLM`, the public entry point, which continues prompts."""
 
 import itertools
 import time
@@ -46,49 +46,49 @@ class LLM(VllmMethods):
     Args:
         model: a checkpoint in Hugging Face layout (folder or hub id), or a `Model` value.
         params: the parameters of a `Model` value.
-        speculative_config: a `SpeculativeConfig` or its fields; None decodes without drafts.
-        dtype: dtype of weights and caches, "float32", "float" (the same) or "bfloat16"; "auto" is
-            the checkpoint's dtype on a GPU, float32 on a CPU.
+        speculative_config: a `SpeculativeConfig`, or a mapping of its fields; None for no drafts.
+        dtype: dtype of weights and caches, "float32" (or "float") or "bfloat16"; "auto" is the
+            checkpoint's dtype on a GPU, float32 on a CPU.
         max_model_len: maximum number of tokens of a request, including the prompt; None for the
             model's limit, on a CPU at most 8192.
         max_num_seqs: maximum number of requests that run at the same time; None for 256 on a GPU
             (fewer if its memory holds fewer recurrent states), 16 on a CPU.
         max_num_batched_tokens: maximum number of tokens per step, including extra rows of drafting;
             None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: the maximum without those rows; None for max_num_batched_tokens.
-        decode_batches: batch sizes that rounds may be compiled for, as (1, 8, 64); None for powers
-            of two up to max_num_seqs.
-        prefill_shapes: (batch, width) of the steps that prefill chunks may be compiled for; None
-            for widths that double up to the budget, each for 1, 4, 16, ... prompts.
-        num_pages: number of pages of the KV cache; None for all requests at full length, or for as
-            many as the device's memory holds.
+        max_num_scheduled_tokens: the maximum without extra rows; None for max_num_batched_tokens.
+        decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
+            powers of two up to max_num_seqs.
+        prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
+            that double up to the budget, each for 1, 4, 16, ... prompts.
+        num_pages: number of pages of the KV cache; None for the pages of all requests at full
+            length, or for fewer if the device's memory holds fewer.
         page_size: tokens per page.
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
             also need a snapshot of their states, so they reuse shorter prefixes.
-        num_snapshots: number of snapshots kept; None for 4 max_num_seqs, or as many as fit.
+        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, or for as many as fit.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
-        compile_ahead: compile all shapes, and everything that requests need, before they run: speed
-            and bits are then those of a warm engine. By default requests run padded in the first
+        compile_ahead: compile all shapes, and everything that requests need, before they run, so
+            that speed and bits are as in a warm engine. By default requests run padded in the first
             shapes, and better shapes are compiled in the background.
-        exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
-            of all `max_num_seqs` requests and at least 8 tokens for each, compiled at the start.
+        exact: make tokens and logprobs bitwise equal under any schedule. Every step runs in one
+            shape, of all `max_num_seqs` requests with at least 8 tokens, compiled at the start.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
-        logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
-            drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same. "both" is
-            "processed", with the model's log-probability in `Logprob.raw_logprob`.
-        tensor_parallel_size: devices to split the model over; must be 1.
+        logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
+            tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
+            "both" is "processed", with the model's log-probability in `Logprob.raw_logprob`.
+        tensor_parallel_size: number of devices that hold the model; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
-        compilation_cache: folder where compiled steps are kept between runs, unless JAX already has
-            one; None for nowhere.
-        seed: seed of requests without one, any integer of 64 bits.
-        verbose: show bars on a terminal, and log loading and, without a terminal, generating with
+        compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache
+            folder; None for no folder.
+        seed: seed of requests without a seed, any integer of 64 bits.
+        verbose: show bars on a terminal, and log loading (without a terminal also generating) with
             the logger "specjax", which writes to stderr unless logging is configured.
 
     Raises:
-        ValueError: options that contradict each other or do not fit the model.
-        CheckpointError: files that are missing, damaged or of the wrong kind.
+        ValueError: options contradict each other or do not fit the model.
+        CheckpointError: files are missing, damaged or of the wrong kind.
     """
 
     def __init__(self, model: str | Path | Model, **options: Unpack[LLMOptions]):
@@ -132,7 +132,7 @@ class LLM(VllmMethods):
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs come in the order of the prompts.
+        """Continue each prompt. Outputs come in the order of the prompts.
 
         A request that fails alone, for example in its grammar, ends with finish_reason "error"; the
         other requests continue.
@@ -140,12 +140,12 @@ class LLM(VllmMethods):
         Args:
             prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
                 list of these.
-            sampling_params: one for all prompts or one per prompt; None for
+            sampling_params: parameters for all prompts, or a list with one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: show progress, as a bar, or as log lines without a terminal; or a class with
-                the arguments of tqdm.
+            use_tqdm: whether to show progress, as a bar, or without a terminal as log lines; or a
+                class with the arguments of tqdm.
             lora_request: must be None; LoRA adapters are not supported.
-            priority: with scheduling_policy="priority", the lowest value goes first.
+            priority: with scheduling_policy="priority", requests with low values go first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
 
         Raises:
@@ -170,17 +170,17 @@ class LLM(VllmMethods):
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Continue each prompt; yield an output whenever it has grown.
+        """Continue each prompt. Yield an output whenever it has grown.
 
-        `SamplingParams.output_kind` sets what it contains: by default the whole output so far. The
-        last one of a request is `finished`. Requests start when the first output is asked for;
-        leaving the iteration aborts those that have not finished. Other calls may run in between.
+        `SamplingParams.output_kind` sets what an output contains, by default everything so far. The
+        last output of a request is `finished`. Requests start when the first output is asked for;
+        leaving the iteration aborts unfinished requests. Other calls may run in between.
 
-        `use_tqdm` logs the progress every ten seconds: text printed between outputs would break a
-        bar.
+        `use_tqdm` logs the progress every ten seconds, because text printed between outputs would
+        break a bar.
 
         Raises:
-            ValueError: as `generate`, at the call itself.
+            ValueError: as for `generate`; raised by the call itself.
         """
         requests = self._requests(prompts, sampling_params, priority)
         return self._stream(requests, is_told=use_tqdm)
@@ -219,18 +219,18 @@ class LLM(VllmMethods):
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
 
         Args:
-            messages: contents are texts, or lists of {"type": "text", "text": ...}.
-            chat_template: a template in Jinja, or the name of one in the checkpoint.
+            messages: each message's content is a text, or a list of {"type": "text", "text": ...}.
+            chat_template: a Jinja template, or the name of a template in the checkpoint.
             chat_template_content_format: "openai" passes contents to the template as lists of
-                parts; "string" and "auto" as texts, with the parts of a list joined by line breaks.
-            add_generation_prompt: begin the assistant's turn.
-            continue_final_message: continue the last message, without add_generation_prompt.
+                parts; "string" and "auto" join the parts of a list to a text, with line breaks.
+            add_generation_prompt: whether to begin the assistant's turn.
+            continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
             options: further arguments of `generate`.
 
         Raises:
-            ValueError: messages that cannot be rendered, or as `generate`.
+            ValueError: messages cannot be rendered, or as for `generate`.
             CheckpointError: there is no chat template.
         """
         self._check_open()
@@ -254,7 +254,7 @@ class LLM(VllmMethods):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> Request:
-        """Return a validated request, to pass to `start`.
+        """Return a validated request, which can be passed to `start`.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -270,7 +270,7 @@ class LLM(VllmMethods):
         return request
 
     def start(self, request: Request, prompt: str | None = None) -> Outputs:
-        """Queue a request; return its outputs, which grow as the engine steps.
+        """Queue a request. Return its outputs, which grow as the engine steps.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -292,7 +292,7 @@ class LLM(VllmMethods):
         return list_metrics(self.metrics())
 
     def save_dynamic_config(self, path: str | Path) -> None:
-        """Write the times and rates that adaptive K has learned, for `dynamic_config_path`.
+        """Write a profile of learned times and rates, which `dynamic_config_path` can name.
 
         Raises:
             ValueError: no times were learned.
@@ -302,21 +302,21 @@ class LLM(VllmMethods):
             save_profile(self.engine, Path(path))
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """Return the checkpoint's tokenizer: encode, decode, apply_chat_template.
+        """Return the checkpoint's tokenizer, with encode, decode and apply_chat_template.
 
         Raises:
-            ValueError: the checkpoint has none.
+            ValueError: the checkpoint has no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer; generate takes and gives token ids")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default sampling_params, from generation_config.json if there is one."""
+        """Return the default sampling_params, read from generation_config.json if there is one."""
         return self._default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False, and do nothing, while requests run."""
+        """Clear the prefix cache and return True. While requests run, only return False."""
         with self._lock:
             self._check_open()
             if not self.engine.has_work:
@@ -341,13 +341,13 @@ class LLM(VllmMethods):
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Allocate the memory again that `sleep` freed."""
+        """Allocate again the memory that `sleep` has freed."""
         with self._lock:
             self._check_open()
             self._sleep.end()
 
     def is_sleeping(self) -> bool:
-        """Return whether the LLM is asleep, see `sleep`."""
+        """Return whether the LLM is asleep (see `sleep`)."""
         self._check_open()
         return self._sleep.level > 0
 
@@ -371,7 +371,7 @@ class LLM(VllmMethods):
         self.close()
 
     def _step(self) -> list[Sample]:
-        """Run a step for all threads' requests; return the samples that gained tokens or ended."""
+        """Run a step for all threads' requests. Return the samples that gained tokens or ended."""
         with self._lock:
             self._check_open()
             return self.engine.step()
@@ -398,7 +398,7 @@ class LLM(VllmMethods):
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[tuple[Request, str | None]]:
-        """Return a validated request for every prompt, and the prompt's text if it is one."""
+        """Return a validated request per prompt, and the prompt's text (None for token ids)."""
         listed = as_prompt_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if tokenization_kwargs:
@@ -420,14 +420,14 @@ class LLM(VllmMethods):
         return [(one, prompt_text(prompt)) for one, prompt in zip(requests, listed, strict=True)]
 
     def _free_numbers(self, count: int) -> list[int]:
-        """Return the next numbers that are not ids of unfinished requests."""
+        """Return the next `count` numbers that are not ids of unfinished requests."""
         taken = self.engine.unfinished_ids
         free = (number for number in itertools.count(self._next_id) if str(number) not in taken)
         return list(itertools.islice(free, count))
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
-        """Queue the requests; abort unfinished ones when the block is left."""
+        """Queue requests and yield their outputs. Abort unfinished ones when the block is left."""
         started: list[Outputs] = []
         try:
             with self._lock:

@@ -1,4 +1,4 @@
-"""Outputs for users: continuations of a prompt, and log-probabilities of their tokens."""
+"""Outputs for users: the continuations of a prompt, and log-probabilities of their tokens."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None  # None unless logprobs were requested
     logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it grows
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while the text grows
     stop_reason: int | str | None  # stop text or token id; None for end of sequence and length
     error: Exception | None = None  # the error, if this request failed
 
@@ -37,14 +37,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request's stages; `_ts` are seconds of `time.monotonic`.
+    """The times of a request's stages. Fields with `_ts` are seconds of `time.monotonic`.
 
     Attributes:
-        num_generation_tokens: tokens of all samples.
-        queued_ts: when it was queued.
-        scheduled_ts: when its first sample was first scheduled in a step; None before.
-        first_token_ts: when its first token was read; None before.
-        last_token_ts: when its latest token was read; None before the first.
+        num_generation_tokens: number of tokens of all samples.
+        queued_ts: when the request was queued.
+        scheduled_ts: when the first sample was first scheduled in a step; None before that.
+        first_token_ts: when the first token was read; None before that.
+        last_token_ts: when the latest token was read; None before the first token.
     """
 
     num_generation_tokens: int
@@ -55,7 +55,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float | None:
-        """Seconds from queueing to the first token; None before it."""
+        """Seconds from queueing to the first token; None before the first token."""
         return None if self.first_token_ts is None else self.first_token_ts - self.queued_ts
 
 
@@ -66,9 +66,9 @@ class RequestOutput:
     request_id: Hashable  # a string by default; any id given by the user
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
+    prompt_logprobs: list[TokenLogprobs | None] | None  # its first entry is None
     outputs: Sequence[CompletionOutput]
     finished: bool = True  # whether all outputs are complete
-    # Not compared: outputs are equal if their tokens are, regardless of timing.
+    # These are not compared: outputs are equal if their tokens are, regardless of timing.
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    num_cached_tokens: int | None = field(default=None, compare=False)  # None before it starts
+    num_cached_tokens: int | None = field(default=None, compare=False)  # None before the start

@@ -1,4 +1,4 @@
-"""Sampling parameters and stop conditions of a request, all validated here."""
+"""Defines and validates a request's sampling parameters and stop conditions."""
 
 import json as json_module
 import math
@@ -22,12 +22,12 @@ LogitsProcessor = Callable[[Any, Any, Any], Any]
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds; calls that are not streams return everything.
+    """The contents of each output of a stream. Calls that are not streams return everything.
 
     Attributes:
         CUMULATIVE: all tokens and text so far.
-        DELTA: what was added since the previous output.
-        FINAL_ONLY: everything, in one output at the end.
+        DELTA: the tokens and text added since the previous output.
+        FINAL_ONLY: all tokens and text, in one output at the end.
     """
 
     CUMULATIVE = 0
@@ -43,7 +43,7 @@ class StructuredOutputs:
     Attributes:
         json: a JSON schema, as a mapping or as a string.
         regex: a regular expression that the whole output matches.
-        choice: texts, one of which the output equals.
+        choice: a list of texts; the output equals one of them.
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
         json_object: True for any JSON object; equivalent to the schema {"type": "object"}.
     """
@@ -104,48 +104,50 @@ class SamplingParams:
     when it is made; later assignments do not affect it. The fields up to `prompt_logprobs` may be
     given by position, in vLLM's order.
 
-    Applied to the logits in this order: repetition, presence and frequency penalty, bad_words,
-    logit_bias, allowed_token_ids, min_tokens, logits_processors, structured_outputs; then, above
-    temperature 0, temperature, min_p, top_k and top_p, each over the tokens that the previous ones
-    kept. Tokens that tie at a threshold are kept.
+    Parameters are applied to the logits in this order: repetition, presence and frequency penalty,
+    bad_words, logit_bias, allowed_token_ids, min_tokens, logits_processors, structured_outputs.
+    Above temperature 0, temperature, min_p, top_k and top_p follow, each over the tokens that the
+    previous parameters kept. Tokens that tie at a threshold are kept.
 
     Attributes:
-        n: samples per prompt; they share the prompt's pages.
-        presence_penalty: subtracted from the logits of tokens in the output.
-        frequency_penalty: subtracted once for each occurrence in the output.
-        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019,
-            CTRL): positive logits are divided by it, negative ones multiplied.
-        temperature: 0 is greedy; above it, tokens are sampled from softmax(logits / temperature).
+        n: number of samples per prompt; they share the prompt's pages.
+        presence_penalty: number subtracted from the logits of tokens in the output.
+        frequency_penalty: number subtracted from a logit for each occurrence of the token in the
+            output.
+        repetition_penalty: a value above 1 discourages tokens of prompt and output (Keskar et al.
+            2019, CTRL). Positive logits are divided by the value, and negative logits are
+            multiplied by it.
+        temperature: 0 is greedy; above 0, tokens are drawn from softmax(logits / temperature).
         top_p: keep the most likely tokens that together reach this probability; 1 keeps all.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens whose probability is at least this fraction of the highest.
-        seed: makes sampling reproducible, regardless of other requests and of drafts. Any integer
-            of 64 bits; those outside 0..2**32 - 1 are folded to 32 bits. None or -1 derives it from
-            the engine's seed and the number of the request. Samples after the first derive theirs
-            from it.
+        min_p: keep tokens whose probability is at least this fraction of the highest probability.
+        seed: makes sampling reproducible, regardless of other requests and of drafts. The seed is
+            any integer of 64 bits. Integers outside 0..2**32 - 1 are folded to 32 bits. None or -1
+            derives the seed from the engine's seed and the number of the request. Samples after the
+            first derive their seeds from this seed.
         stop: texts that end the output, which is truncated before them.
         stop_token_ids: ids that end the output, in addition to the model's end of sequence.
         ignore_eos: continue past the model's end of sequence; the output of `structured_outputs`
             ends there nevertheless.
         max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
         min_tokens: minimum number of tokens; nothing ends the output earlier.
-        logprobs: report the log-probability of each token and of this many most likely ones; -1
-            for the whole vocabulary, if `max_logprobs` allows it.
-        prompt_logprobs: the same for the tokens of the prompt.
+        logprobs: report the log-probability of each token, and of this number of most likely
+            tokens; -1 for the whole vocabulary, if `max_logprobs` allows it.
+        prompt_logprobs: as `logprobs`, for the tokens of the prompt.
         detokenize: whether outputs carry text.
         skip_special_tokens: omit special tokens from the text.
         spaces_between_special_tokens: must be True if special tokens are in the text.
         include_stop_str_in_output: end the text with the stop text, or with the text of the stop
             token.
         output_kind: what each output of a stream holds.
-        truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 for as many as
-            leave room for `max_tokens`.
+        truncate_prompt_tokens: keep only this number of last tokens of the prompt; -1 for as many
+            tokens as leave room for `max_tokens`.
         structured_outputs: a constraint on the output's format; needs the extra "structured".
-        logit_bias: added to the logits of token ids.
+        logit_bias: a number per token id, which is added to the logit of this token.
         allowed_token_ids: the only ids that may be generated.
         bad_words: texts that must not be generated.
-        logits_processors: pure JAX functions (tokens i32[L], length i32, logits f32[V]) ->
-            f32[V], traced once; tokens past `length` are meaningless.
+        logits_processors: pure JAX functions that take (tokens i32[L], length i32, logits f32[V])
+            and return logits f32[V]. They are traced once. Tokens past `length` are meaningless.
         num_speculative_tokens: maximum number of drafts per step, if less than the engine's K; None
             for K.
     """
@@ -222,8 +224,9 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether any parameter modifies the logits, apart from temperature, logits_processors and
-        structured_outputs.
+        """Whether any parameter modifies the logits.
+
+        The parameters temperature, logits_processors and structured_outputs do not count.
         """
         truncates = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
@@ -312,7 +315,10 @@ class SamplingParams:
 def _check_number(
     name: str, value: Any, minimum: float, maximum: float, remedy: str, *, is_open: bool = False
 ) -> None:
-    """Raise an error unless it is a number in [min, max], or in (min, max] if `is_open`."""
+    """Raise an error unless `value` is a number from `minimum` to `maximum`.
+
+    If `is_open`, `minimum` itself is an error, too.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     try:
         number = float(value) if is_number else math.nan

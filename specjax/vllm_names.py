@@ -1,4 +1,4 @@
-"""Names of vLLM 0.33: accepted with values that match the behaviour here, otherwise refused."""
+"""Accepts names of vLLM 0.33 if their values match the behaviour here, and refuses all others."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -30,7 +30,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field that vLLM has and specjax does not."""
+    """A field that vLLM has and specjax does not have."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here
@@ -95,7 +95,7 @@ SPECULATION: Mapping[str, Taken] = {
     ),
 }
 
-# vLLM's names of methods and verification, and ours if they differ.
+# vLLM's names of methods and of verification, and our names for them.
 _DRAFTING = {"dspark": "dflash", "ngram_gpu": "ngram"}
 _VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
 
@@ -105,7 +105,7 @@ Class = TypeVar("Class", bound=type)
 def take_keys(
     given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the known keys of a mapping; vLLM's keys in the table are dropped.
+    """Return the known keys of a mapping, with their values. vLLM's keys in `table` are dropped.
 
     Raises:
         ValueError: a key of vLLM has a value that would change something (the message names the
@@ -124,7 +124,7 @@ def take_keys(
 
 
 def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Return a `speculative_config` with vLLM's names translated to ours.
+    """Return a `speculative_config` with vLLM's names translated to our names.
 
     Raises:
         ValueError: see `take_keys`.
@@ -144,9 +144,9 @@ def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str
 
 
 def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
-    """Return a decorator of dataclasses: the constructor also takes the table's names.
+    """Return a decorator of dataclasses whose constructor then also takes the table's names.
 
-    The constructor raises ValueError for values that would change something, and TypeError for
+    The constructor raises ValueError for a value that would change something, and TypeError for
     unknown names.
     """
 
@@ -172,7 +172,7 @@ def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
 
 
 def _check(name: str, value: Any, taken: Taken, where: str) -> None:
-    """Refuse a value that does not match the behaviour here; warn if any value is ignored."""
+    """Refuse a value that does not match the behaviour here. Warn if the name has no effect."""
     if taken.values is None:
         warn(f"{name}={value!r} is an option of vLLM, and has no effect here")
     # 0 == False, so compare types as well.

@@ -1,13 +1,14 @@
-"""Checks a drafter: how often its drafts are accepted, and whether a different setup would help.
+"""Checks how often a drafter's drafts are accepted, and whether another setup would help.
 
-The target is run over whole texts without a cache. At places of each text the drafter, called as in
-serving, drafts from the target's features up to there; a draft is accepted if it is the target's
-choice. The same is done with other auxiliary layers, features, mask tokens and vocabularies. If one
-of these trials is accepted clearly more often, it reveals a fault.
+The target runs over whole texts without a cache. At several places of each text, the drafter drafts
+from the target's features up to that place, with the same calls as in serving. A draft is accepted
+if it is the target's choice. Trials repeat this with other auxiliary layers, features, mask tokens
+and vocabularies. If the drafts of a trial are accepted clearly more often, the trial reveals a
+fault.
 
 The number of accepted drafts varies much between places, which hides a small fault if there are few
-texts. The overlap of the distributions of drafter and target (the acceptance rate of sampled drafts
-at temperature 1) varies little, so a gain in either counts.
+texts. The overlap of the drafter's and the target's distributions varies little. The overlap is the
+acceptance rate of sampled drafts at temperature 1. A clear gain in either figure reveals a fault.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,9 +37,10 @@ from specjax.train.context import CausalRows
 
 NUM_PLACES = 32  # number of places per text at which drafts are made
 PAGE_SIZE, LENGTHS = 16, 128  # texts are padded to multiples of LENGTHS, to compile few programs
-SHIFTS = -2, -1, 1, 2  # of auxiliary layers: by other counting conventions, and by one more
-# A trial is clearly better if it gains at least this acceptance length, or this overlap, and this
-# number of standard errors; unpaired trials, on other texts, need more of them.
+SHIFTS = -2, -1, 1, 2  # of auxiliary layers: 1 is another counting convention, 2 is one further
+# A trial is clearly better if its acceptance length or its overlap is higher by at least this
+# difference, and by this number of standard errors. Unpaired trials, which ran on other texts, need
+# more standard errors.
 LEAST_GAIN, LEAST_IN_COMMON = 0.05, 0.01
 LEAST_ERRORS, LEAST_ERRORS_UNPAIRED = 2.5, 3.0
 
@@ -55,37 +57,40 @@ class Trial(NamedTuple):
 
     name: str
     drafter: Drafter
-    params: Any  # the drafter's
-    layers: tuple[int, ...]  # it reads the input of these layers
-    shift: int = 0  # it reads features this number of rows later
-    fault: str = ""  # the fault, if this trial is better than the drafter as it is
+    params: Any  # the drafter's parameters
+    layers: tuple[int, ...]  # the drafter reads the inputs of these layers
+    shift: int = 0  # the drafter reads features from this number of rows ahead
+    fault: str = ""  # the fault to report if this trial is clearly better
 
 
 class Tally(NamedTuple):
     """Accepted drafts and overlaps at the P places of all texts."""
 
-    is_accepted: np.ndarray  # bool[P, K], together with all drafts before it
-    is_counted: np.ndarray  # bool[P, K], whether the text follows the target's choices before it
-    in_common: np.ndarray  # f64[P], overlap at the first draft: sum of min(p, q) over tokens
+    is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
+    is_counted: np.ndarray  # bool[P, K], whether the text before the draft is the target's choice
+    in_common: np.ndarray  # f64[P], overlap for the first draft: sum of min(p, q) over tokens
 
     @property
     def rates(self) -> list[float]:
-        """The fraction of drafts accepted at position 1, 2, ..."""
+        """The fraction of accepted drafts at each position."""
         counts = np.maximum(self.is_counted.sum(0), 1)
         return ((self.is_accepted & self.is_counted).sum(0) / counts).tolist()
 
     @property
     def length(self) -> float:
-        """The acceptance length: accepted drafts per step, plus one token of the target."""
+        """The acceptance length: the mean number of accepted drafts per step, plus 1."""
         return 1 + sum(self.rates)
 
     @property
     def accepted(self) -> np.ndarray:
-        """The number of drafts accepted at each place, f64[P]."""
+        """The number of accepted drafts f64[P] at each place."""
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
-        """Return whether another tally is better beyond chance; paired ones share their places."""
+        """Return whether `other` is better by more than chance.
+
+        `is_paired` means that both tallies have the same places.
+        """
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
             (self.accepted, other.accepted, LEAST_GAIN),
@@ -101,10 +106,10 @@ class Tally(NamedTuple):
 
 
 class Checkup(NamedTuple):
-    """The result: tallies of the drafter as it is and of all trials, and the faults found."""
+    """The tallies of a drafter and of its trials, and the faults found."""
 
-    reference: Tally
-    tried: dict[str, Tally]  # by name
+    reference: Tally  # of the drafter as it is
+    tried: dict[str, Tally]  # of each trial, by name
     faults: list[str]
 
 
@@ -121,8 +126,8 @@ def check(
     """Check a drafter on texts that the target wrote.
 
     Args:
-        mask_ids: tokens to try as the mask token, if the drafter has one.
-        vocabularies: token ids i32[V_d] to try as the draft vocabulary, by their source.
+        mask_ids: token ids to try as the mask token, if the drafter has a mask token.
+        vocabularies: draft vocabularies to try (token ids i32[V_d]), by the name of their source.
 
     Raises:
         ValueError: no text has an answer of more than k + 1 tokens.
@@ -137,7 +142,9 @@ def check(
 def measure(
     target: Model, params: Any, trials: Sequence[Trial], texts: Sequence[Text], k: int
 ) -> dict[str, Tally]:
-    """Return the tally of each trial by name; `params` are the target's parameters.
+    """Return the tally of each trial by name.
+
+    `params` are the target's parameters.
 
     Raises:
         ValueError: no text has an answer of more than k + 1 tokens.
@@ -175,7 +182,7 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield the trials of a drafter other than the drafter as it is."""
+    """Yield the trials that differ from `own`, the drafter as it is."""
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
         if min(layers) >= 0 and max(layers) <= target.num_layers:
@@ -228,7 +235,10 @@ def _other_recycling(own: Trial, drafter: Any) -> Trial:
 def _name_faults(
     reference: Tally, tallies: Mapping[str, Tally], trials: Sequence[Trial]
 ) -> list[str]:
-    """Return only the fault of the best trial; one fault can make several trials look better."""
+    """Return a list with the fault of the best trial; empty if no trial is clearly better.
+
+    Other trials are left out, because one fault can make several trials look better.
+    """
     better = [s for s in trials if reference.is_clearly_below(tallies[s.name], is_paired=True)]
     if not better:
         return []
@@ -237,7 +247,7 @@ def _name_faults(
 
 
 def as_gain(ours: Tally, theirs: Tally) -> str:
-    """Return how much better another tally is, in words."""
+    """Describe in words how much better `theirs` is than `ours`."""
     return (
         f"acceptance length {theirs.length:.2f} against {ours.length:.2f}, "
         f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} overlap"
@@ -245,7 +255,10 @@ def as_gain(ours: Tally, theirs: Tally) -> str:
 
 
 def _places(text: Text, k: int) -> np.ndarray | None:
-    """Return the positions i32[NUM_PLACES] of the answer's tokens after which drafts are made."""
+    """Return the positions i32[NUM_PLACES] of the tokens after which drafts are made.
+
+    All positions lie in the answer. Return None if the answer is too short.
+    """
     last = len(text.tokens) - k - 1
     if last < text.num_prompt:
         return None
@@ -259,7 +272,7 @@ def _read(
     """Run the target on a text.
 
     Returns hidden states [T, D], the states that enter `layers`, the target's choices i32[T], and
-    its distributions f32[N, V] of the token after each of `starts`.
+    the target's distributions f32[N, V] of the token after each of `starts`.
     """
     features, _ = target.extend(params, tokens, CausalRows.of(1, len(tokens)), None, layers)
     logits, auxiliary = target.logits(params, features.hidden), features.auxiliary
@@ -281,7 +294,8 @@ def _draft(
 ) -> tuple[jax.Array, jax.Array]:
     """Draft after each of `starts`, with one request per place.
 
-    Returns drafts i32[N, k], and the distributions f32[N, V] of first drafts at temperature 1.
+    Returns drafts i32[N, k], and the drafter's distributions f32[N, V] of the first drafts at
+    temperature 1.
     """
     count, length = len(starts), len(tokens)
     num_pages = length // PAGE_SIZE

@@ -1,4 +1,4 @@
-"""Measures plain decoding and one drafter after another; an interrupt keeps the results so far."""
+"""Measures plain decoding, then each drafter. An interrupt keeps the results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _WARM_UP_TOKENS = 4
 
 
 class BenchRun:
-    """A measurement of plain decoding, and of each drafter alternating with plain decoding.
+    """A measurement of plain decoding, and of drafters that alternate with plain decoding.
 
     Attributes:
         figures: figures of the configurations measured so far, plain decoding first.
@@ -46,7 +46,9 @@ class BenchRun:
         self._engines: dict[str, Engine] = {}
 
     def run(self, stack: ExitStack, screen: Screen) -> None:
-        """Load, compile, warm up and measure; `stack` closes the engines.
+        """Load, compile, warm up and measure all configurations.
+
+        `stack` closes the engines when it exits.
 
         Raises:
             ValueError: settings or checkpoints do not fit each other.
@@ -77,7 +79,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations alternating with plain decoding; keep figures if interrupted."""
+        """Measure configurations in turn with plain decoding. An interrupt keeps the figures."""
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:
@@ -124,7 +126,7 @@ class BenchRun:
         return Machine.look(self._load, self._spans, has_gpu=platform == "gpu")
 
     def lines(self, report: Mapping[str, Any]) -> list[str]:
-        """Return the lines below the table of a report."""
+        """Return the lines that are shown below the table of a report."""
         settings, figures = self.settings, self.figures
         platform = report["environment"]["platform"]
         missing = [c.name for c in settings.configurations][len(figures) :]
@@ -144,12 +146,12 @@ class BenchRun:
 
 
 def has_tokens(rounds: Sequence[Round]) -> bool:
-    """Return whether there is anything to time."""
+    """Return whether any round decoded tokens under every configuration."""
     return any(all(run.num_tokens for run in one.values()) for one in rounds)
 
 
 def summarise_rounds(shown: Sequence[Configuration], rounds: Sequence[Round]) -> list[Figures]:
-    """Return the figures of configurations, each compared with plain decoding."""
+    """Return the figures of each configuration, compared with plain decoding."""
     baseline = [one[PLAIN_ONE] for one in rounds]
     return [summarise(shape, [one[shape] for one in rounds], baseline) for shape in shown]
 
@@ -173,7 +175,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load plain decoding or a drafter, with every step of the measurement compiled."""
+    """Load plain decoding or a drafter, and compile every step of the measurement."""
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),
@@ -192,7 +194,7 @@ def warm_up(
     configurations: Sequence[Configuration],
     requests: Sequence[Request],
 ) -> None:
-    """Run each configuration once, untimed, to warm up memory and caches."""
+    """Run each configuration once without timing it, to warm up memory and caches."""
     short = [
         replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
         for request in requests
@@ -203,7 +205,7 @@ def warm_up(
 
 
 def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
-    """Return the lines on what was measured and how."""
+    """Return lines that say what was measured and how."""
     environment, versions = report["environment"], report["environment"]["versions"]
     device = environment["device_kind"]
     if environment["platform"] == "cpu":

@@ -1,4 +1,7 @@
-"""Engines for measuring policies: with and without a drafter, sharing the target's weights."""
+"""Opens two engines for measuring policies, with and without a drafter.
+
+Both engines share the target's weights.
+"""
 
 import argparse
 from collections import Counter
@@ -19,13 +22,13 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.drafters import parse_drafter
 from specjax.text.tokenizer import load_tokenizer
 
-# Prefill is not timed. Small chunks need few programs; a batch should start together.
+# Prefill is not timed. With small chunks few programs suffice, and a batch starts together.
 _PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Models, sizes and sampling of a measurement; fields are options of the commands."""
+    """The models, sizes and sampling of a measurement. The fields are options of the commands."""
 
     model: str
     method: str
@@ -38,7 +41,7 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
-    synthetic_rates: tuple[float, ...] | None = None  # replace the drafter's acceptance
+    synthetic_rates: tuple[float, ...] | None = None  # acceptance rates that replace the drafter's
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})
@@ -72,7 +75,10 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests, repeating prompts; they ignore EOS to keep batches full."""
+        """Return `batch_size` requests, which repeat prompts if there are too few.
+
+        The requests ignore EOS, so that batches stay full.
+        """
         folder = resolve(self.model)
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
@@ -89,7 +95,7 @@ class Setup:
 
 
 def read_setup(args: argparse.Namespace) -> Setup:
-    """Return the setup for a command's options."""
+    """Return the setup that a command's options describe."""
     method, drafter = read_drafter(args.model, args.drafter)
     return Setup(
         model=args.model,
@@ -108,7 +114,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
 
 
 def read_rates(text: str | None) -> tuple[float, ...] | None:
-    """Parse rates like 0.8,0.5; return None for None."""
+    """Parse acceptance rates like 0.8,0.5. Return None if `text` is None."""
     if text is None:
         return None
     try:
@@ -118,7 +124,10 @@ def read_rates(text: str | None) -> tuple[float, ...] | None:
 
 
 def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
-    """Return the method and checkpoint of --drafter; by default of the demo model's drafter."""
+    """Return the method and the checkpoint of a drafter.
+
+    `given` is the value of --drafter. If it is None, return the drafter of the demo model `model`.
+    """
     if given is None:
         if model not in DRAFTERS:
             raise ValueError(f"--model {model} has no default drafter; name one with --drafter")
@@ -129,7 +138,7 @@ def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
 
 
 def read_integers(option: str, text: str) -> tuple[int, ...]:
-    """Parse a list like 1,2,3; return it sorted, without duplicates."""
+    """Parse a list like 1,2,3. Return its numbers in ascending order, without duplicates."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
@@ -137,7 +146,7 @@ def read_integers(option: str, text: str) -> tuple[int, ...]:
 
 
 def step_budget(batch_size: int, max_drafts: int) -> int:
-    """Return the token budget of a step with which all requests prefill and decode together.
+    """Return a token budget with which all requests can prefill or decode in the same step.
 
     Drafting adds at most one row per draft to the target's rows.
     """
@@ -149,12 +158,12 @@ class Engines(NamedTuple):
     """Two engines with the same target."""
 
     plain: LLM  # without a drafter
-    drafting: LLM
+    drafting: LLM  # with a drafter
 
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Load the models and compile the steps of every K."""
+    """Load the models, and compile the steps of every K."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work
@@ -178,7 +187,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
 
 
 def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) -> None:
-    """Run the first tokens of the requests, untimed, to warm up memory and caches."""
+    """Generate up to `num_tokens` tokens per request untimed, to warm up memory and caches."""
     for request in requests:
         engine.add(replace(request, max_tokens=min(request.max_tokens, num_tokens)))
     while engine.has_work:
@@ -186,5 +195,5 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def k_histogram(engine: Engine, before: dict[int, int]) -> dict[int, int]:
-    """Return the number of rounds by K since the histogram `before`."""
+    """Return the number of rounds per K since the histogram `before` was read."""
     return dict(sorted((Counter(engine.metrics().k_histogram) - Counter(before)).items()))

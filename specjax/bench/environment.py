@@ -1,4 +1,4 @@
-"""Versions and hardware that results depend on, in addition to the code."""
+"""Describes the versions and the hardware that results depend on, in addition to the code."""
 
 import os
 import platform
@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-# By Linux's flag, widest first. The speed of matmuls with few rows depends on them.
+# Vector instructions by Linux's flag, widest first. Matmuls with few rows depend on them.
 INSTRUCTIONS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, devices and processor as plain types."""
+    """Return versions, devices and the processor as plain types."""
     devices = jax.devices()
     return {
         "versions": describe_versions(),
@@ -29,7 +29,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that results depend on."""
+    """Return the versions of Python and of the packages that results depend on."""
     packages = ("specjax", "jax", "jaxlib", "numpy")
     return {
         "python": platform.python_version(),
@@ -38,7 +38,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """Return the installed version, or "unknown" for a package that is not installed."""
+    """Return the installed version of a package, or "unknown" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -51,19 +51,19 @@ def cpu_model() -> str:
 
 
 def cpu_instructions() -> str:
-    """Return the widest vector instructions that XLA may use; "unknown" if Linux does not say."""
+    """Return the widest vector instructions that XLA may use, or "unknown" if Linux lists none."""
     flags = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()
     return next((name for flag, name in INSTRUCTIONS.items() if flag in flags), "unknown")
 
 
 def describe_processors(environment: Mapping[str, Any]) -> str:
-    """Return the processors of a `describe_environment` in words."""
+    """Describe in words the processors of an `environment` (see `describe_environment`)."""
     model, instructions = environment["cpu_model"], environment["cpu_instructions"]
     return f"{model}, {instructions}, {environment['num_cpus']} CPUs"
 
 
 def _cpuinfo(field: str) -> str:
-    """Return a field of /proc/cpuinfo for the first processor; empty if unknown."""
+    """Return a field of /proc/cpuinfo for the first processor, or an empty text if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Compares the tokens of two runs; tells differences caused by rounding from real mismatches.
+"""Compares the tokens of two runs, and tells rounding differences from real mismatches.
 
-In float32, logits of programs of different shapes differ by up to 4e-5. If the two best scores of a
-token are so close that this can swap them, two runs may diverge there, and later tokens cannot be
-compared. Such near-ties are counted; any other difference is a mismatch.
+In float32, logits of programs of different shapes differ by up to 4e-5. This can swap the two best
+scores of a token if they are very close. Two runs may then diverge at that token, and their later
+tokens cannot be compared. Such near-ties are counted. Any other difference is a mismatch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,10 +33,10 @@ NEAR_TIE = 2e-4
 
 @dataclass
 class Identity:
-    """Result of comparing runs."""
+    """The result of comparing the outputs of two runs."""
 
     num_outputs: int = 0
-    num_tokens: int = 0  # compared: up to the first difference of each output
+    num_tokens: int = 0  # tokens compared, up to each output's first difference
     near_ties: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
 
@@ -51,15 +51,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores the next token of a request as sampling does, by one forward over all its tokens."""
+    """Scores a request's next token as sampling does, by one forward pass over all its tokens."""
 
     engine: Engine
 
     def two_best(self, request: Request, index: int, output: Sequence[int]) -> tuple[Any, float]:
-        """Return the ids of the two best scores after `output`, best first, and their difference.
+        """Return the ids of the two best next tokens after `output`, and their scores' difference.
 
-        Scores are logits over temperature plus the noise of sample `index`; at temperature 0 they
-        are logits. Grammars are ignored.
+        The best token comes first. A score is a logit divided by the temperature, plus the noise of
+        sample `index`. At temperature 0 it is the logit. Grammars are ignored.
         """
         layout = self.engine.layout
         tokens = np.zeros(layout.max_model_len, np.int32)
@@ -84,7 +84,10 @@ def compare(
     expected: Iterable[Sequence[int]],
     outputs: Iterable[Sequence[int]],
 ) -> Identity:
-    """Compare outputs with `expected`; `requests` are pairs of request and sample index."""
+    """Compare `outputs` with `expected`.
+
+    `requests` holds a pair of a request and a sample index for each output.
+    """
     found, scorer = Identity(), Scorer(engine)
     for (request, index), before, after in zip(requests, expected, outputs, strict=True):
         found.num_outputs += 1

@@ -1,8 +1,10 @@
-"""Checks whether the machine was free while measuring: CPU share, load, programs on the GPU.
+"""Checks whether the machine was free while measuring.
 
-Linux counts for each thread how long it ran and how long it waited for a processor. The CPU share
-is the time run, divided by the time run or waited. On an idle machine it is above 0.8, because
-threads wait only for each other; next to another program on each core it is below 0.5.
+The checks use the CPU share, the load, and the number of programs on the GPU. Linux counts for each
+thread how long it ran and how long it waited for a processor. The CPU share is the time that
+threads ran, divided by the time that they ran or waited. On an idle machine the share is above 0.8,
+because threads wait only for each other. If another program runs on each core, the share is below
+0.5.
 """
 
 import os
@@ -22,14 +24,17 @@ _PATIENCE_SECONDS = 10  # for nvidia-smi, which may hang with a broken driver
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU time of this process until a moment, in seconds; `threads` is (ran, waited) by id."""
+    """A point in time, and the CPU times of this process until then, in seconds.
+
+    `threads` holds a pair (time run, time waited) per thread id.
+    """
 
     time: float
     threads: dict[str, tuple[float, float]]
 
     @classmethod
     def now(cls) -> "Moment":
-        """Read the clocks; without Linux's `schedstat` there are no threads."""
+        """Read the clocks. Without Linux's `schedstat`, `threads` is empty."""
         threads = {}
         for path in _THREADS.glob("*/schedstat"):
             try:
@@ -42,7 +47,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU time between two moments, in seconds, summed over threads."""
+    """The time between two moments, in seconds. `ran` and `waited` are summed over threads."""
 
     seconds: float
     ran: float
@@ -50,7 +55,7 @@ class CpuTime:
 
     @classmethod
     def since(cls, start: Moment) -> "CpuTime":
-        """Return the span from `start` until now."""
+        """Return the time from `start` until now."""
         now = Moment.now()
         differences = [
             (ran - start.threads.get(name, (0, 0))[0], waited - start.threads.get(name, (0, 0))[1])
@@ -61,9 +66,10 @@ class CpuTime:
 
 
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
-    """Return the fraction of the CPU time that a process asked for and got; None if unknown.
+    """Return the time that threads ran, divided by the time that they asked for; None if unknown.
 
-    A process cannot ask for more than all processors: beyond that its threads wait for each other.
+    Threads ask for a processor while they run or wait. They can ask for at most `num_cpus`
+    processors at a time, because further threads wait for each other.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
@@ -77,7 +83,7 @@ class Machine:
     Attributes:
         load: mean number of processes that ran or waited, in the minute before the measurement.
         num_processors: number of processors; this process may use `num_cpus` of them.
-        cpu_share: CPU share while measuring, see the function; None if unknown.
+        cpu_share: CPU share while measuring (see the function `cpu_share`); None if unknown.
         num_gpu_processes: number of other processes on the GPU; 0 without a GPU.
     """
 
@@ -89,7 +95,11 @@ class Machine:
 
     @classmethod
     def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
-        """Check the machine after a measurement; `load` was read before it."""
+        """Check the machine after a measurement.
+
+        `load` is the load that was read before the measurement. `spans` are the times of its
+        rounds.
+        """
         cpus = num_cpus()
         return cls(
             load=load,
@@ -101,7 +111,7 @@ class Machine:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons not to trust times; empty if there are none."""
+        """The reasons not to trust the measured times. The list may be empty."""
         found = []
         load = f"load {self.load:.1f} on {self.num_processors} processors before it began"
         if self.cpu_share is None and self.load >= self.num_processors:
@@ -116,7 +126,7 @@ class Machine:
 
     @property
     def line(self) -> str | None:
-        """A sentence about the doubts; None without any."""
+        """A sentence that lists the doubts; None without doubts."""
         if not self.doubts:
             return None
         return (

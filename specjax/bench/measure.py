@@ -1,8 +1,8 @@
 """Times configurations, which decode the same prompts in turn in one process.
 
-A round runs one batch of prompts under every configuration, back to back, so that other load on
-the machine affects all of them equally. Only decoding is timed: from the first token of the batch's
-last prompt until the last output is complete.
+A round runs one batch of prompts under every configuration, back to back, so that other load on the
+machine affects all of them equally. Only decoding is timed. It begins when every prompt of the
+batch has its first token, and ends when the last output is complete.
 """
 
 import time
@@ -21,7 +21,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Configuration:
-    """K drafts per step by the drafter of `method`; PLAIN has none."""
+    """A drafting method, and its number of drafts K per step. `PLAIN` has K = 0."""
 
     method: str
     k: int
@@ -37,7 +37,10 @@ PLAIN_ONE = Configuration(PLAIN, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One batch of prompts under one configuration. Fields other than `outputs` exclude prefill."""
+    """The results of one batch of prompts under one configuration.
+
+    Fields other than `outputs` exclude prefill.
+    """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
     seconds: float
@@ -91,7 +94,10 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
 def as_run(
     outputs: Mapping[Hashable, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
 ) -> Run:
-    """Return the run between two snapshots of the counters; it must not include prefill steps."""
+    """Return the run between two snapshots of the counters, `before` and `after`.
+
+    No prefill step may lie between them.
+    """
     num_tokens = after.num_generation_tokens - before.num_generation_tokens
     accepted = tuple(
         now - then
@@ -114,7 +120,11 @@ def measure(
     configurations: Sequence[Configuration],
     batches: Iterable[Sequence[Request]],
 ) -> Iterator[Round]:
-    """Run a round per batch, each beginning with another configuration. `engines` is by method."""
+    """Run one round per batch, and yield its runs.
+
+    Each round begins with another configuration than the round before it. `engines` holds the
+    engine of each method.
+    """
     for i, requests in enumerate(batches):
         first, runs = i % len(configurations), {}
         for configuration in [*configurations[first:], *configurations[:first]]:

@@ -1,4 +1,4 @@
-"""Plots of results."""
+"""Plots results."""
 
 from pathlib import Path
 from typing import Any

@@ -25,7 +25,10 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """A policy of constant K that records outcomes, and the times of rounds with a full batch."""
+    """A policy of constant K, which records outcomes of drafts and times of rounds.
+
+    Only rounds with a full batch are timed.
+    """
 
     is_learning = True
 
@@ -36,11 +39,11 @@ class Watched(PolicyRule):
         self.verdicts: Counter[DraftOutcome] = Counter()
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return K."""
+        """Return the constant K."""
         return self.choices[0]
 
     def observe(self, outcome: Round) -> None:
-        """Record the outcomes, and the time if the batch was full."""
+        """Record a round's draft outcomes, and its time if its batch was full."""
         self.verdicts.update(outcome.verdicts)
         if outcome.ms is not None and sum(outcome.verdicts.values()) == self._batch_size:
             self.milliseconds.append(outcome.ms)
@@ -65,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
-    """Run every K at every batch size, in turn, for the setup's number of rounds."""
+    """Measure every K at every batch size, in turn, for the setup's number of rounds.
+
+    `is_online` is stored in the profile.
+    """
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()
     total = setup.rounds * len(setup.batch_sizes) * len(setup.ks)
@@ -108,7 +114,11 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
 
 
 def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
-    """Return the fraction of rounds that accept at least 1, 2, ... drafts, from censored counts."""
+    """Return for each i in 1..max_k the fraction of rounds that accept at least i drafts.
+
+    The counts are censored: a round with fewer than i drafts does not show whether draft i would be
+    accepted.
+    """
     rates = []
     for i in range(max_k):
         accepted = sum(n for v, n in verdicts.items() if v.num_accepted > i)
@@ -118,14 +128,18 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
 
 
 def describe_model(llm: LLM) -> str:
-    """Return the fingerprint that an LLM compares with that of a profile."""
+    """Return the fingerprint of an LLM's models, which is compared with a profile's fingerprint."""
     return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
 
 
 def provenance(
     setup: Setup, model: str, times: Mapping[int, Mapping[int, Sequence[float]]]
 ) -> dict[str, Any]:
-    """Return a description of the models, the settings and the machine of a measurement."""
+    """Return a description of the models, the settings and the machine of a measurement.
+
+    `model` is the fingerprint of the models. `times` holds the milliseconds of rounds by batch size
+    and K.
+    """
     environment = describe_environment()
     return {
         "model": model,

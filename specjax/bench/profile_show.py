@@ -1,4 +1,4 @@
-"""`specjax profile show`: time per output token of a profile, by batch size and K."""
+"""`specjax profile show`: shows a profile's time per output token, by batch size and K."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
-    """Return the batch sizes to show: the given ones, by default the profile's."""
+    """Return the batch sizes that `given` lists, or the profile's batch sizes if it is None."""
     if given is None:
         return sorted(profile.step_ms)
     try:
@@ -32,7 +32,7 @@ def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
 
 
 def describe(profile: Profile, compared: Comparison) -> str:
-    """Return the table and a description of the measurement."""
+    """Return a text with the table and a description of the measurement."""
     header = ["batch", *(f"K={k}" for k in range(profile.max_drafts + 1)), "best"]
     rows, has_estimates = [], False
     for batch, row in compared.tpot_ms.items():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def count_repeated(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
-    """Return the numbers of repeated n-grams and of all n-grams in `tokens`."""
+    """Return the number of repeated n-grams and the number of all n-grams in `tokens`."""
     total = max(0, len(tokens) - n + 1)
     distinct = {tuple(tokens[i : i + n]) for i in range(total)}
     return total - len(distinct), total

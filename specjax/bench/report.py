@@ -1,4 +1,4 @@
-"""Summary figures of runs, and the table and sentences that show them."""
+"""Computes summary figures of runs, and shows them as a table and as sentences."""
 
 import re
 from collections.abc import Sequence
@@ -26,31 +26,32 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return the spread of at least one value."""
+        """Return the spread of `values`, which must not be empty."""
         p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
         return cls(median, p10, p90)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Results of one configuration, for decoding only. Rates are totals over rounds.
+    """The results of one configuration, without prefill. Rates are ratios of totals over rounds.
 
     Attributes:
         num_tokens: number of tokens decoded in all rounds, without the first tokens of prefill.
         tokens_per_second: tokens per second of the whole batch.
-        plain_tokens_per_second: the same for plain decoding in the same rounds.
-        times_plain: ratio of these two.
-        plain_steps: milliseconds per step divided by the figure of plain decoding in the same
-            rounds.
-        ms_per_token: time per output token of a request.
-        mean_acceptance_length: tokens per step of a request.
+        plain_tokens_per_second: tokens per second of plain decoding in the same rounds.
+        times_plain: `tokens_per_second` divided by `plain_tokens_per_second`.
+        plain_steps: `ms_per_step` divided by the milliseconds per step of plain decoding in the
+            same rounds.
+        ms_per_token: time per output token of a request, as a spread over rounds.
+        mean_acceptance_length: mean number of tokens per step of a request.
         acceptance_per_position: fraction of steps that accepted the draft at each position.
-        ratio: spread over rounds of tokens per second divided by plain decoding's.
+        ratio: tokens per second divided by plain decoding's tokens per second, as a spread over
+            rounds.
         num_differing: number of prompts whose output tokens differ from plain decoding's.
         repeated_8gram_share: fraction of 8-grams that occurred earlier in the same output.
-        num_low_repeat: number of outputs in which this fraction is below LOW_REPEAT.
-        mean_acceptance_length_low_repeat: over those outputs; None if there are none, or if the
-            batch size is above 1.
+        num_low_repeat: number of outputs whose fraction of repeated 8-grams is below LOW_REPEAT.
+        mean_acceptance_length_low_repeat: mean acceptance length of these outputs; None if there
+            are none, or if the batch size is above 1.
     """
 
     configuration: str
@@ -119,7 +120,7 @@ def summarise(
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums over runs; rates are ratios of sums, so that they are consistent."""
+    """Sums over runs. Rates are ratios of these sums, so that they are consistent."""
 
     seconds: float
     steps: int
@@ -141,7 +142,7 @@ class _Totals:
 
 
 def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
-    """Count the prompts whose output differs from the baseline's in any round."""
+    """Count the prompts whose output differs from the baseline's output in any round."""
     differing = {
         key
         for run, base in zip(runs, baseline, strict=True)
@@ -161,9 +162,10 @@ def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
 
 
 def identity_line(figures: Sequence[Figures]) -> str | None:
-    """Return the line on whether outputs are identical to plain decoding's; None without others.
+    """Return the line that says whether outputs are identical to plain decoding's outputs.
 
-    It counts the prompts that every row has run; after an interrupt these are fewer.
+    Return None if only plain decoding was measured. The line counts the prompts that every row of
+    the table has run. After an interrupt these are fewer.
     """
     if len(figures) == 1:
         return None
@@ -189,9 +191,10 @@ def repetition_line(figures: Sequence[Figures]) -> str:
 
 
 def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> str | None:
-    """Return the line on the cost and gain of a round, here and on an H100; None without drafts.
+    """Return the line on the cost and the gain of a round, here and on an H100.
 
-    It describes K = 3 if measured, else the smallest K, with the drafter that gains most.
+    Return None if no configuration has drafts. The line describes K = 3 if it was measured, else
+    the smallest K, with the drafter that gains most.
     """
     drafted = [f for f in figures if f.k]
     if not drafted:
@@ -213,7 +216,7 @@ def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> 
     )
 
 
-# Two lines each, so that the table fits 80 columns.
+# Each header has two lines, so that the table fits 80 columns.
 _HEADER = (
     "",
     "tokens\n/s",
@@ -229,7 +232,7 @@ _FROM_LEFT = 0, len(_HEADER) - 1  # the other columns are numbers
 
 
 def cells(figures: Figures) -> tuple[str, ...]:
-    """Return a row of the table; plain decoding's row has no comparison."""
+    """Return the cells of a row of the table. Plain decoding's row has no comparison."""
     f, is_plain = figures, figures.method == PLAIN
     return (
         f.configuration,
@@ -245,7 +248,7 @@ def cells(figures: Figures) -> tuple[str, ...]:
 
 
 class TextTable:
-    """The table as lines of text; each line can be printed as soon as it is known."""
+    """Formats the table as lines of text, which can be printed one by one."""
 
     def __init__(self, names: Sequence[str]):
         """`names` are the names of all rows, including rows that are not measured yet."""
@@ -257,7 +260,7 @@ class TextTable:
         self.header = self._line(header)
 
     def line(self, figures: Figures) -> str:
-        """Return a row."""
+        """Return a row as a line of text."""
         return self._line(cells(figures))
 
     def _line(self, row: Sequence[str]) -> str:
@@ -268,7 +271,7 @@ class TextTable:
 
 
 def rich_table(figures: Sequence[Figures]) -> Table:
-    """Return the table for a terminal; the row that gains most is highlighted."""
+    """Return the table for a terminal. The row that gains most is highlighted."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold underline")
     for i, name in enumerate(_HEADER):
         justify = "left" if i in _FROM_LEFT else "right"

@@ -1,4 +1,4 @@
-"""Shows the progress of `specjax bench`: a growing table on a terminal, lines elsewhere."""
+"""Shows the progress of `specjax bench`: on a terminal as a growing table, elsewhere as lines."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,17 @@ LINE_SECONDS = 10.0  # between two lines about the same work
 
 
 class Screen:
-    """Shows current work and rows of the table as they are measured. This class shows nothing."""
+    """Shows the current work and the measured rows of a table. This base class shows nothing."""
 
     def begin(self, work: str) -> None:
         """Announce the work that begins."""
 
     def progress(self, num_done: int, total: int) -> None:
-        """Report how much of it is done; successive totals are added up."""
+        """Report that `num_done` of `total` units of the current work are done.
+
+        If `total` changes, another part of the work has begun. A bar then shows the sum of all
+        parts.
+        """
 
     def preview(self, figures: Sequence[Figures]) -> None:
         """Show rows that are still being measured."""
@@ -36,7 +40,7 @@ class Screen:
 
 
 class Lines(Screen):
-    """Prints rows as lines of `stream`, if there is one, and work as lines of `log`."""
+    """Prints rows to `stream`, unless it is None, and the current work to `log`, line by line."""
 
     def __init__(self, names: Sequence[str], stream: TextIO | None, log: Logger):
         """`names` are the names of all rows that will be shown."""
@@ -75,7 +79,8 @@ class Lines(Screen):
 class Terminal(Screen):
     """Draws the table so far, and below it a bar for the current work.
 
-    It draws only when called: a drawing thread would disturb the measurement.
+    The screen is drawn only when a method is called, because a drawing thread would disturb the
+    measurement.
     """
 
     def __init__(self, live: Live):
@@ -143,7 +148,8 @@ def open_screen(names: Sequence[str], stream: TextIO, *, has_table: bool) -> Ite
 
     Args:
         names: names of all rows that will be shown.
-        has_table: False shows only the current work, as log lines.
+        has_table: whether to show the table. If False, only the current work is shown, as log
+            lines.
     """
     console = Console(file=stream)
     if not has_table or not can_draw(console):

@@ -63,26 +63,26 @@ class BenchSettings:
         return tuple(one for method in (PLAIN, *self.drafters) for one in self.of_method(method))
 
     def of_method(self, method: str) -> tuple[Configuration, ...]:
-        """Return the configurations of a drafter, or of PLAIN."""
+        """Return the configurations of a drafting method, or of PLAIN."""
         if method == PLAIN:
             return (PLAIN_ONE,)
         return tuple(Configuration(method, k) for k in self.ks)
 
     def describe(self, method: str) -> str:
-        """Return the name of a drafter with its Ks, or of PLAIN."""
+        """Return a drafting method's name with all Ks, or the name of plain decoding."""
         if method == PLAIN:
             return "plain decoding"
         return f"{method}, K = {', '.join(map(str, self.ks))}"
 
     def speculation(self, method: str) -> SpeculativeConfig | None:
-        """Return the speculative config of a drafter's engine; None for plain decoding.
+        """Return the speculative config of a drafting method's engine; None for plain decoding.
 
         Raises:
             ValueError: the method is unknown, or does not fit the checkpoint or a K.
         """
         if method == PLAIN:
             return None
-        # A table, although each K is measured separately: it compiles the rounds of all Ks at once.
+        # Each K is measured separately, but a table compiles the rounds of all Ks at once.
         table = [(size, size, k) for size, k in enumerate(self.ks, start=1)]
         return SpeculativeConfig(
             method=method,

@@ -1,4 +1,4 @@
-"""`specjax bench simulate`: simulates a policy on a profile, compared with an oracle."""
+"""`specjax bench simulate`: simulates a policy on a profile, and compares it with an oracle."""
 
 import argparse
 import json
@@ -57,7 +57,8 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     """Run the policy and the oracle on the same requests, for each seed.
 
     Regrets are fractions of the oracle's goodput. They are reported per seed, as the mean over
-    seeds, and per batch size, over the time that all seeds spent at that size.
+    seeds, and per batch size. The regret of a batch size covers the time that all seeds spent at
+    that size.
     """
     batches = growing(1, max(profile.step_ms), 2)
     try:
@@ -69,7 +70,7 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     )
     seeds, ran, ideal = range(settings.seeds), [], []
     for seed in seeds:
-        # A separate random stream: `simulate` uses `seed` itself.
+        # This random stream is a separate one, because `simulate` uses `seed` itself.
         workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
         policy = make_policy(settings.policy, profile, batches)  # without learned state
         ran.append(simulate(world, workload, policy, seed))
@@ -91,7 +92,7 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
 
 
 def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Return the regret by padded batch size over all runs."""
+    """Return the regret over all runs, for each padded batch size."""
     batches = sorted({batch for outcome in outcomes for batch in outcome.ms_by_batch})
     return {
         batch: sum(outcome.lost_by_batch[batch] for outcome in outcomes)

@@ -22,7 +22,7 @@ FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # by default, and with --f
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax bench`; after an interrupt, show the results so far."""
+    """Run `specjax bench`. After an interrupt, show the results so far."""
     settings = read_settings(args)
     output = Path(args.output).expanduser() if args.output else None
     if output:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:
-    """Measure without showing anything; return figures by configuration and a JSON report."""
+    """Measure without showing anything. Return the figures per configuration, and a JSON report."""
     trial = BenchRun(settings)
     with ExitStack() as stack:
         trial.run(stack, Screen())
@@ -55,7 +55,7 @@ def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:
 
 
 def read_settings(args: argparse.Namespace) -> BenchSettings:
-    """Return the settings for the command's options."""
+    """Return the settings that the command's options describe."""
     available = len(read_questions())
     num_prompts = args.num_prompts
     if num_prompts is None:
@@ -81,9 +81,10 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
 def read_drafters(
     model: str, given: Sequence[str] | None, *, takes_all: bool
 ) -> dict[str, str | None]:
-    """Parse drafters into checkpoints by method (None if it needs none).
+    """Return the checkpoint of each drafting method; None for methods without a checkpoint.
 
-    Without options, the drafters of a demo model are returned: all of them or the usual one.
+    `given` holds the values of --drafter. Without them, return the drafters of a demo model: all if
+    `takes_all`, else the usual drafter.
     """
     if not given and (takes_all or model not in DRAFTERS):
         return dict(DRAFTERS.get(model, {}))

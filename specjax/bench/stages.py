@@ -1,4 +1,4 @@
-"""Shows the progress of a measurement: a bar on a terminal, log lines elsewhere."""
+"""Shows the progress of a measurement: on a terminal as a bar, elsewhere as log lines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,10 @@ from specjax.engine.log import Pace, can_draw, get_log
 
 @contextmanager
 def stages(total: int, *, show_progress: bool) -> Iterator[Callable[[str], None]]:
-    """Show which of `total` runs begins, on stderr; yield a function to call with its name."""
+    """Show on stderr which of `total` runs begins.
+
+    Yield a function that must be called with the name of each run when it begins.
+    """
     console, pace, num_begun = Console(stderr=True), Pace(), 0
     is_drawn = show_progress and can_draw(console)
     log = get_log(verbose=show_progress and not is_drawn)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
-    """Measure every policy at every batch size, in turn; return the JSON report."""
+    """Measure every policy at every batch size, in turn. Return the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
     with open_engines(setup, show_progress=show_progress) as engines, ExitStack() as stack:
         policies = make_policies(setup, profile, engines)
@@ -104,14 +104,20 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
 
 
 def num_rounds(setup: Setup, batch_size: int) -> int:
-    """Return the number of runs per policy: more for small batches, whose runs are noisier."""
+    """Return the number of runs per policy.
+
+    Small batches get more runs, because their times are noisier.
+    """
     return setup.rounds * max(1, 8 // batch_size)
 
 
 def make_policies(
     setup: Setup, profile: Profile | None, engines: Engines
 ) -> dict[str, Callable[[], Policy]]:
-    """Return factories by name; each makes a policy in its state after the engine's start."""
+    """Return a factory for each policy, by the policy's name.
+
+    Each factory makes the policy in its state after the start of an engine.
+    """
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured = adaptive_policy(max_k)
     engine.set_policy(measured)
@@ -132,7 +138,7 @@ def make_policies(
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the figures of one batch size; ratios compare runs of the same round."""
+    """Return the figures of one batch size. Ratios compare runs of the same round."""
     speeds = {name: [one["tokens_per_second"] for one in ran] for name, ran in runs.items()}
     best = max((name for name in runs if name.startswith("K=")), key=lambda n: median(speeds[n]))
 

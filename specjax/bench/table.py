@@ -1,10 +1,10 @@
-"""Plain-text tables."""
+"""Formats plain-text tables."""
 
 from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned lines of rows, header first; all columns but the first right-aligned."""
+    """Return rows, header first, as aligned lines. All columns but the first are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

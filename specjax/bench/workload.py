@@ -1,4 +1,4 @@
-"""The benchmark workload: the prompts shipped with the package, as engine requests."""
+"""Turns the prompts that are shipped with the package into engine requests."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def read_questions() -> list[str]:
 
 
 def tokenize(questions: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
-    """Return prompts as token ids: by the chat template if there is one, else plain text."""
+    """Return each question's token ids, formatted by the tokenizer's chat template, if any."""
     if tokenizer.template is None:
         return [tuple(tokenizer.encode(question)) for question in questions]
     return [
@@ -40,7 +40,10 @@ def make_requests(
     seed: int,
     stop_ids: Sequence[int],
 ) -> list[Request]:
-    """Return one request per prompt; its seed depends only on `seed` and the prompt's index."""
+    """Return one request per prompt.
+
+    A request's seed depends only on `seed` and the prompt's index.
+    """
     longest = max(map(len, prompts))
     if longest + max_tokens > max_model_len:
         raise ValueError(

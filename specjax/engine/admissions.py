@@ -1,4 +1,4 @@
-"""Packs newly admitted requests: fills the device's `AdmitInputs` on the host.
+"""Packs newly admitted requests on the host, into the device's `AdmitInputs`.
 
 The fields of a request are declared only in `device/requests.py`.
 """
@@ -18,7 +18,7 @@ from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
 def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
-    """Pack the requests of `sequences` into one array; the remaining rows are padding."""
+    """Pack the requests of `sequences` into one array of `batch` rows; unused rows are padding."""
     packed, rows = layout.packing(AdmitInputs).rows(batch)
     fields = [field.reshape(batch, -1) for field in jax.tree.leaves(rows)]  # views
     for row, sequence in enumerate(sequences):
@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return one row of `AdmitInputs`; a list may be shorter than its field."""
+    """Return one row of `AdmitInputs`. A list in it may be shorter than the field that it fills."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(
@@ -81,7 +81,7 @@ def _flush_right(bad_words: Any) -> np.ndarray:
 
 
 def _bitmask(token_ids: Any, mask_words: int) -> np.ndarray:
-    """Return the ids as a bitmask i32[mask_words]; None sets every bit."""
+    """Return a bitmask i32[mask_words] of token ids. If `token_ids` is None, every bit is set."""
     bits = np.zeros(mask_words * 32, bool)
     bits[slice(None) if token_ids is None else list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

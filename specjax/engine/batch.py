@@ -1,6 +1,6 @@
-"""Packs the host's plans into arrays for the device, and unpacks its results into lists.
+"""Packs the host's plans into arrays for the device, and unpacks the results into lists.
 
-Each program takes one int32 array and returns one; newly admitted requests and grammars' masks are
+Each program takes one int32 array and returns one. Newly admitted requests and grammars' masks are
 additional inputs. Every array is newly allocated because JAX reads host buffers after the call
 returns.
 """
@@ -29,7 +29,7 @@ EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 
 
 def extras_of(all_demands: Collection[Demands]) -> Extras:
-    """Return the extras that at least one request of a step asks for."""
+    """Return the `Extras` that at least one request of a step asks for."""
     extras = Extras(0)
     for demands in all_demands:
         if demands.edits:
@@ -44,7 +44,8 @@ def extras_of(all_demands: Collection[Demands]) -> Extras:
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
     """Pack a plan into one array. Rows without a request are padding.
 
-    `page_tables` are the tables of `Residents`; `extras` combines the needs of all requests.
+    `page_tables` are the page tables of `Residents`. `extras` combines the `Extras` that all
+    requests ask for.
     """
     count = len(plan.sequences)
     if isinstance(plan, DecodePlan):
@@ -66,7 +67,7 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
 def pack_snapshots(
     chunks: Iterable[Chunk], batch: int, layout: Layout, *, is_taken: bool
 ) -> np.ndarray:
-    """Pack the snapshots to take after chunks, or to restore before them."""
+    """Pack the snapshots that are taken after `chunks` if `is_taken`, else restored before them."""
     packed, rows = layout.packing(SnapshotInputs).rows(batch)
     for row, chunk in enumerate(chunks):
         rows.slots[row] = slot_of(chunk.sequence)
@@ -76,10 +77,11 @@ def pack_snapshots(
 
 
 def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
-    """Return grammars' masks i32[B, R, ceil(V/32)]; all ones for a request without a grammar.
+    """Return the grammars' masks i32[B, R, ceil(V/32)] of a plan's requests.
 
-    R is K + 1 in a round and 1 in chunks. If a drafter found fewer than K drafts, the remaining
-    ones in `drafts` i32[B, K] are zeros.
+    R is K + 1 in a round and 1 in chunks. A request without a grammar gets masks of all ones.
+    `drafts` is i32[B, K], or None if no grammar depends on drafts. If a drafter found fewer than K
+    drafts, the remaining entries of `drafts` are zeros.
     """
     num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
     masks = np.full((plan.batch, num_rows, layout.mask_words), -1, np.int32)
@@ -98,7 +100,7 @@ def unpack_outputs(
 ) -> list[RowOutput]:
     """Return the output of each row of `plan`.
 
-    `has_raw`: whether raw log-probabilities are reported in addition to processed ones.
+    `has_raw` means that `packed` has raw log-probabilities in addition to processed ones.
     """
     decoding = isinstance(plan, DecodePlan)
     sequences = plan.sequences
@@ -137,7 +139,10 @@ def unpack_outputs(
 
 
 def export_features(plan: Part, features: Features) -> None:
-    """Append each chunk's features, on the host, to the sequences that export them."""
+    """Append the features of each chunk to its sequence, if the sequence's request exports them.
+
+    `features` are the features of all chunks, on the host.
+    """
     assert isinstance(plan, PrefillPlan), "rounds export no features"
     for row, chunk in enumerate(plan.chunks):
         if chunk.sequence.request.exports_features:
@@ -147,7 +152,7 @@ def export_features(plan: Part, features: Features) -> None:
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
-    """Pack results as i32[B, ...]: numbers of tokens and drafts, tokens, log-probabilities."""
+    """Pack results as i32[B, ...]: numbers of tokens and of drafts, tokens, log-probabilities."""
     counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
     parts = [*counts, outputs.tokens, outputs.logprobs]
     if outputs.prompt_logprobs is not None:
@@ -169,7 +174,7 @@ class _Reader:
     def logprobs(
         self, num_rows: int, num_top: int | None, has_raw: bool, *, is_wanted: bool
     ) -> tuple[Any, ...] | None:
-        """Return the fields of `Logprobs` as lists; None if they are absent or not wanted."""
+        """Return the fields of `Logprobs` as lists, or None if they are absent or not wanted."""
         if num_top is None or not num_rows:
             return None
         if not is_wanted:

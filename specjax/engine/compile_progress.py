@@ -1,4 +1,4 @@
-"""Shows the progress of compiling: a bar, log lines without a terminal, or a caller's display."""
+"""Shows the progress of compiling as a bar, as log lines, or with a caller's function."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ _WATCHER: ContextVar[Callable[[int, int], None] | None] = ContextVar("watcher", 
 
 @contextmanager
 def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Within the block, engines call `tell` instead of showing bars or log lines.
+    """Let engines call `tell` within the block, instead of showing bars or log lines.
 
-    They call `tell(num_ready, num_total)` about twice a second, in the thread that waits for the
+    Engines call `tell(num_ready, num_total)` about twice a second, in the thread that waits for the
     programs.
     """
     token = _WATCHER.set(tell)
@@ -38,13 +38,14 @@ def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
 def compile_progress(
     total: int, is_shown: bool, count_read: Callable[[], int]
 ) -> Iterator[Callable[[int], None]]:
-    """Show the progress of compiling `total` programs; yield a function of the number ready.
+    """Show the progress of compiling `total` programs.
 
-    A function given to `watch_compiling` is called even if `is_shown` is False.
+    Yield a function to call with the number of programs that are ready. A function given to
+    `watch_compiling` is called even if `is_shown` is False.
 
     Args:
-        count_read: returns how many of the programs were read from the cache; called when all are
-            ready.
+        count_read: function that returns how many of the programs were read from the cache. It is
+            called when all programs are ready.
     """
     if (watcher := _WATCHER.get()) is not None:
         yield lambda num_done: watcher(num_done, total)

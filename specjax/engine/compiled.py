@@ -1,4 +1,7 @@
-"""The real device: JAX compiles one program per shape and variant, before it is needed."""
+"""Implements the device of an engine with JAX.
+
+JAX compiles one program per shape and variant, before the program is needed.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
@@ -34,11 +37,12 @@ class Toolchain:
     """The functions and settings with which programs are compiled.
 
     Attributes:
-        make_model: builds the `StepModel` that is compiled into steps, like `step_model`.
+        make_model: function like `step_model`, which builds the `StepModel` that is compiled into
+            steps.
         jits: traced functions, shared by engines with the same `Static`.
-        options: XLA options by platform; `options_behind` adds options for programs that no request
-            waits for.
-        find_folder: returns the folder for compiled programs; None to keep none.
+        options: XLA options by platform.
+        options_behind: further XLA options by platform, for programs that no request waits for.
+        find_folder: function that returns the folder for compiled programs, or None to keep none.
         maps_for_shapes: see `Compiler`.
     """
 
@@ -51,7 +55,7 @@ class Toolchain:
 
 
 class CompiledPrograms:
-    """`Programs` that JAX compiles for a placement, by default `default_device`."""
+    """Implements `Programs` with JAX. The default placement is on `default_device`."""
 
     def __init__(
         self,
@@ -225,7 +229,7 @@ class CompiledPrograms:
         return self._executables.get(program, compile) if self._executables else compile()
 
     def _all_ones(self, program: Begin | Settle) -> jax.Array:
-        """Return masks that permit every token; they stay on the device."""
+        """Return masks that permit every token. They are cached on the device."""
         rows = program.masked_rows
         if rows not in self._no_masks:
             ones = np.full((*rows, self.layout.mask_words), -1, np.int32)

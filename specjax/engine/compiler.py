@@ -1,10 +1,12 @@
-"""Compiles programs in threads: urgent ones, which requests wait for, and better shapes.
+"""Compiles programs in threads: urgent programs, and programs of better shapes.
 
-Threads for better shapes run at the lowest priority, so that they slow down neither serving nor
-urgent programs, unless a caller waits until all are ready. XLA does part of the work in its own
-threads, which have normal priority, so it is limited to one at a time for better shapes
-(`xla_options.OPTIONS_BEHIND`). An XLA program for a CPU takes hundreds of memory maps, and Linux
-allows a process 65,530 by default: better shapes are compiled only while half of them are free.
+Requests wait for urgent programs, while better shapes only make later steps faster. Threads for
+better shapes run at the lowest priority, so that they slow down neither serving nor urgent
+programs. Their priority is normal only if a caller waits until all programs are ready. XLA does
+part of the work in its own threads, which have normal priority. For better shapes, XLA may
+therefore use only one thread at a time (`xla_options.OPTIONS_BEHIND`). An XLA program for a CPU
+takes hundreds of memory maps, and Linux allows a process 65,530 by default. Better shapes are
+compiled only while half of the maps are free.
 """
 
 import logging
@@ -22,7 +24,7 @@ from specjax.host.memory import maps_in_use
 
 log = logging.getLogger(__name__)
 
-# At least four, even on two cores: XLA compiles parts of a program serially.
+# At least four threads, even on two cores, because XLA compiles parts of a program serially.
 MAX_THREADS = min(max(4, os.cpu_count() or 1), 32)
 FOR_SHAPES, FOR_ALL = 0.5, 0.9  # fractions of the memory maps that a process may have
 NICENESS = 19  # the lowest priority, for threads whose programs no request waits for
@@ -30,24 +32,24 @@ NICENESS = 19  # the lowest priority, for threads whose programs no request wait
 
 @dataclass
 class _Line:
-    """A queue of keys, and the threads that compile them."""
+    """A queue of keys, and the threads that compile the programs of these keys."""
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
-    num_busy: int = 0  # threads that compile
+    num_busy: int = 0  # threads that are compiling
 
 
 class Compiler:
-    """Programs by key, compiled in threads when they are asked for.
+    """Compiles programs on request in threads, and keeps the programs by key.
 
-    `compile(key, is_urgent)` compiles one, in any thread; `is_urgent` means that requests wait for
-    it. Others are compiled only while less than the fraction `maps_for_shapes` of the memory maps
-    is in use.
+    `compile(key, is_urgent)` compiles the program of a key, in any thread. `is_urgent` means that
+    requests wait for the program. Other programs are compiled only while less than the fraction
+    `maps_for_shapes` of the memory maps is in use.
 
     Attributes:
-        ready: the compiled programs.
-        failures: exceptions of programs that failed to compile; `ask` retries them only with
-            `retries`.
+        ready: the compiled programs, by key.
+        failures: exceptions of programs that failed to compile, by key. `ask` tries these programs
+            again only with `retries`.
     """
 
     def __init__(self, compile: Callable[[Any, bool], Any], maps_for_shapes: float = FOR_SHAPES):
@@ -72,7 +74,7 @@ class Compiler:
 
     @property
     def seconds(self) -> float:
-        """Time during which at least one program was being compiled, in seconds."""
+        """The seconds during which at least one program was being compiled."""
         now = time.perf_counter() if self._under_way else self._began
         return self._seconds + now - self._began
 
@@ -85,11 +87,11 @@ class Compiler:
         retries: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Queue keys that are not compiled yet, in order, for up to `num_threads` threads.
+        """Queue keys whose programs are not compiled, in order, for up to `num_threads` threads.
 
-        Keys that failed before are queued again only if `retries`. New threads have the lowest
-        priority unless `is_urgent` (requests wait for the keys) or `is_awaited` (a caller waits for
-        all of them).
+        Keys whose programs failed to compile before are queued again only if `retries`. New threads
+        have the lowest priority unless `is_urgent` (requests wait for the keys) or `is_awaited` (a
+        caller waits for all keys).
         """
         niceness = 0 if is_urgent or is_awaited else NICENESS
         line, urgent, later = self._later, self._urgent.keys, self._later.keys
@@ -121,12 +123,13 @@ class Compiler:
                 self._changed.wait(seconds)
 
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
-        """Wait for `keys`, which were asked for; call `tell` with the number that is ready.
+        """Wait until the programs of `keys` are ready; report the number of ready ones to `tell`.
 
-        On KeyboardInterrupt, keys that no thread has begun are removed from the queue.
+        The keys must have been passed to `ask`. On KeyboardInterrupt, keys that no thread has begun
+        are removed from the queue.
 
         Raises:
-            Exception: a key failed to compile.
+            Exception: a program failed to compile.
         """
         try:
             while (num_there := sum(key in self.ready for key in keys)) < len(keys):
@@ -142,10 +145,10 @@ class Compiler:
         tell(num_there)
 
     def get(self, key: Hashable) -> Any:
-        """Return a program; if it is not ready, compile it before all others.
+        """Return the program of a key. If it is not ready, compile it before all others.
 
         Raises:
-            Exception: it failed to compile.
+            Exception: the program failed to compile.
         """
         program = self.ready.get(key)
         if program is None:
@@ -182,7 +185,7 @@ class Compiler:
                 self._changed.notify_all()
 
     def _next(self, line: _Line) -> tuple[Any] | None:
-        """Return the next key in a tuple; None if the thread should end."""
+        """Return a tuple that holds the next key of `line`; None if the thread should end."""
         with self._changed:
             while line.keys:
                 if self._is_closed or is_leaving():
@@ -198,7 +201,7 @@ class Compiler:
             return None
 
     def _has_room(self, line: _Line) -> bool:
-        """Return whether the process may use more memory maps; if not, empty the queue."""
+        """Return whether compiling may use more memory maps. If not, empty the queue of `line`."""
         used = maps_in_use()
         if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True

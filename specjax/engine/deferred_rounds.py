@@ -1,4 +1,4 @@
-"""Rounds without drafts that the drafter has not observed yet; see `device/deferral.py`."""
+"""Counts rounds without drafts that the drafter has not observed yet (`device/deferral.py`)."""
 
 import numpy as np
 
@@ -11,18 +11,23 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds of the same requests; runs `Observe` before any other kind of step.
+    """Counts deferred rounds of the same requests, and runs `Observe` before any other step.
 
-    Another step may draft, or reuse pages that the requests have freed.
+    The drafter must observe them first, because another step may draft, or reuse pages that the
+    requests have freed.
     """
 
     def __init__(self, programs: Programs, layout: Layout):
         self._programs, self._layout = programs, layout
-        self._last: np.ndarray | None = None  # of these rounds, packed
+        self._last: np.ndarray | None = None  # the last deferred round, packed
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Observe deferred rounds unless `plan` continues them; count `plan` if it is deferred."""
+        """Run `Observe` before `plan` if necessary, and count `plan` if it is deferred.
+
+        `packed` is the packed plan. `Observe` is not necessary if `plan` is a round of the same
+        requests that can be deferred, too.
+        """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
         if self._count >= most or not self._has_rows_of(packed):
@@ -31,13 +36,13 @@ class DeferredRounds:
             self._last, self._count = packed, self._count + 1
 
     def observe(self) -> None:
-        """Let the drafter observe all deferred rounds."""
+        """Let the drafter observe all deferred rounds now."""
         last, self._last, self._count = self._last, None, 0
         if last is not None:
             self._programs.run(Observe(len(last)), last)
 
     def _has_rows_of(self, packed: np.ndarray) -> bool:
-        """Return whether a packed round has the same requests in the same rows as the last one."""
+        """Return whether a packed round has the same requests in the same rows as `_last`."""
         if self._last is None:
             return False
         views = self._layout.packing(DecodeInputs).views

@@ -1,12 +1,12 @@
-"""The loop: launch the next step, then read the one before it.
+"""Runs the loop of an engine: launch the next step, then read the step before it.
 
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
-While the device runs step N the host plans step N + 1. The state never leaves the device: each
-program takes one packed array and returns one. A step may have two parts, prefill chunks and a
-decode round; both are launched before either is read, as one program if such steps are frequent. A
-round with grammars is launched in pieces, so that the host computes masks while the target runs
-over the drafts.
+While the device runs step N, the host plans step N + 1. The state never leaves the device: each
+program takes one packed array from the host and returns one. A step may have two parts, prefill
+chunks and a decode round. Both are launched before either is read. If such steps are frequent, both
+parts run as one program. A round with grammars is launched as several programs, so that the host
+computes masks while the target runs over the drafts.
 """
 
 import os
@@ -51,9 +51,9 @@ WAIT_SECONDS = 0.1  # maximum time that `step` waits for programs
 
 
 class Engine:
-    """Runs requests, given as token ids, to completion with the programs of a device."""
+    """Runs requests to completion on a device. Prompts and outputs are token ids."""
 
-    # Builds the device side; any callable with the same arguments can replace it.
+    # Builds the device. Any callable with the same arguments can replace it.
     make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
 
     def __init__(
@@ -120,7 +120,7 @@ class Engine:
         self.programs.params = params
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
-        """Let `policy` choose K from the next step on; compile the shapes that it may choose.
+        """Let `policy` choose K from the next step on, and compile the shapes that it may choose.
 
         Raises:
             ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
@@ -138,7 +138,7 @@ class Engine:
             shapes = Shapes.all_of(self.config, policy.choices)
         has_all = self.repertoire.compile_first(shapes, show_progress=show_progress)
         ((batch, max_k),) = shapes.first.decode
-        # If some are not compiled yet, time the first now and others when they are ready.
+        # If some shapes are not compiled yet, time the first now, and the others once they are.
         self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
         if policy.is_learning and not has_all:  # it must not guess how times grow with K
@@ -148,10 +148,10 @@ class Engine:
         self._look()
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile the variants that these requests need and no earlier request needed."""
+        """Compile the variants that `requests` need and that no earlier request has needed."""
         refuse_fork(self._pid)
         requests = list(requests)
-        # Steps without a request that has a grammar run without masks.
+        # A step whose requests have no grammars runs without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
         for group in filter(None, (requests, others)):
             asked = self.repertoire.asked_by({request.demands for request in group})
@@ -168,7 +168,7 @@ class Engine:
         return self.scheduler.unfinished_ids
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queue a request; return its samples, which grow as steps are read.
+        """Queue a request. Return its samples, which grow as steps are read.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -176,22 +176,22 @@ class Engine:
         return self.scheduler.add(request, is_held=True)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now; return its unfinished samples, none if there is no such request."""
+        """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
         aborted = self.scheduler.abort(request_id)
         self._recorder.record_finished(aborted)
         return aborted
 
     def step(self) -> list[Sequence]:
-        """Launch a step, then read the one before it; return samples that gained tokens or ended.
+        """Launch a step, read the step before it, and return samples that gained tokens or ended.
 
-        If a step fails, its requests with logits processors, which are user code, end with the
-        error, and all other requests recompute their tokens.
+        If a step fails, its requests with logits processors end with the error, because logits
+        processors are user code. All other requests recompute their tokens.
 
         Raises:
             Exception: the step failed, and none of its requests had a logits processor; all
                 requests are dropped.
-            RuntimeError: another thread is in the middle of a step, or this is a fork of the
-                process that built the engine; nothing has changed.
+            RuntimeError: another thread is in the middle of a step, or this process is a fork of
+                the process that built the engine. Nothing has changed.
         """
         if os.getpid() != self._pid:  # inline, as a step makes few Python calls
             refuse_fork(self._pid)
@@ -240,7 +240,7 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Look for programs that became ready; return samples whose programs failed to compile."""
+        """Use programs that became ready. Return samples whose programs failed to compile."""
         scheduler, repertoire, failed = self.scheduler, self.repertoire, []
         for request in list(scheduler.held.values()):
             try:
@@ -280,7 +280,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Report a part's outcome, and its time if known, to the repertoire and the policy."""
+        """Report the outcome of a part, and its time if known, to the repertoire and the policy."""
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
         if isinstance(plan, PrefillPlan):
@@ -298,7 +298,7 @@ class Engine:
                 policy.observe(step.outcome(num_kept, milliseconds if is_of_k else None, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
-        """End requests that may have caused a failure, and restart the others on a new state."""
+        """End requests that may have caused a failure, and restart all other requests."""
         suspects = {
             sequence: None
             for part in parts
@@ -328,7 +328,7 @@ class Engine:
                 self.step()
 
     def land(self) -> list[Sequence]:
-        """Read the steps in flight, launch none; return samples that gained tokens or ended."""
+        """Read the steps in flight, and launch none. Return samples that gained tokens or ended."""
         launched, self._in_flight = self._in_flight, []
         try:
             return [sequence for step in launched for sequence in self._read(step)]
@@ -339,7 +339,8 @@ class Engine:
         """Use other weights of the same shapes from the next step on.
 
         No step may be in flight. The caches were computed with the old weights, so they are
-        dropped: resident requests recompute their tokens.
+        dropped, and resident requests recompute their tokens. `has_new_target` and
+        `has_new_drafter` tell the policy which weights have changed.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -350,7 +351,7 @@ class Engine:
             self.scheduler.policy.drafter_changed()
 
     def release(self) -> None:
-        """Free the state's memory until `renew`; no step may be in flight.
+        """Free the state's memory until `renew`. No step may be in flight.
 
         Resident requests recompute their tokens afterwards.
         """
@@ -363,7 +364,7 @@ class Engine:
         self.programs.renew()
 
     def close(self) -> None:
-        """Free the device's memory and all programs; the engine cannot run afterwards."""
+        """Free the device's memory and all programs. The engine cannot run afterwards."""
         self._in_flight = []
         self.programs.close()
 
@@ -378,7 +379,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure times of rounds by running them; clear the prefix cache if all shapes are run."""
+        """Measure the times of rounds with `ks`, in every shape if `has_all`.
+
+        Measuring every shape clears the prefix cache.
+        """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape
             return StepCost({batches[0]: {k: 1.0 for k in ks}})

@@ -1,9 +1,10 @@
-"""Compiled programs on disk, with which a later process neither traces nor compiles.
+"""Keeps compiled programs on disk, so that a later process neither traces nor compiles them.
 
 A file is named by a digest of everything that determines its program: the key, static arguments,
 shapes and dtypes, our sources, JAX and its options, the device. The digest does not cover code
-outside our sources, such as a user's own drafter: with such code no program is kept or read.
-Reading a file can run arbitrary code, so only its owner may be able to write to the folder.
+outside our sources, such as a user's own drafter. With such code no program is kept or read.
+Reading a file can run arbitrary code, so only the folder's owner may be able to write to the
+folder.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ TRACED = (
     "specjax.engine.tracing",
     "pallas_kernels",
 )
-# The digest covers code from these places. Generated methods have no file, but "<string>".
+# The digest covers code from these places. Generated methods have the file name "<string>".
 _INSTALLED = (
     "<",
     *(str(ROOT / package) for package in SOURCES),
@@ -58,16 +59,19 @@ _kept: list[Path] = []  # at most one folder, see `keep_programs`
 
 
 def keep_programs(folder: Path | None) -> None:
-    """Keep programs of engines built from now on in `folder`, or nowhere, for later processes.
+    """Keep the programs of engines that are built from now on in `folder`, for later processes.
 
-    JAX's compilation cache is left alone: it would fill `folder` with the user's programs, which
-    engines do not need.
+    If `folder` is None, no programs are kept. JAX's compilation cache is left alone: it would fill
+    `folder` with the user's programs, which engines do not need.
     """
     _kept[:] = [] if folder is None else [folder]
 
 
 def executables_folder() -> Path | None:
-    """Return the folder of kept programs, inside JAX's compilation cache if it is set, or None."""
+    """Return the folder of kept programs, or None if no programs are kept.
+
+    The folder lies in JAX's compilation cache, if there is one.
+    """
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
     return folders[0] / "programs" if folders else None
@@ -76,7 +80,10 @@ def executables_folder() -> Path | None:
 def open_executables(
     folder: Path, placement: Placement, model: Any, *origin: Any
 ) -> "Executables | None":
-    """Return a `StepModel`'s kept programs; None if the digest cannot cover all of its code."""
+    """Return the kept programs of a `StepModel`; None if a digest cannot cover all of its code.
+
+    `origin` holds further values that determine the programs.
+    """
     described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
@@ -85,7 +92,7 @@ def open_executables(
 
 
 class Executables:
-    """Programs kept in a folder, each identified by a key and the description of its engine.
+    """Programs kept in a folder, each identified by a key and a description of its engine.
 
     Attributes:
         read: keys whose programs were read from the folder.
@@ -97,7 +104,7 @@ class Executables:
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
-        """Return the kept program of a key, else the result of `compile`, kept if possible."""
+        """Return a key's kept program, or compile the program and keep it if possible."""
         path = self._path(key)
         for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
             if (reason := _distrust(folder)) is not None:
@@ -133,7 +140,7 @@ class Executables:
         return program
 
     def _path(self, key: Any) -> Path | None:
-        """Return the file of a program; None if some of its code exists only in this process."""
+        """Return a program's file; None if some of its code exists only in this process."""
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
         name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
@@ -141,7 +148,7 @@ class Executables:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return why a folder cannot be trusted; None if only its owner can write to it."""
+    """Return the reason not to trust a folder; None if only its owner can write to it."""
     if not hasattr(os, "getuid"):
         return None
     try:
@@ -177,7 +184,7 @@ def _read(path: Path, devices: list[Any]) -> Any:
 def _write(path: Path, program: Any) -> None:
     content = pickle.dumps(serialize_executable.serialize(program))
     _make_room(path.parent, len(content))
-    # Atomic: other processes see the whole file or none.
+    # The file is replaced at once: other processes see the whole file or none.
     file = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)
     try:
         with file:
@@ -205,7 +212,7 @@ jax.monitoring.register_event_listener(_note)
 
 @cache
 def _environment() -> str:
-    """Return, as JSON, what determines programs in addition to their inputs."""
+    """Return a JSON text of everything that determines programs in addition to their inputs."""
     device = default_device()
     described = {
         "python": platform.python_version(),
@@ -223,7 +230,7 @@ def _environment() -> str:
 
 
 def _options() -> list[tuple[str, Any]]:
-    """Return JAX's current options in this thread, which compiles."""
+    """Return JAX's options in the current thread, which is the thread that compiles."""
     options = sorted(jax.config.values.items())
     return [pair for pair in options if "cache" not in pair[0] and "debug" not in pair[0]]
 
@@ -246,7 +253,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Return whether someone has patched a function of a module that is traced into programs."""
+    """Return whether a function has been replaced in a module that is traced into programs."""
     if not module.startswith(TRACED):
         return False
     owners = [sys.modules[module]]

@@ -1,4 +1,4 @@
-"""Parts of a step that were launched and not read yet."""
+"""Describes parts of a step that were launched and not read yet."""
 
 import time
 from collections import Counter
@@ -28,15 +28,15 @@ class InFlight:
     start: float  # seconds, when planning of the step began
     launched: float  # when its program was about to be launched
     done: float | None = None  # when its outputs were first seen to be ready
-    features: Features | None = None  # of a chunk's rows, if one of its requests exports them
+    features: Features | None = None  # of the chunks' rows, if a request exports features
     is_joined: bool = False  # whether chunks and a round were one program
-    joins: Joined | None = None  # the program that could have run chunks and this round
+    joins: Joined | None = None  # the program that could have run the chunks and this round
 
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
-        """Return the outcome of a round; `num_kept` is the number of tokens kept per sequence.
+        """Return the outcome of a round.
 
-        `milliseconds` is the round's time, None if unknown; `chunk_ms` was spent on chunks before
-        it.
+        `num_kept` holds the number of tokens kept per sequence. `milliseconds` is the time of the
+        round, or None if unknown. `chunk_ms` is the time of the chunks before the round.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)
@@ -48,7 +48,7 @@ class InFlight:
         return Round(plan.batch, k, num_context, verdicts, *times)
 
     def look(self) -> None:
-        """Set `done` if the outputs are ready."""
+        """Set `done` to the current time if the outputs have become ready."""
         is_ready = self.outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         if self.done is None and is_ready:
             self.done = time.perf_counter()
@@ -56,24 +56,28 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round launched up to `Extend`; `Settle` still needs its masks."""
+    """A round that was launched up to the program `Extend`. `Settle` still needs its masks."""
 
     plan: DecodePlan
     variant: Variant
     packed: np.ndarray
     draft: Draft
     extension: Extension
-    logits: jax.Array  # the extension's, after logits processors
+    logits: jax.Array  # the extension's logits, after logits processors
     launched: float  # see `InFlight`
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar has to see the drafts before the rest is launched."""
+        """Whether a grammar must see the drafts before `Settle` is launched."""
         return any(sequence.matcher for sequence in self.plan.sequences)
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done` of programs launched before one that ran during its own launch, as on a CPU."""
+    """Set `done` of parts that must have ended before a later part was launched.
+
+    If a program has ended at the end of its launch, as on a CPU, all programs before it ended
+    before this launch.
+    """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:
         if step.done is None:

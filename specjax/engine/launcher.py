@@ -36,7 +36,7 @@ from specjax.host.plans import DecodePlan, PrefillPlan
 
 
 class Launcher:
-    """Runs plans on a device; waits for it only to see drafts that a grammar needs."""
+    """Launches plans on a device. Waits for the device only if a grammar must see drafts."""
 
     def __init__(
         self,
@@ -51,9 +51,10 @@ class Launcher:
         self._deferred = DeferredRounds(programs, layout)
 
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
-        """Launch the parts of a step, as one program if that is compiled.
+        """Launch the parts of a step, as one program if such a program is compiled.
 
-        A round with grammars is complete only after `settle`.
+        `page_tables` are the page tables of `Residents`. A round with grammars is complete only
+        after `settle`.
         """
         joined = self._joined_of(parts) if len(parts) > 1 else None
         if joined is not None and joined in self._programs.ready:
@@ -98,8 +99,9 @@ class Launcher:
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
-        They are separate in exact mode, where all steps run the same programs, and if the host acts
-        between the pieces of a round or needs more of a chunk than its outputs.
+        Chunks and a round are separate in exact mode, where all steps run the same programs. They
+        are also separate if the host acts between the programs of a round, or needs more than the
+        outputs of a chunk.
         """
         if self._config.exact:
             return None
@@ -115,7 +117,7 @@ class Launcher:
     def _decode(
         self, plan: DecodePlan, variant: Variant, packed: np.ndarray, launched: float
     ) -> InFlight | Extended:
-        """Launch a round, whole or in pieces."""
+        """Launch a round as one program, or as several programs."""
         run, batch, k = self._programs.run, plan.batch, plan.k
         whole = Decode(batch, k, variant)
         if whole in self._programs.ready:
@@ -134,7 +136,10 @@ class Launcher:
         return extended if extended.has_grammar else self.settle(extended)
 
     def settle(self, step: Extended) -> InFlight:
-        """Launch the last piece of a round; wait for the drafts if a grammar needs them."""
+        """Launch `Settle`, the last program of a round.
+
+        Wait for the drafts if a grammar needs them.
+        """
         plan, variant, masks = step.plan, step.variant, None
         if variant.masks:
             drafts = np.asarray(step.draft.tokens) if step.has_grammar else None

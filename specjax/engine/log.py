@@ -1,7 +1,7 @@
-"""Progress in the log: the logger "specjax" of Python's logging.
+"""Provides the logger "specjax", which reports progress through Python's logging.
 
-If the program has configured logging, that decides where lines go. Otherwise they go to stderr, so
-that a first script, or a job without a terminal, is not silent for minutes.
+If the program has configured logging, its handlers decide where lines go. Otherwise lines go to
+stderr, so that a first script, or a job without a terminal, is not silent for minutes.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ _SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
 
 
 def get_log(*, verbose: bool) -> logging.Logger:
-    """Return the logger of an LLM; silent unless `verbose`."""
+    """Return the logger of an LLM. The logger is silent unless `verbose`."""
     if not verbose:
         return _SILENT
     is_configured = logging.root.handlers or _LOGGER.level or len(_LOGGER.handlers) > 1
@@ -32,13 +32,13 @@ def get_log(*, verbose: bool) -> logging.Logger:
 
 
 class Pace:
-    """Limits log lines about frequent calls to one per LINE_SECONDS."""
+    """Limits log lines about frequent events to one line per LINE_SECONDS."""
 
     def __init__(self):
         self._due = time.monotonic() + LINE_SECONDS
 
     def is_due(self) -> bool:
-        """Return whether a line is due; if so, the next one is due after LINE_SECONDS."""
+        """Return whether a line is due. If so, the next line is due after LINE_SECONDS."""
         now = time.monotonic()
         if now < self._due:
             return False

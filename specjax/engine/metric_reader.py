@@ -1,4 +1,4 @@
-"""Counters as a list of named metrics, as vLLM's `get_metrics` returns them."""
+"""Lists counters as named metrics, in the form that vLLM's `get_metrics` returns."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ class Gauge:
 
 @dataclass(frozen=True)
 class Vector:
-    """Numbers that only grow, by draft position."""
+    """A list of numbers that only grow, with one number per draft position."""
 
     name: str
     values: list[int]
@@ -36,7 +36,7 @@ Metric = Counter | Gauge | Vector
 
 
 def list_metrics(m: Metrics) -> list[Metric]:
-    """Return the counters that vLLM also has, under its names."""
+    """Return the counters that vLLM also has, under vLLM's names."""
     return [
         Gauge("vllm:num_requests_running", m.num_requests_running),
         Gauge("vllm:num_requests_waiting", m.num_requests_waiting),

@@ -22,25 +22,27 @@ class Metrics:
     round.
 
     Attributes:
-        num_steps: steps launched, with chunks, a round or both.
-        num_prefill_steps: steps with chunks.
-        num_decode_steps: steps with a round.
-        acceptance_rate_per_pos: fraction of the drafts at a position that were accepted.
-            Unconditional, as in a profile: AL(K) is 1 plus the sum of the first K rates.
-        k_histogram: number of rounds by K.
-        requests_finished: number of finished samples by finish_reason.
+        num_steps: number of launched steps; each has chunks, a round or both.
+        num_prefill_steps: number of steps with chunks.
+        num_decode_steps: number of steps with a round.
+        acceptance_rate_per_pos: fraction of the drafts at each position that were accepted. Rates
+            are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
+            of the first K rates.
+        k_histogram: number of rounds per K.
+        requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
-        prefix_cache_hits: number of these tokens that were found in the cache.
+        prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
+            cache.
         prefix_cache_evictions: number of pages and snapshots evicted.
         kv_cache_usage: fraction of pages in use now.
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
-        in_flight_depth: mean number of steps in flight when another is launched.
+        in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.
         num_compiling: number of programs being compiled in the background.
-        host_ms: host time per step: planning, packing, launching, handing out tokens.
-        wait_ms: time that the host then waits for the device.
-        host_gap_ms: time from reading a step to the next launch; the device may idle unless another
-            step is in flight.
+        host_ms: host time per step for planning, packing, launching and handing out tokens.
+        wait_ms: time per step that the host waits for the device.
+        host_gap_ms: time from reading a step to the next launch; the device may be idle then,
+            unless another step is in flight.
     """
 
     num_requests_running: int
@@ -97,7 +99,7 @@ class Compilations(NamedTuple):
 
 
 class Recorder:
-    """Counts what steps did."""
+    """Counts steps and their results, and adds up times."""
 
     def __init__(self):
         self._counts: Counter[str] = Counter()
@@ -109,18 +111,18 @@ class Recorder:
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
-        """Add the time of the block to the counter `what`."""
+        """Add the time that the block takes to the counter `what`."""
         start = time.perf_counter()
         yield
         self._seconds[what] += time.perf_counter() - start
 
     def record_gap(self, seconds: float) -> None:
-        """Record the time between reading one result and the next launch."""
+        """Record the time between reading a result and the next launch."""
         self._seconds["gap"] += seconds
         self._counts["gaps"] += 1
 
     def record_launch(self, plan: StepPlan, depth: int) -> None:
-        """Count a launched step; `depth` others are in flight."""
+        """Count a launched step. `depth` is the number of other steps in flight."""
         self._counts["steps"] += 1
         self._counts["scheduled"] += plan.num_tokens
         self._counts["depth"] += depth
@@ -132,7 +134,10 @@ class Recorder:
     def record_part(
         self, plan: PrefillPlan | DecodePlan, rows: SequenceOf[RowOutput], num_kept: list[int]
     ) -> None:
-        """Count the results of chunks or a round; `num_kept` has the tokens kept per row."""
+        """Count the results of chunks or of a round.
+
+        `num_kept` holds the number of tokens kept per row.
+        """
         self._counts["generation"] += sum(num_kept)
         if isinstance(plan, PrefillPlan):
             self._counts["prefill_steps"] += 1
@@ -205,7 +210,7 @@ class Recorder:
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
-    """Return the type, and the values by label, of each Prometheus series."""
+    """Return the type, and the values by label, of each Prometheus series, by the series' name."""
 
     def counter(value: float) -> tuple[str, dict[str, float]]:
         return "counter", {"": value}

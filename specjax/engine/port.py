@@ -1,7 +1,7 @@
 """The interface between an engine and a device.
 
-The device holds the weights and the state between steps. `compiled.py` implements it with JAX;
-anything that runs the same programs on the same packed arrays can replace it.
+The device holds the weights and the state between steps. `compiled.py` implements this interface
+with JAX. Any class that runs the same programs on the same packed arrays can replace it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Programs(Protocol):
-    """A device that holds an engine's weights and state; programs change the state in place."""
+    """A device that holds an engine's weights and state. Programs change the state in place."""
 
     @property
     def params(self) -> Params:
@@ -45,16 +45,19 @@ class Programs(Protocol):
         ...
 
     def max_deferred(self, batch: int) -> int:
-        """Return how many rounds without drafts, of `batch` requests, may run before `Observe`.
+        """Return how many rounds without drafts may run before `Observe` must run.
 
-        Returns 0 if the drafter observes each round at once, as it always does in `Joined`.
+        Each round has `batch` requests. Return 0 if the drafter must observe each round at once, as
+        it always does in `Joined`.
         """
         ...
 
     def compile_ahead(
         self, programs: Iterable[Program], *, then: Iterable[Program] = (), show_progress: bool
     ) -> None:
-        """Compile `programs` and wait for them; compile `then` meanwhile and afterwards.
+        """Compile `programs` and wait for them.
+
+        The programs of `then` are compiled meanwhile and afterwards.
 
         Raises:
             Exception: one of `programs` failed to compile.
@@ -62,33 +65,40 @@ class Programs(Protocol):
         ...
 
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
-        """Compile programs in the background, in order; urgent ones before all others."""
+        """Compile programs in the background, in order.
+
+        If `is_urgent`, requests wait for the programs, which are compiled before all others.
+        """
         ...
 
     def finish(self, *, show_progress: bool) -> None:
-        """Wait until all programs that were asked for are compiled."""
+        """Wait until no program is left to compile."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until another program is ready, none is left to compile, or the time is over."""
+        """Wait until a program is ready, no program is left to compile, or the time is over."""
         ...
 
     def run(self, program: Program, *arguments: Any) -> Any:
-        """Launch a program on the state without waiting for it; compile it first if necessary.
+        """Launch a program on the state without waiting for it. Compile it first if necessary.
 
-        Arguments are results of programs, or NumPy arrays that must not change afterwards. Outputs
-        have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
+        `arguments` are results of other programs, or NumPy arrays that must not change afterwards.
+        Outputs have the methods `copy_to_host_async` and `is_ready`, and can be converted to NumPy
+        arrays.
         """
         ...
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """Measure times of rounds of every shape by running them; leave an empty state."""
+        """Measure the times of rounds for every pair of `ks` and `batches`, by running rounds.
+
+        The state is empty afterwards.
+        """
         ...
 
     def release(self) -> None:
-        """Free the memory of the state; no program may run until `renew`."""
+        """Free the memory of the state. No program may run until `renew`."""
         ...
 
     def renew(self) -> None:
@@ -96,5 +106,5 @@ class Programs(Protocol):
         ...
 
     def close(self) -> None:
-        """Free all memory, including the programs' code; no program may run afterwards."""
+        """Free all memory, including the programs' code. No program may run afterwards."""
         ...

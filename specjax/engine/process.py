@@ -1,4 +1,4 @@
-"""Refuses forked processes, and settings of JAX with which no engine works."""
+"""Refuses to run an engine in a forked process, or with settings of JAX that break it."""
 
 import os
 import threading
@@ -13,9 +13,9 @@ _GUARDS = (
 
 
 class OwnLock:
-    """A reentrant lock of one process. In a fork, entering it is an error.
+    """A reentrant lock for one process. A fork of the process must not enter the lock.
 
-    The thread that holds the lock does not exist in a fork, so waiting there would never end.
+    The thread that holds the lock does not exist in a fork, so the fork would wait forever.
     """
 
     def __init__(self):
@@ -23,7 +23,7 @@ class OwnLock:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that made the lock."""
+        """Whether this process is a fork of the process that made the lock."""
         return os.getpid() != self._pid
 
     def __enter__(self) -> None:
@@ -35,12 +35,13 @@ class OwnLock:
 
 
 def refuse_fork(pid: int) -> None:
-    """Check that this process built the engine; `pid` is the id of the process that did.
+    """Check that this process is the process that built the engine.
 
-    A fork has none of its parent's threads, which JAX and the compiler of steps wait for.
+    `pid` is the id of the process that built it. A fork has none of its parent's threads, which JAX
+    and the compiler of steps wait for.
 
     Raises:
-        RuntimeError: this process was forked from that one.
+        RuntimeError: this process was forked from the process that built the engine.
     """
     if os.getpid() != pid:
         raise RuntimeError(
@@ -54,7 +55,7 @@ def check_jax() -> None:
     """Refuse settings of JAX under which no engine works.
 
     Raises:
-        ValueError: a setting is refused; the message says what to set it to.
+        ValueError: a setting is refused. The message says what to set it to.
     """
     name = "jax_disable_jit"
     if getattr(jax.config, name):

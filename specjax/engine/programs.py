@@ -1,8 +1,9 @@
-"""The programs of a step. Each is a value: its fields are compiled in, and `run` is its function.
+"""The programs of a step.
 
-Chunks run `Admit`, `Prefill` and `Begin`. A round runs `Decode`, or its three pieces `Propose`,
-`Extend` and `Settle`. Other programs copy recurrent states, let the drafter catch up, and run
-logits processors.
+Each program is a value: its fields are compiled in, and `run` is the function that is compiled.
+Chunks run `Admit`, `Prefill` and `Begin`. A round runs `Decode`, or its three parts as the programs
+`Propose`, `Extend` and `Settle`. Other programs copy recurrent states, let the drafter observe
+deferred rounds, and run logits processors.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from specjax.engine.tracing import Packed, Program, Traces
 
 @dataclass(frozen=True, slots=True)
 class Admit(Program):
-    """Write newly admitted requests to their slots: (admissions) -> None."""
+    """Writes newly admitted requests to their slots. Takes packed `AdmitInputs`."""
 
     batch: int
     inputs = AdmitInputs
@@ -55,7 +56,7 @@ class Admit(Program):
 
 @dataclass(frozen=True, slots=True)
 class Restore(Program):
-    """Copy snapshots to recurrent states of slots: (moves) -> None."""
+    """Copies snapshots to the recurrent states of slots. Takes packed `SnapshotInputs`."""
 
     batch: int
     inputs = SnapshotInputs
@@ -68,7 +69,7 @@ class Restore(Program):
 
 @dataclass(frozen=True, slots=True)
 class Take(Program):
-    """Copy recurrent states of slots to snapshots: (moves) -> None."""
+    """Copies the recurrent states of slots to snapshots. Takes packed `SnapshotInputs`."""
 
     batch: int
     inputs = SnapshotInputs
@@ -81,7 +82,7 @@ class Take(Program):
 
 @dataclass(frozen=True, slots=True)
 class Prefill(Program):
-    """Run the target over a chunk of each prompt: (chunks) -> Extension."""
+    """Runs the target over a chunk of each prompt. Takes the chunks, and returns an `Extension`."""
 
     batch: int
     width: int
@@ -95,7 +96,10 @@ class Prefill(Program):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFirst(Program):
-    """Run logits processors between `Prefill` and `Begin`: (chunks, logits) -> logits."""
+    """Runs logits processors between `Prefill` and `Begin`.
+
+    Takes the chunks and their logits, and returns the processed logits.
+    """
 
     batch: int
     processors: Processors
@@ -118,10 +122,11 @@ class ProcessFirst(Program):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Program):
-    """Let the drafter observe the chunks, and sample first tokens.
+    """Lets the drafter observe the chunks, and samples first tokens.
 
-    (chunks, extension, logits, masks) -> outputs, where `logits` are the extension's or the result
-    of `ProcessFirst`; `masks` is None if no request has a grammar.
+    Takes the chunks, their `Extension`, logits and masks, and returns the step's outputs. `logits`
+    are the extension's logits or the result of `ProcessFirst`. `masks` is None if no request has a
+    grammar.
     """
 
     batch: int
@@ -131,7 +136,7 @@ class Begin(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
-        """The first two axes of `masks`: requests, and rows of logits per request."""
+        """The sizes of the first two axes of `masks`: requests, and rows of logits per request."""
         return self.batch, 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:
@@ -155,7 +160,7 @@ class Begin(Program):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Program):
-    """Run a whole round: (round) -> outputs."""
+    """Runs a whole round. Takes the round's inputs, and returns its outputs."""
 
     batch: int
     k: int
@@ -170,9 +175,9 @@ class Decode(Program):
 
 @dataclass(frozen=True, slots=True)
 class Observe(Program):
-    """Let the drafter observe deferred rounds, which had no drafts: (round) -> None.
+    """Lets the drafter observe deferred rounds, which had no drafts.
 
-    The argument is the last of these rounds, which all have the same requests.
+    Takes the inputs of the last of these rounds, which all have the same requests.
     """
 
     batch: int
@@ -186,7 +191,10 @@ class Observe(Program):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Program):
-    """Run `Prefill`, `begin` and `decode` as one: (chunks, round) -> (outputs, outputs)."""
+    """Runs `Prefill`, `begin` and `decode` as one program.
+
+    Takes the chunks and the round's inputs, and returns a pair of their outputs.
+    """
 
     begin: Begin
     decode: Decode
@@ -220,7 +228,11 @@ class Joined(Program):
 
 @dataclass(frozen=True, slots=True)
 class Propose(Program):
-    """First piece of a round: (round) -> Draft. Pieces are compiled only where needed."""
+    """Runs the drafter, the first part of a round.
+
+    Takes the round's inputs, and returns a `Draft`. The programs of single parts are compiled only
+    where they are needed.
+    """
 
     batch: int
     k: int
@@ -235,7 +247,10 @@ class Propose(Program):
 
 @dataclass(frozen=True, slots=True)
 class Extend(Program):
-    """Second piece of a round; the host makes masks meanwhile: (round, draft) -> Extension."""
+    """Runs the target, the second part of a round. The host makes masks meanwhile.
+
+    Takes the round's inputs and the `Draft`, and returns an `Extension`.
+    """
 
     batch: int
     k: int
@@ -258,7 +273,10 @@ class Extend(Program):
 
 @dataclass(frozen=True, slots=True)
 class ProcessRound(Program):
-    """Run logits processors between `Extend` and `Settle`: (round, draft, logits) -> logits."""
+    """Runs logits processors between `Extend` and `Settle`.
+
+    Takes the round's inputs, the `Draft` and the extension's logits, and returns processed logits.
+    """
 
     batch: int
     k: int
@@ -284,7 +302,11 @@ class ProcessRound(Program):
 
 @dataclass(frozen=True, slots=True)
 class Settle(Program):
-    """Third piece of a round: (round, draft, extension, logits, masks) -> outputs, see `Begin`."""
+    """Runs the third part of a round, which verifies the drafts.
+
+    Takes the round's inputs, the `Draft`, the `Extension`, logits and masks (as `Begin` does), and
+    returns the round's outputs.
+    """
 
     batch: int
     k: int
@@ -293,7 +315,7 @@ class Settle(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
-        """The first two axes of `masks`: requests, and rows of logits per request."""
+        """The sizes of the first two axes of `masks`: requests, and rows of logits per request."""
         return self.batch, self.k + 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Shows the progress of a call: a bar, a class like tqdm's, or log lines without a terminal."""
+"""Shows the progress of a call as a bar, with a class like tqdm, or as log lines."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,26 +19,26 @@ BAR_SECONDS = 0.2  # between two updates
 
 @dataclass(frozen=True)
 class CallProgress:
-    """The progress of a call; `num_running` and `num_waiting` count all requests of the engine."""
+    """The progress of a call. `num_running` and `num_waiting` count all requests of the engine."""
 
     num_finished: int
     num_tokens: int
     seconds: float
-    acceptance_length: float | None  # of rounds with drafts; None before the first
+    acceptance_length: float | None  # of rounds with drafts; None before the first such round
     num_running: int
     num_waiting: int
-    num_compiling: int  # programs
+    num_compiling: int  # number of programs being compiled
 
     @property
     def speed(self) -> str:
-        """Tokens per second, and the acceptance length of rounds with drafts."""
+        """A text with the tokens per second, and the acceptance length of rounds with drafts."""
         per_round = self.acceptance_length
         shown = f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
         return shown if per_round is None else f"{shown}, acceptance length {per_round:.2f}"
 
     @property
     def load(self) -> str:
-        """The engine's requests, and the programs that it is compiling."""
+        """A text with the numbers of the engine's requests, and of programs being compiled."""
         shown = f"{self.num_running} running, {self.num_waiting} waiting"
         return shown + f", compiling {self.num_compiling}" * (self.num_compiling > 0)
 
@@ -55,11 +55,11 @@ def progress(
     verbose: bool,
     draws: bool = True,
 ) -> Iterator[Callable[[], None]]:
-    """Show how `samples` grow; yield a function that the block calls after every step.
+    """Show how `samples` grow. Yield a function that the block calls after every step.
 
     Args:
         use_tqdm: whether to show progress, or a class with the arguments of tqdm.
-        verbose: the LLM's setting; False shows nothing, unless `use_tqdm` is a class.
+        verbose: the LLM's setting. False shows nothing, unless `use_tqdm` is a class.
         draws: whether a terminal shows a bar instead of log lines.
     """
     if callable(use_tqdm):

@@ -1,9 +1,10 @@
 """Decides which shapes and variants of steps an engine can run now, and which to compile.
 
-A step has a shape and a variant: the extra work that its requests ask for. An engine begins with
-one shape of each part, into which any step fits, in the plain variant, whose rounds consist of
-pieces that other variants share. Better shapes are compiled in the background once running without
-them has cost enough time. Only a request that needs a new variant waits for it.
+A step has a shape and a variant. The variant is the extra work that the step's requests ask for. An
+engine begins with one shape for chunks and one shape for rounds, into which any step fits. It
+begins with the plain variant, whose rounds run as several programs that other variants share.
+Better shapes are compiled in the background, once running without them has cost enough time. Only
+requests that need a new variant wait for it.
 """
 
 from collections import defaultdict
@@ -41,8 +42,8 @@ class Repertoire:
         self.variants: list[Variant] = []  # asked for so far, the plain one first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # At least one: with none, XLA turns the conditional into a select, which always computes
-        # them.
+        # At least one: with none, XLA turns the conditional for log-probabilities into a select,
+        # which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
         # Time lost for lack of a better shape, by the last program of that shape.
@@ -53,7 +54,10 @@ class Repertoire:
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """Return the number of a list of logits processors, a new one if unknown; -1 for none."""
+        """Return the number that identifies a list of logits processors.
+
+        An unknown list gets a new number. The number of an empty list is -1.
+        """
         if not processors:
             return -1
         if processors not in self._processors:
@@ -61,7 +65,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant that steps with all of these requests must have."""
+        """Return the variant of a step whose requests have `all_demands`."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -72,7 +76,7 @@ class Repertoire:
         if self._config.exact:  # one for all: another program rounds differently
             return Variant(masks=True, num_logprobs=max_logprobs)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
-        # None, a few or the maximum, so that there are few variants.
+        # Numbers are rounded up to `few` or the maximum, so that there are few variants.
         few = min(FEW_LOGPROBS, max_logprobs)
         asks_many = any((demands.logprobs or 0) > few for demands in all_demands)
         of_prompts = [d.prompt_logprobs for d in all_demands if d.prompt_logprobs is not None]
@@ -84,7 +88,10 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first of these shapes, or all if ahead; return whether all are ready."""
+        """Compile the first of `shapes`, or all of them with `compile_ahead`.
+
+        Return whether all shapes are ready.
+        """
         variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
@@ -97,7 +104,7 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile a variant: in the background, unless everything is compiled ahead."""
+        """Compile a variant in the background, or wait for it with `compile_ahead`."""
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -113,7 +120,7 @@ class Repertoire:
         self._programs.compile_behind(needed, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
-        """Return whether these requests can run together now; ask for programs if not.
+        """Return whether these requests can run together now. If not, compile missing programs.
 
         Raises:
             Exception: a program that they need failed to compile.
@@ -138,7 +145,7 @@ class Repertoire:
     def shapes(self, asked: Variant) -> Shapes:
         """Return the shapes that are ready for steps of the variant `asked`.
 
-        It is `all_shapes` itself when every shape is ready.
+        The result is `all_shapes` itself when every shape is ready.
         """
         self._look()
         if asked not in self._shapes:
@@ -153,7 +160,10 @@ class Repertoire:
         return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
-        """Return the first variant that covers a plan's requests and is ready in its shape."""
+        """Return the variant in which to run a plan.
+
+        It is the first variant that covers the plan's requests and is compiled in the plan's shape.
+        """
         self._look()
         asked = self.asked_by(all_demands)
         if isinstance(plan, DecodePlan):
@@ -168,7 +178,10 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Ask for a plan's better shape once running without it has cost enough time."""
+        """Compile a plan's better shape if running without it has cost too much time.
+
+        `milliseconds` is the time that the plan took in its present shape.
+        """
         if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
@@ -181,17 +194,20 @@ class Repertoire:
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Ask for a program of chunks and a round once separate ones have cost enough time.
+        """Compile `program` if running its two parts separately has cost too much time.
 
-        `milliseconds` is the time of the shorter part. There is one such program for every pair of
-        shapes, too many to compile ahead.
+        `program` joins chunks and a round. `milliseconds` is the time of the shorter of them. There
+        is one such program for every pair of shapes. These are too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
-        """Count time lost without these programs; ask for them when it reaches `patience_ms`."""
+        """Add to the time lost without the programs `needed`.
+
+        Compile them when this time reaches `patience_ms`.
+        """
         if all(program in self._programs.ready for program in needed):
             return
         self._lost_ms[needed[-1]] += milliseconds
@@ -200,7 +216,7 @@ class Repertoire:
             self._programs.compile_behind(needed, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile the first shapes of some variants; all shapes if everything is compiled ahead."""
+        """Compile the first shapes of variants, or all shapes if everything is compiled ahead."""
         if not self._config.compile_ahead:
             first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
@@ -211,7 +227,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background, beginning with the programs that it needs to run."""
+        """Compile a variant in the background. Programs without which it cannot run come first."""
         first = self.all_shapes.first
         least = self._programs_for_shapes(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
@@ -223,7 +239,10 @@ class Repertoire:
     def _programs_for_shapes(
         self, find: Callable[..., list[Program]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Program]:
-        """Return the programs of some shapes, the slowest to compile first."""
+        """Return the programs that `variants` need in `shapes`, the slowest to compile first.
+
+        `find` is `programs_of` or `first_programs_of`.
+        """
         by_drafts = sorted(shapes.decode, key=lambda shape: shape[::-1], reverse=True)
         plans = [
             *(DecodePlan((), *shape, 0) for shape in by_drafts),
@@ -243,7 +262,7 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _covering(self, asked: Variant) -> list[Variant]:
-        """Return the variants that cover `asked`; variants with unneeded masks come last."""
+        """Return the variants that cover `asked`. Variants with unneeded masks come last."""
         exactly = [variant for variant in self.variants if covers(variant, asked)]
         masked = asked._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]

@@ -1,7 +1,8 @@
-"""Measures times of rounds: of every shape before there are requests, or of padding later.
+"""Measures times of rounds: of every shape before there are requests, or of padding rows later.
 
-Each shape must run once anyway, to be ready when a request needs it. The requests are artificial:
-random tokens, a given length of context, and shared pages if the pool is too small.
+Each shape must run once anyway, to be ready when a request needs it. The requests that are timed
+are artificial. They have random tokens and a given length of context, and they share pages if the
+pool is too small.
 """
 
 import time
@@ -34,7 +35,7 @@ Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """The programs to time, see `specjax.engine.port.Programs`, with access to the state."""
+    """The part of `specjax.engine.port.Programs` that is needed here, with access to the state."""
 
     @property
     def state(self) -> EngineState: ...
@@ -53,15 +54,16 @@ def measure_rounds(
     ks: tuple[int, ...],
     batches: tuple[int, ...],
 ) -> StepCost:
-    """Measure rounds by batch size, K and context. Leaves a state of artificial requests.
+    """Measure times of rounds by batch size, K and context. Leave a state of artificial requests.
 
-    All shapes run in turn, several times, and the median counts, so that a disturbance affects all
-    equally. Context adds time in proportion to its number of tokens, regardless of K, as each token
-    is read once; two lengths at the largest batch size give the factor.
+    All shapes run in turn, several times, so that a disturbance affects all equally. The median of
+    the times of a shape counts. Context adds time in proportion to its number of tokens, regardless
+    of K, because each token is read once. Two lengths of context at the largest batch size give the
+    factor.
 
-    Rounds run as in serving: each is launched before the previous one is read. Times are defined as
-    in `RoundClock.time`: host time counts only while the device waits for it. The host neither
-    plans nor commits here. `num_pages` has the number of pages for each page table.
+    Rounds run as in serving: each round is launched before the previous round is read. Times are
+    defined as in `RoundClock.time`: host time counts only while the device waits for the host. The
+    host neither plans nor commits here. `num_pages` holds the number of pages for each page table.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
@@ -78,8 +80,10 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round at each point; yield its milliseconds. An extra round at each end is not
-        timed."""
+        """Run a round at each point, and yield its milliseconds.
+
+        An extra round before the first point, and one after the last, are not timed.
+        """
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
             before.look()
@@ -117,7 +121,10 @@ def measure_rounds(
 def _without_context(
     points: Mapping[int, Mapping[int, float]], context: int, per_token: float
 ) -> dict[int, dict[int, float]]:
-    """Return the times that rounds would take without context."""
+    """Return the times that rounds would take without context.
+
+    `points` holds times with `context` tokens per request. `per_token` is the time per token.
+    """
     return {
         batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
         for batch, column in points.items()
@@ -148,7 +155,7 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
 def time_padding(launch: Launch, batch: int, k: int) -> float:
     """Measure the milliseconds of a round of padding rows, which leaves the state unchanged.
 
-    Each round is launched before the previous one is waited for, as in serving.
+    As in serving, each round is launched before the host waits for the previous round.
     """
     plan, ends = DecodePlan((), batch, k, k), []
 
@@ -167,7 +174,7 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
-    """Pack a round (see `batch.pack`) of the first slots, each with consecutive pages."""
+    """Pack a round (see `batch.pack`) of the first slots. Each slot has consecutive pages."""
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)

@@ -1,4 +1,4 @@
-"""Times of chunks and rounds, as seen by a host that reads each while the next one runs."""
+"""Computes the times of chunks and rounds, whose results the host reads one step late."""
 
 import time
 
@@ -21,11 +21,11 @@ class RoundClock:
         self._timed_from = 0.0  # parts launched earlier overlapped a measurement
 
     def restart(self) -> None:
-        """Do not time parts launched before now: they overlapped a measurement."""
+        """Do not time parts launched before now, because they overlapped a measurement."""
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
-        """Return the seconds since the last read, at the first launch after it; else None."""
+        """Return the seconds since the last read; None if a step was launched after that read."""
         read, self._read = self._read, None
         return None if read is None else time.perf_counter() - read
 
@@ -33,15 +33,15 @@ class RoundClock:
         """Return the milliseconds of a part of a step that has just been read; None if unknown.
 
         The time begins when the device finished the previous part, or when planning of the step
-        began if that was later: host time counts only while the device waited for it.
-        `compile_seconds` is the total time of compiling so far; parts that ran meanwhile were
-        disturbed and are not timed.
+        began, if that was later. So host time counts only while the device waited for the host.
+        `compile_seconds` is the total time of compiling so far. Parts that ran while programs were
+        compiled were disturbed, and are not timed.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done
         milliseconds = 1e3 * (done - max(self._done, step.start))
         self._done = done
-        # The part began when the previous one was done, which may have been read much later.
+        # This part began when the previous part was done, perhaps long before that part was read.
         earlier, before = self._compile_seconds
         self._compile_seconds = before, compile_seconds
         is_disturbed = compile_seconds != earlier or step.start < self._timed_from

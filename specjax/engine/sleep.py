@@ -1,4 +1,4 @@
-"""Frees an engine's device memory for a while, and takes it back."""
+"""Frees an engine's device memory for a while, and allocates it again later."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,10 @@ from specjax.engine.engine import Engine
 
 
 class Sleep:
-    """The sleep level of an engine: 0 awake, 1 caches freed, 2 weights on the host as well."""
+    """Puts an engine to sleep, and wakes it up.
+
+    Level 0 is awake. Level 1 frees the caches. Level 2 also moves the weights to the host.
+    """
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -20,11 +23,11 @@ class Sleep:
         self._homes: list[Sharding] = []  # of weights that are on the host now
 
     def home(self, number: int, leaf: Any) -> Sharding:
-        """Return the sharding that an array of parameters has while the engine is awake."""
+        """Return the sharding that parameter array `number` has while the engine is awake."""
         return self._homes[number] if self._homes else leaf.sharding
 
     def begin(self, level: int) -> None:
-        """Free the memory of a level; no step may be in flight."""
+        """Fall asleep at `level`, and free the memory. No step may be in flight."""
         if not self.level:
             self._engine.release()
             self.level = 1
@@ -43,13 +46,16 @@ class Sleep:
 
 
 def check_level(level: object) -> None:
-    """Refuse anything but 1 and 2."""
+    """Refuse every level except 1 and 2."""
     if level not in (1, 2) or isinstance(level, bool):
         raise ValueError(f"level={level!r} must be 1 (frees caches and states) or 2 (weights too)")
 
 
 def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
-    """Replace the engine's arrays one by one, so that at most one array exists twice."""
+    """Replace the engine's weights array by array, so that at most one array exists twice.
+
+    `change(i, array)` returns the array that replaces array number i.
+    """
     leaves, tree = jax.tree.flatten(engine.params)
     engine.params = Params(None, None)
     try:
@@ -60,5 +66,5 @@ def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """Return a copy in host memory."""
+    """Return a copy of an array in host memory."""
     return np.array(jax.device_get(leaf))

@@ -1,4 +1,4 @@
-"""The static model that an engine compiles into its steps, and the initial, empty state."""
+"""Makes the static model that an engine compiles into its steps, and the initial empty state."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +12,8 @@ from specjax.device.state import EngineState, init_state
 from specjax.device.verification import Verification
 from specjax.host.windows import window_pages
 
-# Up to this number of rows, a drafter takes hardly longer than for one row: it is bound by reading
-# its weights.
+# Up to this number of rows, a drafter takes hardly longer than for one row, because reading its
+# weights takes most of the time.
 MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
 
 
@@ -26,7 +26,7 @@ def step_model(
         drafter,
         verification,
         config.kernels,
-        # A matmul bound by its weights runs more rows for free; matrix units take multiples of 8.
+        # Reading the weights takes longest, so rows are free; matrix units take multiples of 8.
         row_multiple=8 if platform == "gpu" else 1,
         width_multiple=EXACT_WIDTH if config.exact else 1,
         logprobs_mode=config.logprobs_mode,
@@ -38,7 +38,7 @@ def step_model(
 def sizes_of_windows(
     config: EngineConfig, model: StepModel, max_drafts: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return (window, number of pages) for each window whose layers have separate pages."""
+    """Return a pair (window, number of pages) for each window whose layers have separate pages."""
     return tuple((one, window_pages(config, one, max_drafts)) for one in model.windows)
 
 

@@ -1,4 +1,4 @@
-"""Traces programs: runs their functions on shapes, for XLA to compile."""
+"""Traces programs: runs their functions on shapes, so that XLA can compile them."""
 
 from collections.abc import MutableMapping
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +18,7 @@ from specjax.engine.xla_options import matmul_precision
 
 
 class Static(NamedTuple):
-    """The values that are compiled into all programs of an engine. Hashable."""
+    """The hashable values that are compiled into all programs of an engine."""
 
     model: StepModel
     layout: Layout
@@ -31,7 +31,7 @@ class Program:
     """A program of a step: a hashable value, whose fields are compiled in.
 
     Its arguments are parameters, state, arrays that the host packs, and results of other programs.
-    Results for the host are packed too.
+    Results for the host are packed, too.
     """
 
     __slots__ = ()
@@ -44,14 +44,14 @@ class Program:
         return ((self.inputs, self.batch),)
 
     def handed(self, traces: "Traces") -> tuple[Any, ...]:
-        """Return the shapes of the arguments after the packed ones."""
+        """Return the shapes of the arguments that follow the packed arrays."""
         return ()
 
     def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
-        """Return the next state and a result.
+        """Return the next state and the program's result.
 
-        Arguments are unpacked inputs, and arrays of the shapes that `handed` returns. The only
-        keyword is `model`, a `StepModel`.
+        `arguments` are the unpacked inputs, followed by arrays of the shapes that `handed` returns.
+        The only keyword argument is `model`, a `StepModel`.
         """
         raise NotImplementedError
 
@@ -60,10 +60,11 @@ Trees = tuple[Any, Any]  # structures of parameters and state
 
 
 def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
-    """Return the jitted program on packed arrays: (params, state, *arguments) -> (state, result).
+    """Return the jitted function of a program, which takes and returns packed arrays.
 
-    With `trees`, parameters and state are lists of leaves: otherwise JAX would walk through nested
-    dataclasses in every call.
+    The function takes parameters, state and the program's arguments. It returns the next state and
+    the result. If `trees` are given, parameters and state are lists of leaves. Otherwise JAX would
+    walk through nested dataclasses in every call.
     """
 
     def run(params: Any, state: Any, *arguments: Any) -> Any:
@@ -85,7 +86,7 @@ def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
 
 
 class Jits(dict[tuple[Program, Trees], Any]):
-    """Jitted programs of one `Static`, by program and structures; see `jitted`."""
+    """The jitted programs of one `Static`, by program and tree structures (see `jitted`)."""
 
     def __init__(self, static: Static):
         super().__init__()
@@ -98,7 +99,7 @@ class Jits(dict[tuple[Program, Trees], Any]):
 
 
 # Engines with equal `Static`s trace once. JAX frees a function's compiled code together with the
-# function, so with the last engine of its `Static`.
+# function, which is freed together with the last engine of its `Static`.
 JITS: WeakValueDictionary[Static, Jits] = WeakValueDictionary()
 
 
@@ -108,7 +109,7 @@ class Traces:
     Attributes:
         shapes: the shapes of parameters and state.
 
-    `dtype` is the dtype of the weights, see `matmul_precision`.
+    `dtype` is the dtype of the weights (see `matmul_precision`).
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Traces:
         self._jits = jits.setdefault(static, Jits(static))
 
     def trace(self, program: Program) -> Any:
-        """Return the `jax.stages.Traced` of a program over leaves."""
+        """Return the `jax.stages.Traced` of a program that takes lists of leaves (see `jitted`)."""
         packed = [
             self._ints(*self._layout.packing(kind).shape(batch)) for kind, batch in program.packed
         ]
@@ -138,7 +139,7 @@ class Traces:
             return self._jits[program, self._trees].trace(*self._leaves, *arguments)
 
     def result(self, program: Program) -> Any:
-        """Return the shapes of the result that a program hands to the next."""
+        """Return the shapes of a program's result, which another program takes as an argument."""
         return self.trace(program).out_info[1]
 
     def logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Finds the programs of a plan: in its shape, and in a variant that covers its requests."""
+"""Finds the programs for a plan's shape, in a variant that covers the plan's requests."""
 
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -25,7 +25,8 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
     """Return the best programs for a plan.
 
-    `defers`: whether drafters observe rounds without drafts later, in `Observe`.
+    `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
+    the drafter observes rounds without drafts later, in `Observe`.
     """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
@@ -45,9 +46,10 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return programs that can also run a plan, most of them shared with other variants.
+    """Return programs that can also run a plan. Other variants share most of them.
 
-    Rounds run in pieces, and drafters ignore logits processors: fewer drafts are accepted.
+    Rounds run as several programs. Drafters ignore logits processors, so that fewer drafts are
+    accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
@@ -62,7 +64,10 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 
 
 def is_in_pieces(variant: Variant) -> bool:
-    """Return whether rounds run in pieces, so that variants share the target's piece."""
+    """Return whether rounds are compiled as several programs.
+
+    All variants then share the program that runs the target.
+    """
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
 
@@ -74,15 +79,15 @@ def of_rounds(variant: Variant) -> Variant:
 def of_begin(variant: Variant) -> Variant:
     """Return the part of a variant that is compiled into `Begin`.
 
-    Masks and processed logits are arguments of `Begin`; it runs the processors only on scored rows
-    of prompts.
+    Masks and processed logits are arguments of `Begin`. `Begin` itself runs logits processors only
+    to score the tokens of prompts.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())
 
 
 def of_settle(variant: Variant) -> Variant:
-    """Return the part of a variant that is compiled into `Settle`, see `of_begin`."""
+    """Return the part of a variant that is compiled into `Settle` (see `of_begin`)."""
     return variant._replace(masks=False, processors=())
 
 
@@ -94,7 +99,7 @@ def of_drafts(variant: Variant) -> Variant:
 def covers(variant: Variant, asked: Variant) -> bool:
     """Return whether `variant` does everything that `asked` does.
 
-    Masks must match, because a step with masks waits for the host.
+    Both must have masks, or neither, because a step with masks waits for the host.
     """
     return (
         set(variant.processors) >= set(asked.processors)

@@ -1,4 +1,4 @@
-"""How XLA compiles the programs of an engine, by platform."""
+"""XLA's options for compiling the programs of an engine, by platform."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -8,13 +8,14 @@ import jax
 
 GPU_OPTIONS = {
     # No split-K in XLA's own matmuls: it would split most matmuls of a step, and each would need
-    # another kernel to sum the parts. cuBLAS, which XLA tries as well, may still split.
+    # another kernel to sum the parts. cuBLAS, which XLA tries as well, may still use split-K.
     "xla_gpu_experimental_force_split_k": 1,
     # This pass may fill four fifths of the card's memory; weights and pages take more, so it would
     # warn about every program. A step has nothing worth recomputing.
     "xla_disable_hlo_passes": "rematerialization",
 }
-# Compiling takes three quarters of the time; steps take the same time within noise.
+# With this level, compiling takes three quarters of the time. The time of steps is the same
+# within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}
 # For programs that no request waits for: one XLA thread generates the same code, instead of all
@@ -25,9 +26,10 @@ OPTIONS_BEHIND: Mapping[str, Mapping[str, Any]] = {
 
 
 def matmul_precision(dtype: str, platform: str) -> AbstractContextManager:
-    """Compute float32 products in float32, unless `jax_default_matmul_precision` is set.
+    """Return a context in which float32 products are computed in float32.
 
-    On a GPU JAX's default rounds the factors to TF32, 10 bits. Logits of programs of different
+    The context changes nothing if `jax_default_matmul_precision` is set. On a GPU, JAX by default
+    rounds the factors of products to TF32, which has 10 bits. Logits of programs of different
     shapes would then differ by 2e-3 instead of 4e-5, and drafts would change tokens.
     """
     is_rounded = platform == "gpu" and dtype == "float32"

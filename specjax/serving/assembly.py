@@ -48,17 +48,17 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """The model to serve and its sizes: everything that does not need the target's weights."""
+    """The model to serve and its sizes. A plan is made without the target's weights."""
 
     source: ModelSource
     dtype: DtypeChoice
     config: EngineConfig
     speculation: SpeculativeConfig | None
-    profile: Profile | None  # from which K is chosen, if any
+    profile: Profile | None  # the profile from which K is chosen, if any
     drafter: Drafter
     drafter_params: Any  # shapes if there are no weights
     weights: int  # bytes of the target's weights that are not loaded yet
-    chooses_snapshots: bool = False  # whether memory determines their number
+    chooses_snapshots: bool = False  # whether memory determines num_snapshots
 
     @property
     def num_drafts(self) -> int:
@@ -66,7 +66,7 @@ class Plan:
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
     def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches and of the drafter's."""
+        """Return the bytes of the target's caches, and of the drafter's caches."""
         target, sizes = (
             self.source.target,
             (self.config.page_size, self.num_drafts, self.dtype.name),
@@ -124,10 +124,11 @@ def make_plan(
     log: Log = no_log,
     **sizes: Any,
 ) -> Plan:
-    """Choose sizes and open the drafter; `sizes` are further options of `EngineConfig`.
+    """Choose sizes and open the drafter.
 
-    The drafter's parameters are placed by `placement`, by default on `default_device`. `log` is
-    called with lines about its files.
+    `sizes` are further options of `EngineConfig`. The drafter's parameters are placed by
+    `placement`, by default on `default_device`. `log` is called with lines about the drafter's
+    files.
 
     Raises:
         ValueError: options contradict each other, or do not fit the model or the device's memory.
@@ -172,7 +173,7 @@ def assemble(
     verbose: bool,
     **options: Any,
 ) -> Serving:
-    """Load everything, from the options of an LLM (`LLMOptions`).
+    """Load everything that the options of an LLM (`LLMOptions`) describe.
 
     Raises:
         ValueError: options contradict each other, or do not fit the model or the device's memory.

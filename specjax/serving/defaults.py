@@ -8,9 +8,9 @@
 | dtype | the checkpoint's; float32 before compute capability 8.0 | float32 |
 
 A GPU reads all weights in each step, regardless of the number of tokens, so large steps cost little
-more than small ones; its memory is for the engine alone, and pages take the rest. On a CPU the time
-of a step grows with its tokens, so a large step makes other requests wait; a CPU has no fast
-bfloat16, and its memory is shared.
+more than small steps. A GPU's memory is for the engine alone, and pages take what weights leave
+free. On a CPU, the time of a step grows with its number of tokens, so a large step makes other
+requests wait. A CPU has no fast bfloat16, and other programs share its memory.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _NARROW = ("float16", "half")
 
 
 class Defaults(NamedTuple):
-    """The values used for None, and for dtype "auto"."""
+    """The values of options that are None, and of dtype="auto"."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -106,7 +106,8 @@ def make_config(
 ) -> EngineConfig:
     """Return an engine's config, with the device's defaults instead of None.
 
-    `num_pages=None` gives the pages of one request: how many fit depends on the drafter.
+    If `num_pages` is None, the config has the pages of one request, because the drafter determines
+    how many pages fit.
 
     Raises:
         ValueError: sizes contradict each other or do not fit the model.
@@ -143,7 +144,7 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
-    """Return the dtype for an option; "auto" depends on the device and the `stored` dtype.
+    """Return the dtype that an option means. "auto" depends on the device and the `stored` dtype.
 
     Raises:
         ValueError: the dtype is not supported; the message says why.
@@ -183,10 +184,10 @@ def _card_without_bfloat16() -> str | None:
 
 
 def choose_kernels(given: str) -> str:
-    """Return the kernels for an option.
+    """Return the implementation of the GPU operations that an option means.
 
-    Returns "reference", with a warning, if the device should support Triton but a small trial
-    kernel fails, e.g. with an outdated driver.
+    Return "reference", with a warning, if the device should support Triton but a small trial kernel
+    fails, e.g. with an outdated driver.
     """
     if given not in ("auto", "triton") or why_not("triton") is not None:
         return given

@@ -6,12 +6,12 @@ SIZES = "max_num_seqs", "max_model_len", "num_pages", "page_size"
 
 
 def describe(model: str | type, method: str | None, engine: Engine | None) -> str:
-    """Return the `repr` of an LLM: model, dtype, method and K, sizes.
+    """Return the `repr` of an LLM, which shows its model, dtype, method, K and sizes.
 
     Args:
-        model: name of its checkpoint, or class of a `Model` value.
+        model: name of the checkpoint, or class of the `Model` value.
         method: drafting method; None without speculation.
-        engine: None if the LLM is closed.
+        engine: engine of the LLM; None if the LLM is closed.
     """
     name = repr(model) if isinstance(model, str) else model.__name__
     if engine is None:

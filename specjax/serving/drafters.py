@@ -1,4 +1,4 @@
-"""Parses the drafter that a user names: METHOD=CHECKPOINT, only CHECKPOINT, or only METHOD."""
+"""Parses a drafter that a user names as METHOD=CHECKPOINT, as CHECKPOINT, or as METHOD."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ _ARCHITECTURES = {"DFlash": "dflash", "DSpark": "dflash", "Medusa": "medusa"}
 
 
 class NamedDrafter(NamedTuple):
-    """A drafting method and its checkpoint; None if it needs no separate checkpoint."""
+    """A drafting method, and its checkpoint (None without a separate checkpoint)."""
 
     method: str
     model: str | None
@@ -47,8 +47,9 @@ def parse_drafter(
     Args:
         option: the option's name in errors.
         method: the method, if another option sets it.
-        target: the model that it drafts for.
-        takes_shapes: allow no checkpoint for methods whose shapes follow from the target's.
+        target: the model that the drafter drafts for.
+        takes_shapes: whether methods whose shapes follow from the target's shapes may be named
+            without a checkpoint.
 
     Raises:
         ValueError: the text is malformed, or names another method than `method`.
@@ -78,7 +79,7 @@ def parse_drafter(
 def with_method(
     config: SpeculativeConfig | Mapping[str, Any], target: str | Path | None
 ) -> SpeculativeConfig:
-    """Return a drafter's config; if it has no method, its checkpoint determines it.
+    """Return a drafter's config. If it names no method, the checkpoint determines the method.
 
     Raises:
         ValueError: see `SpeculativeConfig.of`.
@@ -102,7 +103,8 @@ def _method_of(text: str, option: str, target: str | Path | None) -> str:
 def find_method(model: str | Path, target: str | Path | None = None) -> str:
     """Return the method of a drafter's checkpoint, from its config and tensor names.
 
-    The target's own checkpoint means its own module ("mtp"); any other model is a draft model.
+    If the checkpoint is the target's, the method is the target's own module ("mtp"). Any other
+    model is a draft model.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its files do not indicate the method.
@@ -123,7 +125,7 @@ def find_method(model: str | Path, target: str | Path | None = None) -> str:
 
 
 def _published_method(hf: HFConfig) -> str | None:
-    """Return the method that a config names, or None."""
+    """Return the method that a config names, or None if it names none."""
     kind = hf.get("speculators_model_type", None)
     if kind in _SPECULATORS:
         return _SPECULATORS[kind]
@@ -137,7 +139,10 @@ def _published_method(hf: HFConfig) -> str | None:
 
 
 def _head_method(hf: HFConfig, names: Any) -> str | None:
-    """Return the method of an EAGLE head, which configs do not name consistently, or None."""
+    """Return the method of an EAGLE head, or None.
+
+    Configs do not name these methods consistently. `names` are the names of the tensors.
+    """
     ends = {name.removeprefix("model.") for name in names}
     listed = " ".join(map(str, hf.get("architectures", [])))
     has_mask = any(hf.get(key, None) is not None for key in MASK_KEYS)

@@ -25,7 +25,7 @@ _LARGEST_LEAF = 2**16  # values; norms and biases have fewer, and training chang
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return a config with K resolved by the profile that it names, and that profile.
+    """Return the config with its K set, and its profile (None if it names no profile).
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.
@@ -48,7 +48,11 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
 def policy_of(
     config: SpeculativeConfig | None, profile: Profile | None, batches: Sequence[int]
 ) -> Policy:
-    """Return the policy of a config; `batches` are the sizes to which rounds are padded."""
+    """Return the policy of a config.
+
+    `profile` is the profile that the config names. `batches` are the sizes to which rounds are
+    padded.
+    """
     if config is None:
         return StaticPolicy(0)
     if config.adaptive and profile is not None:
@@ -63,7 +67,7 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a model and its drafter: architectures, and values of small arrays."""
+    """Return a digest of the architectures and small arrays of a target and its drafter."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:
@@ -72,12 +76,13 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 
 
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
-    """Refuse a profile that was measured on another model than the fingerprint `model`.
+    """Refuse a profile that was measured on another model than the one with fingerprint `model`.
 
-    Warns if it was measured on another kind of device. `dynamic_config_force` disables both checks.
+    Warn if the profile was measured on another kind of device. `dynamic_config_force` disables both
+    checks.
 
     Raises:
-        ValueError: it was measured on another model.
+        ValueError: the profile was measured on another model.
     """
     if config.dynamic_config_force:
         return
@@ -99,10 +104,10 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 
 
 def save_profile(engine: Engine, path: Path) -> None:
-    """Write the times and rates that an engine's policy has learned as a profile.
+    """Write a profile of the times and rates that an engine's policy has learned.
 
     Raises:
-        ValueError: nothing was learned, or there is no such folder.
+        ValueError: nothing was learned, or the folder of `path` does not exist.
     """
     profile = engine.scheduler.policy.learned()
     if profile is None or engine.config.exact:  # exact steps take the same time for every K

@@ -1,4 +1,4 @@
-"""Computes the memory that an engine needs, and how many pages fit in the rest."""
+"""Computes the memory that an engine needs, and how many pages fit in the remaining memory."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ SNAPSHOTS_PER_SEQ = 4  # so that conversations can continue or branch from their
 
 
 class CacheBytes(NamedTuple):
-    """Sizes of a cache in bytes."""
+    """The sizes of a cache in bytes."""
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
-    windows: tuple[tuple[int, int], ...] = ()  # (window, its part of `per_page`)
+    windows: tuple[tuple[int, int], ...] = ()  # pairs (window, its part of `per_page`)
 
     def __add__(self, other: Any) -> "CacheBytes":  # by field
         return CacheBytes(*(one + another for one, another in zip(self, other, strict=True)))
@@ -42,11 +42,11 @@ class CacheBytes(NamedTuple):
         )
 
     def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
-        """Return the config with pages for every request at full length, or as many as fit.
+        """Return the config with pages for every request at full length, or with as many as fit.
 
         Returns None if a single request does not fit in `room` bytes. `config.num_pages` is
-        ignored. Windows get the maximum in use, but at most as many pages as would fit if all
-        layers had the same number.
+        ignored. Each window gets the maximum number of pages in use, but at most as many pages as
+        would fit if all layers had the same number of pages.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -97,9 +97,9 @@ def weight_bytes(target: Model, dtype: str) -> int:
 
 
 class EngineNeeds(NamedTuple):
-    """Memory that an engine needs in addition to its pages, in bytes."""
+    """The memory that an engine needs in addition to its pages, in bytes."""
 
-    weights: int  # not loaded yet
+    weights: int  # weights that are not loaded yet
     states: int
     snapshots: int
     workspace: int  # an estimate
@@ -114,13 +114,13 @@ class EngineNeeds(NamedTuple):
         weights: int,
         max_drafts: int,
     ) -> "EngineNeeds":
-        """Return the needs of an engine; `cache` includes the drafter's cache."""
-        # A snapshot is a state and a part of the ring: at most a slot.
+        """Return the needs of an engine. `cache` includes the drafter's cache."""
+        # A snapshot is a state and a part of the ring, so it takes at most the bytes of a slot.
         takes_snapshots = is_recurrent(target) or drafter.is_recurrent
         num_snapshots = config.num_snapshots if takes_snapshots else 0
         rows = config.max_num_seqs * (max_drafts + 1)
-        # The largest step: logits, their sorted copy and noise in f32, and the activations of a
-        # layer: a few times the model's width per token, and the rows of attention.
+        # The largest step holds logits, their sorted copy and noise in f32, and the activations of
+        # a layer. These are a few times the model's width per token, and the rows of attention.
         logits = 3 * 4 * rows * target.vocab_size
         tokens = max(rows, config.max_num_batched_tokens)
         row_size = 16 * target.hidden_size + max(kind.row_size for kind in target.cache_kinds)
@@ -138,10 +138,10 @@ class EngineNeeds(NamedTuple):
         return ", ".join(f"{name} {_gib(named[name])}" for name in order if named[name])
 
     def check(self, config: EngineConfig, cache: CacheBytes, max_drafts: int) -> None:
-        """Refuse pages that do not fit in the free memory, before any is allocated.
+        """Refuse pages that do not fit in the free memory, before any page is allocated.
 
         Raises:
-            ValueError: they do not fit; the message lists the needs and what to lower.
+            ValueError: the pages do not fit. The message lists the needs and what to lower.
         """
         memory = read_memory()
         pages = cache.of_pages(config, max_drafts)
@@ -180,15 +180,15 @@ class EngineNeeds(NamedTuple):
     ) -> int:
         """Return the default of num_snapshots.
 
-        Four per request, or fewer if they would take more than an eighth of the memory that the
-        pages of `config` leave; at least `config.num_snapshots`.
+        The default is four snapshots per request. It is less if they would take more than an eighth
+        of the memory that the pages of `config` leave, but at least `config.num_snapshots`.
         """
         memory = read_memory()
         count = SNAPSHOTS_PER_SEQ * config.max_num_seqs
         if memory is None:
             return count
         room = self._room(memory, gpu_memory_utilization) - cache.of_pages(config, max_drafts)
-        # By halves, because programs depend on the number, and free memory changes from run to run.
+        # Halve the number, because programs depend on it, and free memory differs between runs.
         while count > config.num_snapshots and count * cache.per_slot > room // 8:
             count //= 2
         return max(count, config.num_snapshots)
@@ -200,7 +200,7 @@ class EngineNeeds(NamedTuple):
         gpu_memory_utilization: float,
         max_drafts: int,
     ) -> EngineConfig:
-        """Return the config with pages for every request at full length, or as many as fit.
+        """Return the config with pages for every request at full length, or with as many as fit.
 
         Raises:
             ValueError: there is no room for one request of full length.
@@ -231,10 +231,10 @@ class EngineNeeds(NamedTuple):
 
 
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
-    """Return the default of max_num_seqs: the device's, or fewer if recurrent states are large.
+    """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
-    States, and one snapshot per four states, take at most half of the memory that is free after
-    loading `weights` bytes.
+    Recurrent states, and one snapshot per four states, take at most half of the memory that is free
+    after loading `weights` bytes.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot
@@ -247,15 +247,15 @@ def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> 
 
 
 class Memory(NamedTuple):
-    """Memory of the device that engines run on, in bytes."""
+    """The memory of the device that engines run on, in bytes."""
 
-    what: str
+    what: str  # the device's name in errors
     available: int
     total: int | None  # JAX's share of a GPU's memory; None for shared memory
 
 
 def read_memory() -> Memory | None:
-    """Return the device's current memory, for a CPU the machine's; None if unknown."""
+    """Return the device's memory (for a CPU the machine's memory), or None if it is unknown."""
     device = default_device()
     stats = device.memory_stats() or {}
     if (total := stats.get("bytes_limit")) is not None:

@@ -1,6 +1,6 @@
 """The options of an LLM by name, with types and defaults.
 
-`LLM` describes them; None and "auto" mean defaults that depend on the device.
+The docstring of `LLM` describes them. None and "auto" mean defaults that depend on the device.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +81,7 @@ REMOVED_OPTIONS = {
 def read_options(
     given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
 ) -> dict[str, Any]:
-    """Return all options: the `defaults`, replaced by `given` options.
+    """Return all options: the `given` options, and the `defaults` of all others.
 
     Raises:
         TypeError: an option is unknown; the message names the nearest known option.
@@ -97,7 +97,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
 
     Raises:
         ValueError: an option was removed; the message names the alternative.
-        TypeError: any other option; the message names the nearest known option.
+        TypeError: any other option is unknown; the message names the nearest known option.
     """
     for name, value in given.items():
         if name in REMOVED_OPTIONS:

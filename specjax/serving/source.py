@@ -1,4 +1,4 @@
-"""Opens a model and its drafter: from checkpoints, from configs without weights, or as values."""
+"""Opens a model and its drafter from checkpoints, from configs without weights, or as values."""
 
 import reprlib
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, and where its weights come from."""
+    """A model, and the place that its weights come from."""
 
     target: Model
     dtype: str | None  # dtype of the weights, if known
-    hf: HFConfig | None = None  # its config; None for a `Model` value
-    folder: Path | None = None  # of its checkpoint; None for a value, or for a config file
+    hf: HFConfig | None = None  # the model's config; None for a `Model` value
+    folder: Path | None = None  # of the checkpoint; None for a value or a config file
     has_weights: bool = False  # whether the folder has weights
-    params: Any = None  # of a `Model` value
+    params: Any = None  # parameters of a `Model` value
 
     @property
     def origin(self) -> str:
@@ -53,9 +53,10 @@ def open_model(
     takes_configs: bool = False,
     log: Log = no_log,
 ) -> ModelSource:
-    """Open a checkpoint, or a value with its parameters; log where config and weights disagree.
+    """Open a checkpoint, or a `Model` value with its parameters.
 
-    With `takes_configs`, `model` may also be a config file, without weights.
+    `log` is called with lines about differences between config and weights. With `takes_configs`,
+    `model` may also be a config file, without weights.
 
     Raises:
         ValueError: parameters are given without a `Model` value, or do not fit it.
@@ -89,14 +90,15 @@ def open_drafter(
     placement: Placement | None = None,
     log: Log = no_log,
 ) -> tuple[Drafter, Any]:
-    """Return the drafter and its parameters, after checking that it fits the target.
+    """Check that the drafter fits the target. Return the drafter and its parameters.
 
-    The parameters are shapes if there are no weights: for a target's own module without weights, a
-    head of the target's shape, or a config.
+    The parameters are shapes if there are no weights. This is the case for the own module of a
+    target without weights, for a head of the target's shape, and for a drafter's config.
 
     Raises:
-        ValueError: it is the target's own module, but a Model value has no folder to load it from.
-        CheckpointError: there is no such checkpoint, or it does not fit the target.
+        ValueError: the drafter is the target's own module, but a Model value has no folder to load
+            it from.
+        CheckpointError: there is no such checkpoint, or the drafter does not fit the target.
     """
     target, is_module = source.target, config.model is None and config.method in OWN_SHAPES
     is_described = source.hf is not None and not source.has_weights

@@ -1,4 +1,4 @@
-"""Methods of vLLM's engines that do not concern requests, and errors for missing ones."""
+"""Methods of vLLM's engines that do not concern requests, and errors for missing methods."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ class Refusing:
 
 
 class VllmMethods(Refusing):
-    """Methods of vLLM's `LLM` other than for requests, weights and caches."""
+    """Methods of vLLM's `LLM` that do not concern requests, weights or caches."""
 
     def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
         """Record device and host activity with jax.profiler into a folder, until `stop_profile`.

@@ -1,4 +1,4 @@
-"""Options of vLLM's `LLM` that are not supported here: ignored with a warning, or refused."""
+"""Refuses unsupported options of vLLM's `LLM`, or ignores them with a warning."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +29,8 @@ PASSED_OVER = {
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
-# Options that would change more: the accepted values, which match the behaviour here, and the
-# reason.
+# Options that would change more. Each has the accepted values, which match the behaviour here, and
+# the reason for refusing all others.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
@@ -95,7 +95,7 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that vLLM does not have either; warn once about the ignored ones.
+    """Return the given options that are not vLLM's. Warn once about ignored options.
 
     Raises:
         ValueError: an option of vLLM would change outputs; the message says why it is refused.
