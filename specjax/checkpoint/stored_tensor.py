@@ -26,7 +26,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A little-endian tensor in a file, which is open only while the tensor is read."""
+    """A little-endian tensor in a file. The file is open only while the tensor is read."""
 
     path: Path
     dtype: np.dtype

@@ -39,11 +39,11 @@ from specjax.text.tokenizer import ChatTokenizer
 class RolloutEngine:
     """An `LLM` for reinforcement learning.
 
-    Generates rollouts with the log-probability of every token in the distribution it was sampled
-    from, computed by the forward pass that verified it. Scores given tokens by the same forward
-    pass. Updates weights in place, between two steps, without recompiling.
+    It generates rollouts, with each token's log-probability in the distribution that the token was
+    sampled from; the forward pass that verified the token computes it. It scores given tokens by
+    the same forward pass. It updates weights in place, between two steps, without recompiling.
 
-    All methods are thread-safe; threads that generate alternate, one step at a time.
+    All methods are thread-safe. Threads that generate take turns, one step at a time.
 
     Args:
         model: as for `LLM`. Weights given as `params` are copied.
@@ -51,9 +51,9 @@ class RolloutEngine:
         options: as for `LLM`; verbose defaults to False.
 
     Raises:
-        ValueError: as `LLM`; an option that the rollout engine sets itself; or verification
-            "synthetic", whose tokens are not sampled from the model's distribution.
-        CheckpointError: as `LLM`.
+        ValueError: as for `LLM`; or an option is set by the rollout engine itself; or verification
+            is "synthetic", whose tokens are not sampled from the model's distribution.
+        CheckpointError: as for `LLM`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RolloutEngine:
 
     @property
     def params(self) -> Params:
-        """The engine's weights: read-only; do not donate or keep them (updates free them)."""
+        """The engine's weights. Do not change, donate or keep them, as updates free them."""
         with self._turns:
             self._loop.check_open()
             return self._engine.params
@@ -134,7 +134,7 @@ class RolloutEngine:
         *,
         label: Hashable = None,
     ) -> RolloutBatch:
-        """Generate n samples per prompt; samples of a prompt share its cache pages.
+        """Generate n samples per prompt. The samples of a prompt share its cache pages.
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
@@ -143,13 +143,13 @@ class RolloutEngine:
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
-            sampling_params: one for all prompts or one per prompt; None for the defaults. Must be
-                None for rollouts.
-            label: names the call for `abort`.
+            sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
+                None for the defaults. Must be None for rollouts.
+            label: the name by which `abort` can find the call.
 
         Raises:
             ValueError: a prompt or parameter is not supported; raised before generation.
-            RolloutError: the device failed; it holds the rollouts generated so far.
+            RolloutError: the device failed; the error has the rollouts generated so far.
         """
         placed: list[tuple[int, Rollout]] = []
         try:
@@ -199,8 +199,8 @@ class RolloutEngine:
 
         Args:
             samples: rollouts, or pairs of token ids (prompt, completion).
-            sampling_params: determines the distribution; None for each rollout's own parameters
-                and, for pairs, the model's own distribution.
+            sampling_params: parameters that determine the distribution. If None, a rollout is
+                scored with its own parameters, and a pair in the model's own distribution.
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
@@ -244,15 +244,15 @@ class RolloutEngine:
 
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
-                paths; pairs (or a mapping) of Hugging Face name and array, whose layout conversion
-                is compiled at the first update; or a folder with such weights, see `read_weights`,
-                which is read before anything is changed. Floats are cast. Buffers such as
-                `e_score_correction_bias` may be absent and keep their values. With an MTP drafter,
-                tensors named mtp.* update the drafter as well.
-            version: higher than the current one; None for the next integer.
-            pause: handling of rollouts in flight: "abort" ends them with their tokens so far,
-                "wait" finishes them first, "keep" continues them: their cache is recomputed, and
-                their next tokens come from the new weights.
+                paths; a mapping from Hugging Face names to arrays, or pairs (name, array); or a
+                folder with such weights (see `read_weights`), which is read before anything is
+                changed. The layout conversion of Hugging Face arrays is compiled at the first
+                update. Floats are cast. Buffers such as `e_score_correction_bias` may be absent and
+                keep their values. With an MTP drafter, tensors mtp.* update the drafter as well.
+            version: the new version, above the current version; None for the next integer.
+            pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
+                "wait" finishes them before the update. "keep" continues them after the update:
+                their cache is recomputed, and their next tokens come from the new weights.
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
@@ -333,7 +333,7 @@ class RolloutEngine:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Undo `sleep`: restore the device memory, with any weights updated in the meantime.
+        """Undo `sleep`: restore the device memory, with weights that were updated in the meantime.
 
         An engine paused by `pause` stays paused.
         """
@@ -348,12 +348,12 @@ class RolloutEngine:
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target, equal to a trainer's in the same dtype."""
+        """Return `weights.checksum` of the target, to compare with a trainer's in its dtype."""
         with self._turns:
             return checksum(self._engine.params.target)
 
     def metrics(self) -> Metrics:
-        """Return counters since the engine was built."""
+        """Return the counters since the engine was built."""
         return self._llm.metrics()
 
     def close(self) -> None:
@@ -377,7 +377,7 @@ class RolloutEngine:
     def _make_scored(
         self, samples: Sequence[Any], params: SamplingParams | None, features: bool
     ) -> list[Request | None]:
-        """Return a request per sample, None for samples without tokens to score."""
+        """Return a request for each sample, or None for a sample without tokens to score."""
         self._loop.check_ready()
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams")
@@ -409,7 +409,8 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace weights between two steps, one array at a time.
 
-        `version` is None if `target` is.
+        `target` and `own` have the new arrays of target and drafter, or are None for no change.
+        `version` is None if `target` is None.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)

@@ -8,9 +8,10 @@ from specjax.engine.process import refuse_fork
 
 
 class Turns:
-    """A lock that is fair to waiters even if a loop releases it and reacquires it at once.
+    """A lock that is fair to waiting threads, even if a loop releases and reacquires it at once.
 
-    A waiting thread holds the gate, a second lock that the loop must pass to reacquire the lock.
+    The gate is a second lock, which a thread must get before the lock. A waiting thread holds the
+    gate, so that the loop cannot overtake this thread.
     """
 
     def __init__(self):
