@@ -47,7 +47,9 @@ class ScaledTensor:
 
 
 def with_scales(files: TensorFiles, block: tuple[int, int], dtype: np.dtype) -> TensorFiles:
-    """Return the same tensors, but read each float8 tensor with scales as a product in `dtype`.
+    """Return a copy of `files`, in which a `ScaledTensor` replaces each float8 tensor with scales.
+
+    Reading a `ScaledTensor` returns the product in `dtype`.
 
     Raises:
         CheckpointError: scales do not have the shape that `block` requires; the error names the

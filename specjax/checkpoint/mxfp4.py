@@ -1,7 +1,7 @@
 """Weights of experts in MXFP4 (OCP Microscaling, 2023), where 32 floats of 4 bits share a scale.
 
-A byte holds two numbers, the first one in the lower bits. A scale is a power of two, stored as its
-exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
+A byte holds two numbers, with the first number in the lower bits. A scale is a power of two, stored
+as its exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
 """
 
 from collections.abc import Sequence

@@ -62,7 +62,7 @@ class TensorSpec:
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Build the engine array in `dtype` from the file's tensors, in the order of `names`."""
+        """Return the engine array in `dtype`, from the file tensors in the order of `names`."""
         # Cast each part, since a file may contain several dtypes.
         cast = (part.astype(self.dtype or dtype) for part in parts)
         pairs = zip(cast, self.file_shapes, self._interleaved, strict=True)
@@ -119,7 +119,7 @@ class TensorSpec:
 
 
 def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Reorder rows, in which parts of these sizes alternate, to one part after the other."""
+    """Reorder rows in which parts of these sizes alternate, so that each part is contiguous."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
@@ -145,7 +145,7 @@ def projection(
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
     axes: tuple[str | None, str | None] = (None, None),
 ) -> Any:
-    """Return the spec of one [in, sum of outs], merged from projections [out, in] of one input.
+    """Return the spec that merges projections [out, in] of the same input to [in, sum of outs].
 
     `interleaved` has, by tensor name, the sizes of the parts whose rows alternate in the file.
     `axes` are the names of the merged array's axes.

@@ -20,7 +20,7 @@ class Readable(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self) -> Any:
-        """Return the tensor as a new NumPy array, or a JAX array."""
+        """Return the tensor as a new NumPy or JAX array."""
         ...
 
 

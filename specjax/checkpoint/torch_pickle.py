@@ -2,7 +2,7 @@
 
 Such a file is a zip of uncompressed storages and a pickle that describes tensors in the storages.
 The pickle may use four kinds of names; they are replaced here by objects that only record
-arguments. Each tensor is first checked against its storage, and read later, one at a time.
+arguments. All tensors are checked against their storages first, and are later read one at a time.
 """
 
 import io

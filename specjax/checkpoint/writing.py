@@ -17,7 +17,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that an output file can be written, before the work that produces it.
+    """Check that an output file can be written, before the work that produces the file.
 
     Raises:
         ValueError: the file cannot be written; the message names the option and a remedy.

@@ -2,9 +2,9 @@
 
     compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
 
-The function NAME(**arguments) in FILE returns (jitted, args, kwargs). `jitted` is the result of
-`jax.jit`, with its donations. `args` are pytrees of `jax.ShapeDtypeStruct`. `kwargs` are the static
-arguments. A request may have more keys:
+FILE has a function NAME, and NAME(**arguments) returns (jitted, args, kwargs). `jitted` is a result
+of `jax.jit`, with its donations. `args` are pytrees of `jax.ShapeDtypeStruct`. `kwargs` are the
+static arguments. A request may have more keys:
 
 - "gpu": a name in `gpus` (default: h200);
 - "options": XLA compiler options by name;
@@ -13,9 +13,9 @@ arguments. A request may have more keys:
 
 Nothing runs, so GEMMs keep the configuration that XLA chooses without autotuning. XLA reads its
 flags once per process, so a separate process, python -m specjax.inspect.compile, compiles the
-functions and prints the reports as one JSON list. This needs jax's CUDA plugin, ptxas and
-libdevice. A toolkit in /usr/local/cuda has the latter two, or the packages nvidia-cuda-nvcc and
-nvidia-nvvm.
+functions and prints the reports as one JSON list. The process needs jax's CUDA plugin, ptxas and
+libdevice. ptxas and libdevice come from a toolkit in /usr/local/cuda, or from the packages
+nvidia-cuda-nvcc and nvidia-nvvm.
 """
 
 import argparse
@@ -207,7 +207,7 @@ def _stdout_into(file: Path) -> Iterator[Path]:
 
 
 def parse_thunks(text: str) -> tuple[Thunk, ...]:
-    """Return the thunks of a dumped thunk sequence, with their enclosing thunks."""
+    """Return the thunks of a dumped thunk sequence; each thunk names its enclosing thunks."""
     thunks: list[Thunk] = []
     around: list[tuple[int, str]] = []
     indent = 0

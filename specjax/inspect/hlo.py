@@ -77,7 +77,7 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return the passes over `num_elements` or more elements of arrays with a side `columns`."""
+    """Return the passes, as this module's docstring defines them."""
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {
@@ -123,10 +123,12 @@ def launches(
     """Return every kernel with its traffic, in launch order.
 
     Args:
-        load_of: a function that returns the context that Pallas kernels in this scope read.
+        load_of: a function that takes a scope, and returns the context that the scope's Pallas
+            kernels read.
         layer_of: a function that takes JAX's name of a module parameter, and returns the layer that
             reads the parameter, or None. A kernel belongs to the last layer among its inputs.
-        is_inside: a function that returns whether operations in this scope belong to the layers.
+        is_inside: a function that takes a scope, and returns whether the scope's operations belong
+            to layers.
     """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
@@ -197,7 +199,7 @@ def _layers(
     layer_of: Callable[[str], int | None],
     is_inside: Callable[[str], bool],
 ) -> dict[str, int]:
-    """Return the layer of each instruction that belongs to a layer, by name."""
+    """Return the layer of each instruction that belongs to a layer, by the instruction's name."""
     layers: dict[str, int] = {}
     for instruction in computation.values():
         if instruction.op == "parameter":

@@ -62,7 +62,7 @@ class Instruction:
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """The pairs (output's number, operand's number) in which both share a buffer."""
+        """The pairs (number of an output, number of an operand) that share a buffer."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1] if found else "")
         return [(int(output or 0), int(operand)) for output, operand in pairs]
@@ -124,7 +124,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Return the index after the parenthesis that closes the first one of `text`."""
+    """Return the index after the parenthesis that closes the first parenthesis of `text`."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -134,7 +134,7 @@ def _closing(text: str) -> int:
 
 
 def _top_level(text: str) -> list[str]:
-    """Return the parts of `text` between commas, except commas in brackets."""
+    """Split `text` at the commas that are outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -65,7 +65,7 @@ def kernels_of(
 def accesses(
     computations: dict[str, Computation], name: str, kernel: Instruction
 ) -> Iterator[tuple[str, list[tuple[Leaf, int, str]]]]:
-    """Yield "read" with a kernel's reads, then "write" with its writes.
+    """Yield ("read", the list of a kernel's reads) and then ("write", the list of its writes).
 
     A read or a write is a tuple (leaf, number of elements, shape).
     """
@@ -139,7 +139,7 @@ def _needed_of_operand(user: Instruction, position: int, size: int, needed: int)
 
 
 def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return a kernel's JAX operation; for a fusion without it, the operation of the root."""
+    """Return a kernel's JAX operation. If a fusion has none, return its root's operation."""
     body = kernel.called("calls")
     while not kernel.source and body in computations:
         kernel = computations[str(body)].root

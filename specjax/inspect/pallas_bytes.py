@@ -115,7 +115,7 @@ def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _of_real_rows(one: Array, load: CachedContext) -> int:
-    """Return the number of bytes of an array that kernels read or write.
+    """Return the number of bytes of an array without its padding rows.
 
     Partial results [B, T, H, splits, ...] are not written for padding rows. Outputs [B, T, H, D]
     count as a whole.
@@ -152,8 +152,8 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count one read and one write of each request's state.
 
-    Count reads of the rings for the new tokens and for M pending tokens, which is the maximum.
-    Count writes of the new tokens' corrections.
+    Count reads of the rings for the new tokens and the pending tokens. Each request counts with M
+    pending tokens, the largest possible number. Count writes of the new tokens' corrections.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]

@@ -42,8 +42,8 @@ class RefitReport(NamedTuple):
 class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
-    If the engine's drafter was replaced by other means, `refit` and `save` continue from the
-    engine's drafter: with its weights, a new optimiser state, and the same step count.
+    If the engine's drafter was replaced by other means, `refit` and `save` continue from the new
+    drafter. They then use its weights, a new optimiser state, and the same step count.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
@@ -51,8 +51,8 @@ class OnlineDistiller:
             another refit may always follow.
         batch_size: the number of rollouts per step.
         length: the maximum number of tokens of a rollout to train on. The target runs on the whole
-            rollout. Of a longer rollout, training then drops the beginning of the prompt first, and
-            the end of the answer next.
+            rollout. If the rollout is longer than `length`, training then drops the beginning of
+            the prompt first, and the end of the answer next.
         num_unrolled: the number of consecutive drafts that are trained together. It is always one
             for EAGLE-1, and one per head for Medusa.
         memory: the number of recent rollouts that are kept, so that later refits train on them,
@@ -241,7 +241,7 @@ class OnlineDistiller:
         self._version = update.version
 
     def _arrays(self) -> dict[str, Any]:
-        """Return the arrays of a checkpoint, which does not store rollouts as arrays."""
+        """Return the arrays that a checkpoint stores. Rollouts are stored as JSON, not here."""
         target = self._engine.params.target
         return {"state": self._state, "frozen": self._frozen, "target": target}
 

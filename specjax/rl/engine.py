@@ -39,9 +39,10 @@ from specjax.text.tokenizer import ChatTokenizer
 class RolloutEngine:
     """An `LLM` for reinforcement learning.
 
-    It generates rollouts, with each token's log-probability in the distribution that the token was
-    sampled from; the forward pass that verified the token computes it. It scores given tokens by
-    the same forward pass. It updates weights in place, between two steps, without recompiling.
+    It generates rollouts with each token's log-probability in the distribution that the token was
+    sampled from. This log-probability comes from the forward pass that verified the token. The
+    engine scores given tokens by the same forward pass. It updates weights in place, between two
+    steps, without recompiling.
 
     All methods are thread-safe. Threads that generate take turns, one step at a time.
 
@@ -195,7 +196,7 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> list[Score]:
-        """Score given tokens with the target's current weights, by the forward pass of generation.
+        """Score given tokens with the target's weights, by the same forward pass as generation.
 
         Args:
             samples: rollouts, or pairs of token ids (prompt, completion).
@@ -239,8 +240,8 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace the target's weights from the next step on, without recompiling a step.
 
-        Arrays are copied one at a time, each replacing the engine's old one; the caller's arrays
-        are neither kept nor donated. Cached prefixes are flushed.
+        Arrays are copied one at a time, and each copy replaces the engine's old array. The caller's
+        arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
@@ -273,7 +274,7 @@ class RolloutEngine:
             return self._replace(target, self._stage_drafter(own), pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Replace the drafter's weights from the next step on; outputs do not depend on them.
+        """Replace the drafter's weights from the next step on. Outputs do not depend on a drafter.
 
         Args:
             weights: a tree like `params.drafter`, or another form as for `update_weights`, with
@@ -281,7 +282,7 @@ class RolloutEngine:
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or the given ones do not fit; nothing has
+            ValueError: the drafter has no weights, or the given weights do not fit; nothing has
             changed.
         """
         check_choice("pause", pause, PAUSES)
@@ -291,7 +292,7 @@ class RolloutEngine:
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
-        """Stop generating until `resume`; `mode` is the `pause` argument of `update_weights`."""
+        """Stop generating until `resume`; `mode` is like `pause` in `update_weights`."""
         check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()
@@ -308,7 +309,7 @@ class RolloutEngine:
     def abort(self, label: Hashable = None) -> None:
         """Abort the rollouts of all calls, or of calls with this label.
 
-        Their callers get the tokens generated so far, even while the engine is paused or asleep.
+        The calls return the tokens generated so far, even while the engine is paused or asleep.
         """
         with self._turns:
             self._loop.check_open()
@@ -348,7 +349,7 @@ class RolloutEngine:
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target, to compare with a trainer's in its dtype."""
+        """Return `weights.checksum` of the target. A trainer gets the same from equal arrays."""
         with self._turns:
             return checksum(self._engine.params.target)
 

@@ -18,9 +18,9 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
     """Read the weights in a folder into host memory, by name.
 
     Args:
-        folder: a folder with the weights of a Hugging Face checkpoint, or an orbax checkpoint. The
-            latter is written by `StandardCheckpointer` or `PyTreeCheckpointer`, or is one step of
-            a `CheckpointManager`.
+        folder: a folder with the weights of a Hugging Face checkpoint, or an orbax checkpoint. An
+            orbax checkpoint is written by `StandardCheckpointer` or `PyTreeCheckpointer`, or is
+            one step of a `CheckpointManager`.
         under: for orbax, the dotted path of the part that has the weights, like "params". Other
             parts, such as an optimiser's state, are not read. The returned names begin below this
             path.

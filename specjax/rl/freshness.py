@@ -25,7 +25,7 @@ class VersionAcceptance:
         drafter_version: the version of the drafter's weights; 0 for the weights at construction.
         num_tokens: the number of generated tokens.
         num_drafts: the number of rounds with drafts; a round counts once for each request in it.
-        mean_acceptance_length: the mean number of tokens that a request gets in such a round.
+        mean_acceptance_length: the mean number of tokens per request in a round with drafts.
         acceptance_rate_per_pos: for each position, the accepted drafts as a fraction of the drafts
             that could have been accepted. The rate is not conditional on earlier positions.
         k_histogram: the number of rounds for each K.

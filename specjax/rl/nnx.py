@@ -59,7 +59,7 @@ class PolicyModule(nnx.Module):
         return self.target.logits(params, features.hidden).reshape(*tokens.shape, -1)
 
     def params(self) -> Any:
-        """Return this module's arrays as the engine's tree, without copying them."""
+        """Return this module's arrays in a tree like the engine's, without copying them."""
         return jax.tree.unflatten(self.structure, [_at(self, path)[...] for path in self.paths])
 
 
@@ -137,13 +137,13 @@ def transposed(array: Any) -> Any:
 
 
 def from_heads(array: Any) -> Any:
-    """Return a projection [D, heads, size], from width D to heads, as [heads * size, D]."""
+    """Convert a projection from width D to heads: [D, heads, size] becomes [heads * size, D]."""
     dim, heads, size = array.shape
     return array.reshape(dim, heads * size).T
 
 
 def to_heads(array: Any) -> Any:
-    """Return a projection [heads, size, D], from heads to width D, as [D, heads * size]."""
+    """Convert a projection from heads to width D: [heads, size, D] becomes [D, heads * size]."""
     heads, size, dim = array.shape
     return array.reshape(heads * size, dim).T
 

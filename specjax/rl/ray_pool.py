@@ -100,7 +100,7 @@ class WorkerPool:
         return value
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """Call this update method of every worker's engine, so that all workers change or none.
+        """Call this update method of every worker's engine. All workers change, or none does.
 
         Return the result of the slowest worker's update, and the new version of the drafter.
         """
@@ -180,7 +180,7 @@ class WorkerPool:
         self.workers[number] = self._start()
 
     def _lack(self) -> str | None:
-        """Return why the cluster has too few resources for all workers; None if it has enough."""
+        """Return why the cluster cannot hold all workers, or None if all workers fit."""
         options = self._ray_options
         names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
         needs = {name: options.get(option) or 0 for option, name in names.items()}
@@ -202,8 +202,8 @@ class WorkerPool:
     ) -> list[Any]:
         """Call a method of the workers with these numbers.
 
-        Return the result, or the exception that was raised, of each worker. Workers that die are
-        replaced, and the new workers are called.
+        Return each worker's result, or the exception that it raised. Workers that die are replaced,
+        and the new workers are called.
 
         Raises:
             WorkersDied: a worker died repeatedly, or cannot be replaced.
@@ -270,7 +270,7 @@ class WorkerPool:
             self._ray.wait(references, num_returns=len(references))
 
     def _get(self, reference: Any) -> Any:
-        """Return the answer of a reference; raise the engine's errors without Ray's wrapper."""
+        """Return the answer behind a reference; raise the engine's errors without Ray's wrapper."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:

@@ -118,7 +118,7 @@ class RayRollouts:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Rollout]:
-        """Like `generate`, but yield the rollouts of a group of prompts as soon as it is complete.
+        """Like `generate`, but yield the rollouts of each group of prompts when the group is done.
 
         Leaving the iteration aborts the remaining rollouts. Other methods may be called during the
         iteration: updated weights apply to all tokens that are not generated yet. After `sleep`,
@@ -209,11 +209,11 @@ class RayRollouts:
         self._pool.state = replace(self._pool.state, sleep_level=0)
 
     def acceptance(self) -> list[list[VersionAcceptance]]:
-        """Return, for each worker, `RolloutEngine.acceptance` since the worker was started."""
+        """Return the result of `RolloutEngine.acceptance` for each worker, since its start."""
         return self._pool.call_all("acceptance")
 
     def metrics(self) -> list[Metrics]:
-        """Return, for each worker, the engine's counters since the worker was started."""
+        """Return the counters of each worker's engine, since the worker's start."""
         return self._pool.call_all("metrics")
 
     def checksums(self) -> list[str]:

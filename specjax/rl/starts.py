@@ -27,7 +27,7 @@ class Start(NamedTuple):
 class StartMaker:
     """Makes requests, and numbers their prompts across calls.
 
-    A prompt's number determines its seed if its parameters have none.
+    A prompt's number determines its seed, unless its parameters have a seed.
     """
 
     def __init__(self, request_maker: RequestMaker):
@@ -40,7 +40,7 @@ class StartMaker:
         """Return a `Start` for each prompt, or for each rollout to resume.
 
         Args:
-            counts: whether the prompts use up their numbers; False if they are only checked.
+            counts: whether the prompts use up their numbers; False to only check the prompts.
 
         Raises:
             ValueError: a prompt or rollout is not supported.

@@ -48,9 +48,9 @@ class TunixRollout:
     without recompilation.
 
     Every call samples with a new seed, because Tunix's micro batches may split the samples of a
-    prompt over calls. The seed is derived from the config's seed (or from the engine's seed without
-    one) and the number of calls since construction. So the same sequence of calls gives the same
-    samples.
+    prompt over calls. The seed is derived from the config's seed, or from the engine's seed if the
+    config has none, and from the number of calls since construction. So the same sequence of calls
+    gives the same samples.
 
     Args:
         rollout_actor: the model being trained, whose weights the engine starts with.
@@ -227,7 +227,7 @@ class TunixRollout:
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """Return None. If this returned a model, Tunix would not update the engine's weights."""
+        """Return None. With a model, Tunix would assume shared weights and skip all updates."""
 
     def close(self) -> None:
         """Close the engine."""
@@ -252,7 +252,7 @@ class TunixRollout:
         return SamplingParams(**given, **more)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
-        """Return a prompt's token ids; they begin with one BOS token if the tokenizer has it.
+        """Return a prompt's token ids, which begin with one BOS token if the tokenizer has a BOS.
 
         Tunix's samplers do the same.
         """
@@ -395,12 +395,12 @@ def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.n
 
 
 def _first(tokens: np.ndarray, pad: int) -> int:
-    """Return the index of the first token that is not padding, or the number of tokens."""
+    """Return the index of the first token that is not padding; `len(tokens)` if all are padding."""
     return next((i for i, token in enumerate(tokens.tolist()) if token != pad), len(tokens))
 
 
 def _register() -> None:
-    """Register `TunixRollout` as a subclass of Tunix's BaseRollout, which its cluster requires."""
+    """Register `TunixRollout` as a subclass of `BaseRollout`, which Tunix's cluster requires."""
     if _tunix is not None:
         _tunix.BaseRollout.register(TunixRollout)
 

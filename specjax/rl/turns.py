@@ -39,7 +39,7 @@ class Turns:
         return self._owner == threading.get_ident()
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Release the held lock to other threads until `is_so` returns true; then hold it again."""
+        """Release the held lock to other threads until `is_so` returns true; then reacquire it."""
         while not is_so():
             num_ended = self._num_ended  # if a turn ends now, `is_so` is checked again
             self._release()

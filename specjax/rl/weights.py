@@ -87,7 +87,7 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     `weights` may have the tensor names of published drafters.
 
     Raises:
-        ValueError: the drafter has no weights, or the given ones do not fit.
+        ValueError: the drafter has no weights, or the given weights do not fit.
     """
     own = drafter.weights
     if own is None:
@@ -108,7 +108,7 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Return whether the drafter is an MTP module and `given`, a target's weights, have it."""
+    """Return whether the drafter is an MTP module that the target's weights `given` include."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
     return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 
@@ -146,7 +146,7 @@ def stage(
             not used.
 
     Raises:
-        ValueError: the arrays do not fit; the error lists all missing, wrong or unexpected ones.
+        ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
     places = paths(current)
     has_paths = any(tensor in places for tensor in given)

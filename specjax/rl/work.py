@@ -29,7 +29,7 @@ class Deadly(NamedTuple):
 class WorkQueue:
     """A queue of groups of work items; each item is done once, even if workers die.
 
-    The items of a dead worker are retried next, one at a time, to find the item that ends workers.
+    The items of a dead worker are retried next, one at a time, to find the item that killed it.
     Once `max_deaths` workers have died at the same item, no more work is handed out.
     """
 

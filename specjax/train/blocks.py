@@ -2,7 +2,7 @@
 
 A block is such a round. It starts at the last known token of an answer, and its drafts are the
 tokens after this token. A head is trained on blocks at random tokens of each document. All blocks
-of a document share the features that the target computed for it.
+of a document share the features that the target computed for the document.
 """
 
 import math

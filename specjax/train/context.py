@@ -1,4 +1,4 @@
-"""The `Rows` of training, which need no paged cache: sequences, and blocks of drafts in them."""
+"""Implementations of `Rows` for training, without a paged cache: sequences and blocks of drafts."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self

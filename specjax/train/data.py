@@ -182,7 +182,7 @@ def window(document: Document, length: int) -> slice:
 
 
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
-    """Return the indices of the rows of a step, among `count` rows in a new order every epoch."""
+    """Return the indices of the rows of a step. Each epoch has `count` rows, in a new order."""
     steps_per_epoch = max(1, count // batch)
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)

@@ -51,7 +51,7 @@ class HeadSizes:
         mask_token_id: the token that DFlash, DSpark and P-EAGLE heads read in mask rows. Texts
             should not contain it.
         markov_rank: the rank of the correction that a DSpark head makes for the previous token.
-        num_heads: the number of heads of Medusa, which is its number of drafts.
+        num_heads: the number of Medusa heads; each head makes one draft.
     """
 
     aux_layers: Sequence[int] | None = None

@@ -89,9 +89,9 @@ class FeatureSet:
     ) -> "FeatureSet":
         """Return the documents with features that were computed elsewhere.
 
-        `features` yields the features of each whole document but its last token. Documents longer
-        than `length` are cut by `window`. If `features` is lazy, the features of a document are
-        freed before the features of the next document are computed.
+        For each document, `features` yields the features of all tokens but the last. Documents
+        longer than `length` are then cut by `window`. If `features` is lazy, the features of a
+        document are freed before the features of the next document are computed.
 
         Raises:
             ValueError: no document has an answer within `length`.
