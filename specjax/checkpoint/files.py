@@ -82,7 +82,7 @@ def open_checkpoint(folder: Path) -> TensorFiles:
 
 
 def open_file(path: Path) -> TensorFiles:
-    """Open the tensors of one file. Raises CheckpointError if it is missing or damaged."""
+    """Open the tensors of one file. Raises CheckpointError if the file is missing or damaged."""
     return TensorFiles(path.parent, _locate(path))
 
 

@@ -59,7 +59,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def _problem(array: Any) -> str | None:
-    """Return why an array's values cannot be read here, and a remedy; None if they can."""
+    """Return why an array's values cannot be read, and a remedy; None if they can be read."""
     if isinstance(array, Tracer):
         return None
     if isinstance(array, jax.Array):

@@ -75,12 +75,12 @@ def _locate(
 class _Storage(NamedTuple):
     dtype: np.dtype
     key: str
-    size: int  # elements
+    size: int  # number of elements
 
 
 class _View(NamedTuple):
     storage: _Storage
-    offset: int  # elements
+    offset: int  # number of elements before the first
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 

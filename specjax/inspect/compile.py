@@ -60,12 +60,12 @@ class Thunk:
 class Compiled:
     """A compiled function."""
 
-    device_kind: str  # as seen by kernels
+    device_kind: str  # the name of the GPU that kernels see
     hlo: str  # text of the optimized module
-    thunks: tuple[Thunk, ...]  # after command buffers were formed
+    thunks: tuple[Thunk, ...]  # the thunks after command buffers were formed
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp
-    seconds: Mapping[str, float]  # trace, compile
-    resources: tuple[Resources, ...] | None  # of the function's kernels; None if not requested
+    seconds: Mapping[str, float]  # durations: trace, compile
+    resources: tuple[Resources, ...] | None  # per kernel; None if not requested
 
 
 def has_cuda_plugin() -> bool:

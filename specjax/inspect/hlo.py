@@ -47,7 +47,7 @@ class Launch:
 
     name: str
     kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
-    source: str  # the JAX operation it was compiled from
+    source: str  # the JAX operation that the kernel was compiled from
     # The named scopes in which that operation was traced. For a kernel in a loop or conditional,
     # the scopes of the loop or conditional: XLA may share a body between two of these, and the
     # names in the body are then right for only one of the two.

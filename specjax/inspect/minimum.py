@@ -49,21 +49,21 @@ _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 class Minimum:
     """The minimum number of bytes of a step, by part."""
 
-    weights: int  # the target's, read once
-    keys_and_values: int  # the target's, read once, and new rows written
-    states: int  # recurrent states, read and written once
+    weights: int  # the target's weights, read once
+    keys_and_values: int  # the target's keys and values, read once, and new rows, written once
+    states: int  # the target's recurrent states, read once and written once
     draft: int
     observe: int
-    activations: int  # the target's, not included in `verify`
+    activations: int  # the target's activations, not included in `verify`
 
     @property
     def verify(self) -> int:
-        """Bytes of the target's forward pass."""
+        """The bytes that the target's forward pass moves."""
         return self.weights + self.keys_and_values + self.states
 
     @property
     def step(self) -> int:
-        """Bytes of the whole step."""
+        """The bytes that the whole step moves."""
         return self.verify + self.draft + self.observe
 
 
@@ -116,7 +116,8 @@ def minimum_bytes(
 def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
     """Return the bytes that a draft model moves for k tokens, one per pass.
 
-    Its states are read in each pass and written once, as they include only accepted tokens.
+    The model's states are read in each pass. They are written once, as they include only accepted
+    tokens.
     """
     new, read, state = _cache_bytes(model, dtype, context)
     per_request = k * (read + new) + (k + 1) * state

@@ -157,7 +157,7 @@ class StepReport:
     uncaptured_conditionals: tuple[str, ...]
     state_bytes: int
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
-    seconds: Mapping[str, float]  # trace, compile
+    seconds: Mapping[str, float]  # durations: trace, compile
     large_copies: tuple[Launch, ...]
     launches: tuple[Launch, ...] = field(repr=False)
     layers: Mapping[str, Layers]

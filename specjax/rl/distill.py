@@ -233,7 +233,7 @@ class OnlineDistiller:
                 for tokens, num_prompt in documents[start : start + self._batch_size]
             ]
             scores = self._engine.score(pairs, features=True)
-            while scores:  # free each one before the next batch is scored
+            while scores:  # free each score before the next batch is scored
                 yield _features(scores.pop(0))
 
     def _publish(self, frozen: Mapping[str, Any]) -> None:

@@ -171,7 +171,7 @@ class RolloutEngine:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
         Generation starts with the first iteration; leaving the iteration aborts the remaining
-        rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
+        rollouts. Other methods, including `abort` and `update_weights`, may be called during it.
         """
         starts = self._make(prompts, sampling_params)
         return (rollout for _, rollout in self._loop.run(starts, label))

@@ -13,8 +13,8 @@ from specjax.device.models.model import Model
 from specjax.train.context import CausalRows
 from specjax.train.data import Document, padded_rows, shuffled_indices, window
 
-# The target's features of a document of n tokens: the pair hidden [n - 1, D], and auxiliary
-# [n - 1, A D] or None.
+# The target's features of a document of n tokens: the pair (hidden, auxiliary) of arrays
+# [n - 1, D] and [n - 1, A D]; auxiliary may be None.
 Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
 
 
