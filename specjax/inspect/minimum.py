@@ -58,12 +58,12 @@ class Minimum:
 
     @property
     def verify(self) -> int:
-        """The bytes that the target's forward pass moves."""
+        """The minimum bytes of the target's forward pass."""
         return self.weights + self.keys_and_values + self.states
 
     @property
     def step(self) -> int:
-        """The bytes that the whole step moves."""
+        """The minimum bytes of the whole step."""
         return self.verify + self.draft + self.observe
 
 

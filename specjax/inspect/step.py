@@ -74,7 +74,7 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
     """Return the maximum number of rounds that the drafter observes together in a later program.
 
-    Return 0 if each round's program observes its round, so that no later program does.
+    Return 0 if the drafter must observe every round at once.
     """
     return 0 if k else _static(parts, config).model.max_deferred(batch)
 
