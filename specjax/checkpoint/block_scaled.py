@@ -1,7 +1,8 @@
-"""Float8 weights with one scale per block, as published by DeepSeek-V3, read as full floats.
+"""Reads float8 weights with one scale per block, and multiplies them by their scales.
 
-Next to a tensor X of float8_e4m3fn [..., M, N] is X_scale_inv [..., ceil(M / m), ceil(N / n)]:
-block (i, j) of m x n elements is multiplied by scale (i, j). Readers do not see the scales.
+DeepSeek-V3 published this format. Next to a tensor X of float8_e4m3fn [..., M, N], there is a
+tensor X_scale_inv [..., ceil(M / m), ceil(N / n)]. Block (i, j) of m x n elements is multiplied by
+scale (i, j). Code that loads the weights does not see the scales.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ SUFFIX = "_scale_inv"
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A float8 tensor with its scales; reading it gives their product."""
+    """A float8 tensor with its scales; `read` returns their product."""
 
     weight: Readable
     scales: Readable
@@ -41,15 +42,18 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> jax.Array:
-        """Read and multiply, on JAX's default device, which is faster than on the host."""
+        """Return the product, computed on JAX's default device, which is faster than the host."""
         return _multiply(self.weight.read(), self.scales.read(), self.block, self.dtype)
 
 
 def with_scales(files: TensorFiles, block: tuple[int, int], dtype: np.dtype) -> TensorFiles:
-    """Return the same tensors; float8 tensors with scales read as products in `dtype`.
+    """Return a copy of `files`, in which a `ScaledTensor` replaces each float8 tensor with scales.
+
+    Reading a `ScaledTensor` returns the product in `dtype`.
 
     Raises:
-        CheckpointError: scales do not have the shape that `block` requires; names the tensor.
+        CheckpointError: scales do not have the shape that `block` requires; the error names the
+            tensor.
     """
     tensors = dict(files.tensors)
     for name, weight in files.tensors.items():

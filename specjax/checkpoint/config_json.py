@@ -1,4 +1,4 @@
-"""A reader of a checkpoint's JSON files: config.json and shard indexes."""
+"""Reads a checkpoint's JSON files, such as config.json and shard indexes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,11 @@ from specjax.checkpoint.errors import CheckpointError, damaged
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in `folder/name`; CheckpointError if missing or not an object."""
+    """Return the JSON object in the file `name` of `folder`.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or does not have a JSON object.
+    """
     path = Path(folder) / name
     try:
         content = json.loads(path.read_bytes())

@@ -1,7 +1,8 @@
 """Locations of the demo checkpoints.
 
-The wheel contains TARGET and its EAGLE-3 head. The folder `checkpoints` of a checkout has all of
-them; it is also a package, specjax-demos, with the demos that the wheel lacks.
+The wheel contains TARGET and its EAGLE-3 head. The folder `checkpoints` of a checkout has all demo
+checkpoints. This folder is also the package specjax-demos, which has the demos that the wheel
+lacks.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""A reader of the weights in a Hugging Face folder, in any supported file format."""
+"""Reads the weights in a Hugging Face folder, in any supported file format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,11 +48,11 @@ class TensorFiles:
         return self._tensor(name).dtype
 
     def read(self, name: str) -> Any:
-        """Read one tensor, and no others, into a new array of its dtype."""
+        """Read only this tensor, into a new array of the tensor's dtype."""
         return self._tensor(name).read()
 
     def equal(self, one: str, other: str) -> bool:
-        """Return whether two tensors have the same values, regardless of dtype; reads both."""
+        """Read two tensors; return whether they have the same values, regardless of dtype."""
         if self.shape(one) != self.shape(other):
             return False
         return bool((self.read(one) == self.read(other)).all())
@@ -82,14 +82,15 @@ def open_checkpoint(folder: Path) -> TensorFiles:
 
 
 def open_file(path: Path) -> TensorFiles:
-    """Open the tensors of one file. Raises CheckpointError if it is missing or damaged."""
+    """Open the tensors of one file. Raises CheckpointError if the file is missing or damaged."""
     return TensorFiles(path.parent, _locate(path))
 
 
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """Return the weight files, each with its tensors according to the index, or None without one.
+    """Return the weight files of a folder, each with the names of its tensors in the index.
 
-    Raises CheckpointError if there are no files, or the index names a file that does not exist.
+    The names are None if there is no index. Raises CheckpointError if there are no files, or if the
+    index names a file that does not exist.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")

@@ -1,4 +1,4 @@
-"""A check of arrays for NaN and infinity, which reads each array once."""
+"""Checks arrays for NaN and infinity, and reads each array only once."""
 
 import math
 from typing import Any
@@ -20,9 +20,10 @@ FLOATS = frozenset(_INFINITY)  # dtypes of unquantised weights
 
 
 def all_finite(array: Any) -> Any:
-    """Return whether all elements are finite, as a bool or a device array (see `jax.device_get`).
+    """Return whether all elements are finite, as a bool or as a device array.
 
-    Checks floats of 16 bits or more; other dtypes count as finite.
+    `jax.device_get` converts both to a bool. Only floats of 16 bits or more are checked; arrays of
+    other dtypes count as finite.
     """
     dtype = np.dtype(array.dtype)
     if dtype not in _INFINITY:
@@ -38,7 +39,8 @@ def _is_near(array: jax.Array) -> bool:
 
 def _on_host(array: np.ndarray) -> bool:
     # Compare integers, because NumPy is slow with bfloat16 and XLA's reductions are slow on a CPU.
-    # Infinity and NaN are the largest: positive ones as signed, negative ones as unsigned integers.
+    # Infinity and NaN have the largest bits: as signed integers if positive, and as unsigned
+    # integers if negative.
     signed, unsigned = _INTEGERS[array.dtype.itemsize]
     flat = np.ascontiguousarray(array).reshape(-1)
     limit: Any = _INFINITY[array.dtype]
@@ -60,7 +62,7 @@ def check_params(params: Any) -> None:
     """Check that a pytree has no NaN or infinity.
 
     Raises:
-        ValueError: it has NaN or infinity; the message names the arrays.
+        ValueError: `params` has NaN or infinity; the message names the arrays.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     are_finite = jax.device_get([all_finite(leaf) for _, leaf in leaves])

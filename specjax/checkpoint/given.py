@@ -1,6 +1,6 @@
-"""Arrays that a program passes in: from NumPy, JAX or another library, such as torch.
+"""Reads arrays that a program passes in, from NumPy, JAX or another library such as torch.
 
-No other library is imported: its arrays are read by the DLPack protocol, and torch tensors are
+The other library is not imported: its arrays are read by the DLPack protocol, and torch tensors are
 recognised by their methods.
 """
 
@@ -20,10 +20,12 @@ def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
     Arrays traced by JAX are returned unchanged.
 
     Args:
-        name, owner: the array's name, and what it belongs to, for errors.
+        name: the array's name in errors.
+        owner: what errors call the object to which the array belongs.
 
     Raises:
-        ValueError: it is not an array, or its values cannot be read here; the message has a remedy.
+        ValueError: `array` is not an array, or its values cannot be read here. The message has a
+            remedy.
     """
     try:
         problem = _problem(array)
@@ -57,7 +59,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def _problem(array: Any) -> str | None:
-    """Return why an array's values cannot be read here, and a remedy; None if they can."""
+    """Return why an array's values cannot be read, and a remedy; None if they can be read."""
     if isinstance(array, Tracer):
         return None
     if isinstance(array, jax.Array):
@@ -76,7 +78,7 @@ def _problem(array: Any) -> str | None:
 
 
 def _problem_of_torch(tensor: Any) -> str | None:
-    """See `_problem`."""
+    """Return the problem of a torch tensor, as `_problem` does."""
     if hasattr(tensor, "full_tensor"):
         return "is split over processes (a DTensor); pass its full_tensor()"
     if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):
@@ -104,9 +106,10 @@ def _read(array: Any) -> jax.Array | np.ndarray:
 
 
 def _in_row_order(array: Any) -> jax.Array:
-    """Return the array with row-major memory, unlike a transposed view.
+    """Return the array in row-major memory; copy an array with another layout.
 
-    `jax.device_put(may_alias=False)` copies other layouts wrongly (jax 0.10.2, CPU).
+    For example, a transposed view has another layout. `jax.device_put(may_alias=False)` copies
+    other layouts wrongly (jax 0.10.2, CPU).
     """
     layout, order = array.format.layout, tuple(range(array.ndim))
     if layout is None or layout.major_to_minor == order:  # None: the array was deleted

@@ -1,4 +1,4 @@
-"""Resolution of a path, demo name or Hugging Face hub id to a checkpoint folder."""
+"""Resolves a path, demo name or Hugging Face hub id to a checkpoint folder."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def resolve(name_or_path: str | Path) -> Path:
 
     A hub id that is not in the local cache is downloaded.
 
-    Raises CheckpointError if it is none of these, or cannot be downloaded.
+    Raises CheckpointError if `name_or_path` is none of these, or cannot be downloaded.
     """
     folder = Path(name_or_path).expanduser()
     if str(name_or_path) and folder.is_dir():  # "" would mean the working directory
@@ -66,7 +66,7 @@ def _download(hub_id: str) -> Path:
 
 
 def _snapshot(hub_id: str, files: list[str], *, local_files_only: bool = False) -> Path:
-    from huggingface_hub import snapshot_download  # half a second, which demos and folders save
+    from huggingface_hub import snapshot_download  # takes half a second, so import it late
 
     return Path(
         snapshot_download(

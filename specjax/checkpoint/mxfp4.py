@@ -1,7 +1,7 @@
-"""Weights of experts in MXFP4 (OCP Microscaling, 2023): 32 4-bit floats share one scale.
+"""Weights of experts in MXFP4 (OCP Microscaling, 2023), where 32 floats of 4 bits share a scale.
 
-A byte holds two numbers, the first one in the lower bits. A scale is a power of two, stored as its
-exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
+A byte holds two numbers, with the first number in the lower bits. A scale is a power of two, stored
+as its exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ _VALUES = (
 
 @dataclass(frozen=True)
 class MXFP4Spec(TensorSpec):
-    """Experts [E, in, out] from blocks u8[E, out, in / 32, 16] and scales u8[E, out, in / 32]."""
+    """The spec of experts' weights [E, in, out] in MXFP4.
+
+    The file tensors are blocks u8[E, out, in / 32, 16] and scales u8[E, out, in / 32].
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,11 +42,11 @@ class MXFP4Spec(TensorSpec):
 
     @property
     def is_packed(self) -> bool:
-        """True."""
+        """Always True; see `TensorSpec.is_packed`."""
         return True
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Unpack `parts`, blocks and scales, to the engine array in `dtype`."""
+        """Return the engine array in `dtype`, unpacked from `parts`: the blocks and the scales."""
         blocks, scales = parts
         halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
         values = jnp.array([*_VALUES, *(-x for x in _VALUES)], jnp.float32)[halves]

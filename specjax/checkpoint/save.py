@@ -1,4 +1,4 @@
-"""Export of parameters to a Hugging Face folder, one tensor at a time."""
+"""Exports parameters to a Hugging Face folder, one tensor at a time."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from specjax.checkpoint import safetensors_file
 from specjax.checkpoint.spec import TensorSpec
 from specjax.checkpoint.writing import naming
 
-FILE = "model.safetensors"  # the usual name of a checkpoint's weights
+FILE = "model.safetensors"  # the usual name of the file with a checkpoint's weights
 _TEXT_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("*.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
@@ -33,19 +33,20 @@ def save_checkpoint(
     extra: Mapping[str, np.ndarray] = {},
     file: str = FILE,
 ) -> None:
-    """Write `params`, cast to `dtype`, and `config` as `file` and config.json.
+    """Write `params`, cast to `dtype`, to the file `file`, and write `config` to config.json.
 
-    Each file is written atomically. Loading returns the same bits if `dtype` is the parameters'.
+    Each file is written atomically. If `dtype` is the dtype of the parameters, loading the file
+    returns the same bits.
 
     Args:
-        specs: The tree of `TensorSpec`, with the structure of `params`.
-        extra: More tensors by their name in the file, written in their dtypes.
-        file: The name of the safetensors file.
+        specs: the tree of `TensorSpec`, with the structure of `params`.
+        extra: more tensors, by their name in the file; they keep their dtypes.
+        file: the name of the safetensors file.
 
     Raises:
         ValueError: `params` do not fit `specs`, a name is used twice, or `folder` contains a
             sharded checkpoint that would hide the new file.
-        OSError: no space or no permission; names the folder.
+        OSError: there is no space or no permission; the error names the folder.
     """
     folder, dtype = Path(folder), np.dtype(dtype)
     text = json.dumps(dict(config), indent=2) + "\n"

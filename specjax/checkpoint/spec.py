@@ -1,4 +1,4 @@
-"""Specs that build engine arrays from the tensors of a checkpoint, and convert them back.
+"""Specs that build engine arrays from a checkpoint's tensors, and convert the arrays back.
 
 A model describes its parameters as a pytree of `TensorSpec` with the structure of the parameters,
 so loading, exporting, initialising and checking each walk that tree once.
@@ -16,23 +16,26 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An engine array: file tensors concatenated along their first axis, then transposed.
+    """An engine array: file tensors that are concatenated along their first axis, then transposed.
 
     Checkpoints store projections as [out, in]; the engine uses [in, out], and merges projections
     with the same input.
 
     Attributes:
-        transpose: swap the last two axes.
-        interleaved: for each tensor, the row counts of the parts that alternate in it, one group of
-            parts per head; the engine has all rows of the first part, then all of the second, ...
-            () if the tensor already has the engine's order.
-        num_stacked: 0, or the number of equal groups of tensors, stacked in a new leading axis
-            (experts).
-        is_squeezed: drop the second axis, which has size one.
-        dtype: fixed dtype of the array; None for the model's.
-        fill: initial value for training; None for random matrices and norms of one.
-        is_buffer: whether the tensor is a buffer rather than a parameter in torch. Trainers may not
-            send it, and weight updates without it leave it unchanged.
+        names: the names of the file tensors.
+        file_shapes: the shapes of the file tensors.
+        transpose: whether to swap the last two axes.
+        interleaved: () if the file tensors have the engine's order of rows. Else, for each tensor,
+            the number of rows of each part; parts alternate in the tensor, one group of parts per
+            head. The engine has all rows of the first part, then all rows of the second, and so on.
+            () for a tensor that has the engine's order.
+        num_stacked: the number of equal groups of tensors, such as experts, that are stacked along
+            a new leading axis; 0 without such an axis.
+        is_squeezed: whether to drop the second axis, which has size one.
+        dtype: the fixed dtype of the array; None for the model's dtype.
+        fill: the initial value for training; None for random matrices and for norms of one.
+        is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
+            buffer out; a weight update without the buffer keeps its value.
         axes: for each axis of the array, the logical name by which a `Placement` may shard it
             ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never sharded.
     """
@@ -59,7 +62,7 @@ class TensorSpec:
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Build the engine array in `dtype` from the file's tensors, in the order of `names`."""
+        """Return the engine array in `dtype`, from the file tensors in the order of `names`."""
         # Cast each part, since a file may contain several dtypes.
         cast = (part.astype(self.dtype or dtype) for part in parts)
         pairs = zip(cast, self.file_shapes, self._interleaved, strict=True)
@@ -106,7 +109,7 @@ class TensorSpec:
         return self.interleaved or ((),) * len(self.names)
 
     def _places(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the view of `array` for each file tensor."""
+        """Return the part of `array` that belongs to each file tensor, as a list of views."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)
@@ -116,7 +119,7 @@ class TensorSpec:
 
 
 def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Reorder rows from alternating parts of these sizes to one part after the other."""
+    """Reorder rows in which parts of these sizes alternate, so that each part is contiguous."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
@@ -142,10 +145,10 @@ def projection(
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
     axes: tuple[str | None, str | None] = (None, None),
 ) -> Any:
-    """Merge projections [out, in] with the same input into one [in, sum of outs].
+    """Return the spec that merges projections [out, in] of the same input to [in, sum of outs].
 
-    `interleaved` has, by name, the sizes of the parts whose rows alternate in the file. `axes`
-    describe the merged array.
+    `interleaved` has, by tensor name, the sizes of the parts whose rows alternate in the file.
+    `axes` are the names of the merged array's axes.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
     return TensorSpec(
@@ -163,18 +166,21 @@ def stored(
     fill: float | None = None,
     axes: tuple[str | None, ...] = (),
 ) -> Any:
-    """Concatenate tensors without further changes (norms, biases, embeddings)."""
+    """Return the spec of tensors that are only concatenated (norms, biases, embeddings)."""
     return TensorSpec(tuple(names), shapes, fill=fill, axes=axes)
 
 
 def depthwise(name: str, channels: int, taps: int, axis: str | None = None) -> Any:
-    """Convert depthwise convolution weights [channels, 1, taps] to [taps, channels]."""
+    """Return the spec of depthwise convolution weights [taps, channels].
+
+    The file tensor is [channels, 1, taps].
+    """
     shapes = ((channels, 1, taps),)
     return TensorSpec((name,), shapes, transpose=True, is_squeezed=True, axes=(None, axis))
 
 
 def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]) -> Any:
-    """Stack the merged projections of every expert: [experts, in, sum of outs]."""
+    """Return the spec of all experts' merged projections, stacked to [experts, in, sum of outs]."""
     return TensorSpec(
         tuple(name for one in names for name in one),
         tuple((n, num_in) for _ in names for n in num_outs),
@@ -187,7 +193,10 @@ def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
 def fused_experts(
     name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
 ) -> Any:
-    """Like `experts`, but from one tensor [experts, out, in], or [experts, in, out] if swapped."""
+    """Return the spec of experts that are stored in one tensor, as an array [experts, in, out].
+
+    The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`.
+    """
     sides = (num_in, num_out) if is_swapped else (num_out, num_in)
     axes = ("experts", None, None)
     return TensorSpec((name,), ((num_experts, *sides),), transpose=not is_swapped, axes=axes)

@@ -20,13 +20,13 @@ class Readable(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self) -> Any:
-        """Return the tensor as a new NumPy array, or a JAX array."""
+        """Return the tensor as a new NumPy or JAX array."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A little-endian tensor in a file, which is open only while the tensor is read."""
+    """A little-endian tensor in a file. The file is open only while the tensor is read."""
 
     path: Path
     dtype: np.dtype

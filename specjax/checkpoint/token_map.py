@@ -1,4 +1,4 @@
-"""The texts of two checkpoints' tokens, and a map between tokens of equal text."""
+"""Maps tokens of one checkpoint to tokens of another checkpoint that have the same text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,34 +11,38 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import read_tokenizer
 
-SPACES = "▁", "Ġ"  # a space in sentencepiece and byte-level tokenizers
+SPACES = "▁", "Ġ"  # how sentencepiece and byte-level tokenizers write a space
 
 
 @dataclass(frozen=True)
 class TokenTexts:
     """The tokens of a tokenizer."""
 
-    texts: Mapping[int, str]  # by id, with plain spaces
-    unknown: int  # the id for texts without a token
+    texts: Mapping[int, str]  # the tokens' texts by id, with plain spaces
+    unknown: int  # the id that replaces texts without a token
 
     def below(self, vocab_size: int) -> Mapping[str, int]:
-        """Return the lowest id of each text, among the ids with logits in a model."""
+        """Return the lowest id of each text among the ids below `vocab_size`.
+
+        A model has logits for these ids.
+        """
         ids = sorted((id for id in self.texts if id < vocab_size), reverse=True)
         return {self.texts[id]: id for id in ids}
 
 
 class TokenMap(NamedTuple):
-    """A map from a target's tokens to a drafter's with another vocabulary, as integer arrays."""
+    """A map from a target's tokens to the tokens of a drafter with another vocabulary."""
 
-    target_ids: Any  # i32[I], the target's ids of common texts
+    target_ids: Any  # i32[I], the target's ids of the texts that both vocabularies have
     draft_ids: Any  # i32[I], the drafter's ids of the same texts
-    from_target: Any  # i32[V], the drafter's id for each target id; the unknown id if it has none
+    from_target: Any  # i32[V], the drafter's id for each target id, or the drafter's unknown id
 
 
 def read_texts(folder: Path) -> TokenTexts | None:
-    """Return the tokens of a checkpoint folder; None if it has no tokenizer.json.
+    """Return the tokens of a checkpoint folder; None if the folder has no tokenizer.json.
 
-    The unknown id is the tokenizer's, or else the config's end of sequence, or else 0.
+    The unknown id is the id of the tokenizer's unknown token. Without such a token, it is the
+    config's end of sequence, or 0 if the config has none.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -57,10 +61,14 @@ def read_texts(folder: Path) -> TokenTexts | None:
 
 
 def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None:
-    """Return the map from a target's tokens to a drafter's, from folders and vocabulary sizes.
+    """Return the map from a target's tokens to a drafter's tokens.
 
-    None if every id means the same in both: sizes and tokenizers agree, or sizes agree and a
-    tokenizer is missing.
+    Return None if every id means the same token in both. This is so if the sizes are equal, and the
+    tokenizers are equal or one of them is missing.
+
+    Args:
+        folders: the checkpoint folders of the target and the drafter.
+        sizes: the vocabulary sizes of the target and the drafter.
 
     Raises:
         CheckpointError: there is no common token, or sizes differ and a tokenizer is missing.

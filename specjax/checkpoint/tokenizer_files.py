@@ -1,7 +1,7 @@
-"""The tokenizer of a checkpoint folder: tokenizer.json, and tokens declared in other files.
+"""Reads the tokenizer of a checkpoint: tokenizer.json, and tokens declared in other files.
 
-Every reader of a tokenizer uses `read_tokenizer`, so that all have the same tokens as
-transformers' tokenizers backend.
+All code that needs a tokenizer calls `read_tokenizer`, and so has the same tokens as the tokenizers
+backend of transformers.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,13 +31,13 @@ class StoredTokenizer(NamedTuple):
 class _Declared(NamedTuple):
     """Tokens declared in files next to tokenizer.json."""
 
-    named: dict[str, AddedToken]  # by bos_token, eos_token, ...
+    named: dict[str, AddedToken]  # special tokens by name: bos_token, eos_token, ...
     extra: list[AddedToken]  # special tokens without a name
-    added: list[AddedToken]  # in ascending order of ids, special or not
+    added: list[AddedToken]  # tokens with declared ids, special or not, in ascending order of ids
 
 
 def read_tokenizer(folder: Path) -> StoredTokenizer | None:
-    """Return the tokenizer of a checkpoint folder; None if it has no tokenizer.json.
+    """Return the tokenizer of a checkpoint folder; None if the folder has no tokenizer.json.
 
     Truncation and padding in tokenizer.json are ignored, as they belong to a training run.
 
@@ -124,7 +124,8 @@ def _read_added_tokens(folder: Path, special: Collection[str]) -> dict[int, Adde
 def _add(tokenizer: Tokenizer, declared: _Declared) -> None:
     """Add declared tokens that the tokenizer lacks, or has with other properties.
 
-    As in transformers, their ids follow from the order; declared ids are ignored.
+    As in transformers, the order of the added tokens determines their ids; declared ids are
+    ignored.
     """
     known = tokenizer.get_added_tokens_decoder().values()
     properties = {repr(token) for token in known}

@@ -1,8 +1,8 @@
-"""A reader of torch's `.bin` format, without torch and without running code from the pickle.
+"""Reads torch's `.bin` format, without torch and without running code from the pickle.
 
-Such a file is a zip of uncompressed storages and a pickle that describes tensors in them. The
-pickle may use four kinds of names, replaced here by objects that only record arguments. Tensors are
-checked against their storages, and read later, one at a time.
+Such a file is a zip of uncompressed storages and a pickle that describes tensors in the storages.
+The pickle may use four kinds of names; they are replaced here by objects that only record
+arguments. All tensors are checked against their storages first, and are later read one at a time.
 """
 
 import io
@@ -39,17 +39,17 @@ _LOCAL_HEADER_BYTES = 30  # followed by the member's name and extra field, then 
 
 
 def locate(path: Path, ignored: Collection[str] = ()) -> dict[str, StoredTensor]:
-    """Return every tensor of the file by name, except names in `ignored`.
+    """Return every tensor of the file by name, except tensors with names in `ignored`.
 
-    Raises CheckpointError if the file is damaged or its pickle has other objects than tensors.
-    Names in `ignored` may be any object.
+    Raises CheckpointError if the file is damaged, or if its pickle has objects other than tensors.
+    Objects with names in `ignored` may be of any type.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _locate(path, file, archive, ignored)
     except CheckpointError:
         raise
-    # A damaged archive or pickle may raise almost any exception, so all mean damage.
+    # A damaged archive or pickle may raise almost any exception, so all exceptions mean damage.
     except Exception as error:
         raise _unreadable(path, error) from error
 
@@ -75,12 +75,12 @@ def _locate(
 class _Storage(NamedTuple):
     dtype: np.dtype
     key: str
-    size: int  # elements
+    size: int  # number of elements
 
 
 class _View(NamedTuple):
     storage: _Storage
-    offset: int  # elements
+    offset: int  # number of elements before the first
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -126,10 +126,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_memory(path: Path, stream: bytes) -> None:
-    """Raise for a pickle that makes the unpickler allocate far more than its length.
+    """Raise an error if unpickling would allocate far more memory than the pickle's length.
 
-    `genops` rejects strings longer than the remaining pickle. The largest key determines the size
-    of the memo.
+    `genops` rejects strings longer than the remaining pickle. The unpickler's memo is as long as
+    its largest key, so the keys are checked here.
     """
     for opcode, argument, _ in pickletools.genops(stream):
         key = argument if opcode.name in ("PUT", "LONG_BINPUT") else None
@@ -164,7 +164,7 @@ def _place(
     name: str,
     view: _View,
 ) -> StoredTensor:
-    """Return the location of `view` in the file; check that it is inside its storage."""
+    """Return the location of `view` in the file; check that the view is inside its storage."""
     storage, offset, shape, strides = view
     sizes = [offset, *shape, *strides]
     if (

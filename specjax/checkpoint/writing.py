@@ -1,4 +1,4 @@
-"""Atomic writes of files, and errors that name the file."""
+"""Writes files atomically, with errors that name the file."""
 
 import os
 import tempfile
@@ -17,10 +17,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that an output file can be written, before the work that produces it.
+    """Check that an output file can be written, before the work that produces the file.
 
     Raises:
-        ValueError: it cannot be written; the message names the option and a remedy.
+        ValueError: the file cannot be written; the message names the option and a remedy.
     """
     parent = path.expanduser().absolute().parent
     if path.expanduser().is_dir() or not parent.is_dir():
@@ -37,7 +37,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically: on failure, the previous content stays.
 
     Raises:
-        OSError: names the path.
+        OSError: the file cannot be written; the error names the path.
     """
     with naming(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
         temporary = Path(folder, path.name)

@@ -1,6 +1,6 @@
-"""Buffers of an HLO module: arrays of several names that share one buffer.
+"""Finds the arrays of an HLO module that share a buffer under several names.
 
-Buffers keep their identity through bitcasts, tuples, calls, loops and conditionals.
+An array keeps its buffer through bitcasts, tuples, calls, loops and conditionals.
 """
 
 import re
@@ -19,7 +19,7 @@ class Leaf(NamedTuple):
 
 
 class Buffers:
-    """The arrays of a module that share a buffer (union-find)."""
+    """A union-find structure of the arrays of a module that share a buffer."""
 
     def __init__(self, computations: dict[str, Computation]):
         self._computations = computations

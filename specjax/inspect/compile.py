@@ -1,15 +1,21 @@
-"""Compile jitted functions for a named GPU on a machine without one, and report the result.
+"""Compiles jitted functions for a named GPU on a machine without this GPU, and reports on them.
 
     compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
 
-NAME(**arguments) in FILE returns (jitted, args, kwargs): `jitted` from `jax.jit`, including
-donations; args, pytrees of `jax.ShapeDtypeStruct`; and kwargs, the static arguments. A request may
-add "gpu", a name of `gpus` (default: h200); "options", XLA compiler options by name; "passes_over",
-the arguments of `hlo.passes_over`; and "traffic", see `report`. Nothing runs, so GEMMs keep the
-configuration that XLA chooses without autotuning. XLA reads its flags once, so a separate process,
-python -m specjax.inspect.compile, compiles and prints the reports as one JSON list. It needs jax's
-CUDA plugin, and ptxas and libdevice: a toolkit in /usr/local/cuda, or the packages nvidia-cuda-nvcc
-and nvidia-nvvm.
+FILE has a function NAME, and NAME(**arguments) returns (jitted, args, kwargs). `jitted` is a result
+of `jax.jit`, with its donations. `args` are pytrees of `jax.ShapeDtypeStruct`. `kwargs` are the
+static arguments. A request may have more keys:
+
+- "gpu": a name in `gpus` (default: h200);
+- "options": XLA compiler options by name;
+- "passes_over": the arguments of `hlo.passes_over`;
+- "traffic": an argument of `report`.
+
+Nothing runs, so GEMMs keep the configuration that XLA chooses without autotuning. XLA reads its
+flags once per process, so a separate process, python -m specjax.inspect.compile, compiles the
+functions and prints the reports as one JSON list. The process needs jax's CUDA plugin, ptxas and
+libdevice. ptxas and libdevice come from a toolkit in /usr/local/cuda, or from the packages
+nvidia-cuda-nvcc and nvidia-nvvm.
 """
 
 import argparse
@@ -45,8 +51,8 @@ class Thunk:
 
     kind: str  # kCustomKernel, kCublasLtMatmul, kConditional, kCommandBuffer, ...
     name: str
-    # Kinds and labels of the enclosing thunks, as XLA prints them: body, branch_0. For a boolean
-    # predicate XLA prints the labels swapped: true_branch runs if it is false.
+    # Kinds and labels of the enclosing thunks, as XLA prints them, like body or branch_0. For a
+    # boolean predicate, XLA swaps the labels: true_branch runs if the predicate is false.
     within: tuple[str, ...]
 
 
@@ -54,12 +60,12 @@ class Thunk:
 class Compiled:
     """A compiled function."""
 
-    device_kind: str  # as seen by kernels
-    hlo: str  # optimized
-    thunks: tuple[Thunk, ...]  # after command buffers were formed
+    device_kind: str  # the name of the GPU that kernels see
+    hlo: str  # text of the optimized module
+    thunks: tuple[Thunk, ...]  # the thunks after command buffers were formed
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp
-    seconds: Mapping[str, float]  # trace, compile
-    resources: tuple[Resources, ...] | None  # of the function's kernels; None if not requested
+    seconds: Mapping[str, float]  # durations: trace, compile
+    resources: tuple[Resources, ...] | None  # per kernel; None if not requested
 
 
 def has_cuda_plugin() -> bool:
@@ -92,11 +98,11 @@ def compile_functions(
     resources: bool = False,
     timeout: float = 600,
 ) -> list[dict[str, Any]]:
-    """Compile the requests in a separate process; return the `report` of each.
+    """Compile the requests in a separate process; return a `report` for each request.
 
     Args:
         resources: whether ptxas reports registers, spills and shared memory of every kernel.
-        timeout: seconds for all requests together.
+        timeout: the maximum seconds for all requests together.
 
     Raises:
         ValueError: see `check_tools`.
@@ -120,7 +126,7 @@ def compile_functions(
 
 
 def configure(dump: Path, *, resources: bool = False) -> None:
-    """Set the environment variables of XLA and Mosaic; call before importing jax."""
+    """Set the environment variables of XLA and Mosaic. Call this before importing jax."""
     assert "jax" not in sys.modules
     os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA plugin then does not look for a driver
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # a cached executable dumps nothing
@@ -145,7 +151,7 @@ def compile_for(
 ) -> Compiled:
     """Compile `jitted` at the shapes of `args` for one GPU; `dump` is the folder of `configure`.
 
-    `options` are XLA's for this compilation, such as {"xla_gpu_enable_triton_gemm": False}.
+    `options` are XLA's compiler options, such as {"xla_gpu_enable_triton_gemm": False}.
     """
     import jax
     import numpy as np
@@ -201,7 +207,7 @@ def _stdout_into(file: Path) -> Iterator[Path]:
 
 
 def parse_thunks(text: str) -> tuple[Thunk, ...]:
-    """Parse a dumped thunk sequence; each thunk has the names of the enclosing ones."""
+    """Return the thunks of a dumped thunk sequence; each thunk names its enclosing thunks."""
     thunks: list[Thunk] = []
     around: list[tuple[int, str]] = []
     indent = 0
@@ -219,7 +225,10 @@ def parse_thunks(text: str) -> tuple[Thunk, ...]:
 
 
 def _thunk_sequence(dumped: list[Path]) -> str:
-    """Return the final sequence: XLA writes a second one only if its passes change the first."""
+    """Return the text of the final thunk sequence.
+
+    XLA dumps a second sequence only if its thunk passes change the first sequence.
+    """
     for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
         for file in dumped:
             if file.name.endswith(ending):
@@ -234,14 +243,16 @@ def report(
 ) -> dict[str, Any]:
     """Return the values that tests assert on, as JSON-compatible types.
 
-    `num_passes` has two counts: of a run in which every conditional takes branch 0, and branch 1.
+    "num_passes" has two counts: for runs in which every conditional takes branch 0, and branch 1.
 
     Args:
-        traffic: if given, "launches" lists every kernel with its bytes. Keys: "batch", "context",
-            "rows" and "num_chosen", the fields of `CachedContext`; "rows_within", other rows by a
-            regex for the operations that have them; "layers", a regex over parameter names whose
-            group is the layer that reads them; "after", a regex for the parameters read after all
-            layers; "inside", a regex for the operations that belong to layers.
+        over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".
+        traffic: if given, "launches" lists every kernel with its bytes. The keys "batch",
+            "context", "rows" and "num_chosen" are the fields of `CachedContext`. "rows_within" maps
+            a regex over scopes to the number of rows of the operations in these scopes. "layers" is
+            a regex over parameter names, whose group is the layer that reads the parameter. "after"
+            is a regex for the parameters that are read after all layers. "inside" is a regex for
+            the scopes of operations that belong to layers.
     """
     made = asdict(compiled)
     made["top_level"] = [thunk.kind for thunk in compiled.thunks if not thunk.within]

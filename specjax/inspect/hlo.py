@@ -1,13 +1,14 @@
-"""Reads and writes of the kernels of an optimized HLO module, parsed from text without JAX.
+"""Finds what the kernels of an optimized HLO module read and write, from text and without JAX.
 
-A pass is one kernel reading, or writing, at least `num_elements` elements of an array with a
-dimension of size `columns`. So a GEMM that writes the logits is one pass and an argmax that reads
-them is another; a copy is two. kernels.py explains how accesses are counted. In addition:
+A pass is one kernel's read or write of at least `num_elements` elements of an array that has a
+dimension of size `columns`. For example, a GEMM that writes the logits is one pass, an argmax that
+reads the logits is another pass, and a copy of the logits is two passes. kernels.py explains how
+accesses are counted. In addition:
 
-- The traffic of a Pallas kernel in `pallas_bytes.TOUCHED` comes from that table, because its
-  operands are whole pools.
-- Accessing a parameter of the module (a weight, the state) is not a pass; accessing a copy or a
-  conversion of it is.
+- The traffic of a Pallas kernel in `pallas_bytes.TOUCHED` comes from that table, because the
+  kernel's operands are whole pools.
+- An access to a parameter of the module (a weight, the state) is not a pass. An access to a copy or
+  a conversion of the parameter is a pass.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from specjax.inspect.hlo_text import (
 from specjax.inspect.kernels import accesses, kernels_of, kind_of, source_of
 from specjax.inspect.pallas_bytes import Array, CachedContext, Call, touched
 
-LARGE_COPY = 30_000_000  # bytes written by a kernel other than a GEMM: a pool, a state, a weight
+LARGE_COPY = 30_000_000  # bytes; a larger write, except by a GEMM, copies a pool, state or weight
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Pass:
     """One kernel's read or write of an array."""
 
     kernel: str
-    source: str  # the JAX operation it was compiled from
+    source: str  # the JAX operation that the kernel was compiled from
     access: str  # "read" or "write"
     shape: str
     num_bytes: int
@@ -46,12 +47,13 @@ class Launch:
 
     name: str
     kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
-    source: str  # the JAX operation it was compiled from
-    # Where that operation was traced. Within a loop or conditional, where the loop or conditional
-    # was traced: XLA may share a body between two of them, and the body then has the other's name.
+    source: str  # the JAX operation that the kernel was compiled from
+    # The named scopes in which that operation was traced. For a kernel in a loop or conditional,
+    # the scopes of the loop or conditional: XLA may share a body between two of these, and the
+    # names in the body are then right for only one of the two.
     scope: str
-    num_read: int
-    num_written: int
+    num_read: int  # bytes per run
+    num_written: int  # bytes per run
     branches: tuple[tuple[str, int], ...]
     times: int
     layer: int | None  # see `launches`
@@ -75,7 +77,7 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return passes over at least `num_elements` elements of arrays with a dimension `columns`."""
+    """Return the passes, as this module's docstring defines them."""
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {
@@ -121,10 +123,12 @@ def launches(
     """Return every kernel with its traffic, in launch order.
 
     Args:
-        load_of: returns the context that Pallas kernels read, by the scope of an operation.
-        layer_of: maps JAX's name of a module parameter to the layer that reads it. A kernel belongs
-            to the last layer among its inputs.
-        is_inside: whether an operation, by its scope, belongs to these layers.
+        load_of: a function that takes a scope, and returns the context that the scope's Pallas
+            kernels read.
+        layer_of: a function that takes JAX's name of a module parameter, and returns the layer that
+            reads the parameter, or None. A kernel belongs to the last layer among its inputs.
+        is_inside: a function that takes a scope, and returns whether the scope's operations belong
+            to layers.
     """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
@@ -171,7 +175,7 @@ def launches(
 
 
 def large_copies(found: list[Launch]) -> list[Launch]:
-    """Return kernels other than GEMMs whose writes are as large as a copy of a pool or weight."""
+    """Return the kernels, except GEMMs and Pallas, that write more than `LARGE_COPY` bytes."""
     return [
         one
         for one in found
@@ -180,7 +184,7 @@ def large_copies(found: list[Launch]) -> list[Launch]:
 
 
 def unknown_loops(hlo: str) -> list[str]:
-    """Return the loops with unknown trip count; their kernels count once."""
+    """Return the names of the loops whose trip count is unknown; their kernels count once."""
     computations, _ = parse(hlo)
     return [
         instruction.name
@@ -195,7 +199,7 @@ def _layers(
     layer_of: Callable[[str], int | None],
     is_inside: Callable[[str], bool],
 ) -> dict[str, int]:
-    """Return the layer of each instruction that belongs to one."""
+    """Return the layer of each instruction that belongs to a layer, by the instruction's name."""
     layers: dict[str, int] = {}
     for instruction in computation.values():
         if instruction.op == "parameter":

@@ -25,13 +25,13 @@ class Instruction:
         return tuple(shape for element in self.elements for shape in element)
 
     def called(self, attribute: str) -> str | None:
-        """Return the computation named by an attribute."""
+        """Return the name of the computation in this attribute; None without the attribute."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else None
 
     @property
     def branches(self) -> list[str]:
-        """The computations of a conditional, in the order of `jax.lax.cond`: false, true."""
+        """The computations of a conditional, as `jax.lax.cond` orders branches: false, true."""
         if on_true := self.called("true_computation"):
             return [str(self.called("false_computation")), on_true]
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
@@ -62,14 +62,14 @@ class Instruction:
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """Pairs (output, operand) of numbers: the output reuses the operand's buffer."""
+        """The pairs (number of an output, number of an operand) that share a buffer."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1] if found else "")
         return [(int(output or 0), int(operand)) for output, operand in pairs]
 
 
 class Computation(dict[str, Instruction]):
-    """Instructions by name, in order."""
+    """The instructions of a computation by name, in the order of the text."""
 
     @property
     def root(self) -> Instruction:
@@ -124,7 +124,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Return the index after the parenthesis that closes the first one of `text`."""
+    """Return the index after the parenthesis that closes the first parenthesis of `text`."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -134,7 +134,7 @@ def _closing(text: str) -> int:
 
 
 def _top_level(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
+    """Split `text` at the commas that are outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -1,8 +1,8 @@
-"""The kernels of an HLO module, and the arrays that each reads and writes.
+"""Finds the kernels of an HLO module, and the arrays that each kernel reads and writes.
 
-- A kernel is an instruction outside fusions that does work, unlike tuple or bitcast: a fusion, a
-  custom call, a copy. It reads each operand buffer once, regardless of the number of uses, and
-  writes each output once.
+- A kernel is an instruction outside of fusions that does work: for example a fusion, a custom call
+  or a copy, but not a tuple or a bitcast. A kernel reads each operand buffer once, regardless of
+  the number of uses, and writes each output once.
 - A fusion that only slices or gathers from an operand reads only the selected elements; an in-place
   update writes only the update. A custom call reads whole operands.
 - A cuBLAS call's scratch buffer is not an output.
@@ -20,7 +20,7 @@ from specjax.inspect.hlo_text import Computation, Instruction, num_elements_of
 NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
 CONTROL = {"while", "conditional", "call", "async-start"}
-# Ops that read only part of operand 0; ops that write only an update, with its operand's index.
+# Ops that read only a part of operand 0, and ops that write only an update, by its operand's index.
 SELECTING = {"slice", "dynamic-slice", "gather"}
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -30,9 +30,9 @@ class Kernel(NamedTuple):
 
     computation: str
     instruction: Instruction
-    branches: tuple[tuple[str, int], ...]  # enclosing conditionals and their branch
-    times: int
-    outermost: str  # the entry computation's instruction that contains it
+    branches: tuple[tuple[str, int], ...]  # enclosing conditionals, with the kernel's branch
+    times: int  # number of runs, unless a conditional takes another branch
+    outermost: str  # the entry computation's instruction that contains the kernel
 
 
 def kernels_of(
@@ -65,7 +65,10 @@ def kernels_of(
 def accesses(
     computations: dict[str, Computation], name: str, kernel: Instruction
 ) -> Iterator[tuple[str, list[tuple[Leaf, int, str]]]]:
-    """Yield a kernel's reads, then its writes, as lists of (leaf, number of elements, shape)."""
+    """Yield ("read", the list of a kernel's reads) and then ("write", the list of its writes).
+
+    A read or a write is a tuple (leaf, number of elements, shape).
+    """
     operands = [computations[name][operand] for operand in kernel.operands]
     whole = [[num_elements_of(shape) for shape in operand.leaves] for operand in operands]
     written = [num_elements_of(shape) for shape in kernel.leaves]
@@ -103,7 +106,7 @@ def _with(kernel: Instruction, amounts: list[int]) -> list[tuple[str, int]]:
 
 
 def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
-    """Return the numbers of elements read from each parameter, and written to each output."""
+    """Return the number of elements read from each parameter and written to each output."""
     needed = dict.fromkeys(body, 0)
     in_place, written = set(), []
     outputs = body.root.operands if body.root.op == "tuple" else (body.root.name,)
@@ -136,7 +139,7 @@ def _needed_of_operand(user: Instruction, position: int, size: int, needed: int)
 
 
 def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return a kernel's JAX operation; for a fusion without one, its root's operation."""
+    """Return a kernel's JAX operation. If a fusion has none, return its root's operation."""
     body = kernel.called("calls")
     while not kernel.source and body in computations:
         kernel = computations[str(body)].root
@@ -145,7 +148,7 @@ def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
 
 
 def kind_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return the kind of a non-Pallas kernel: "gemm", or its instruction ("copy", ...)."""
+    """Return the kind of a kernel that is not Pallas: "gemm", or its instruction, like "copy"."""
     if "cublas" in kernel.target or _has_dot(computations, kernel):
         return "gemm"
     if kernel.op == "custom-call":

@@ -6,19 +6,20 @@
             = F B                                 if a later program observes, F: features of a row
     step   = verify + draft + observe
 
-for B requests of c tokens, with T = K + 1 rows each. L attention layers have keys and values of S
-bytes per token and layer; recurrent states take R bytes per request. The drafter's cache takes S_d
-bytes per token, and drafting makes P passes over the drafter's weights: K, or one for all drafts.
+These formulas are for B requests of c tokens, with T = K + 1 rows per request. The target has L
+attention layers, whose keys and values take S bytes per token and layer. Its recurrent states take
+R bytes per request. The drafter's cache takes S_d bytes per token. Drafting makes P passes over the
+drafter's weights: K passes, or one pass for all drafts.
 
-Weights are read once. States are read and written once. Keys and values are read once per pass over
-them and written once; a layer with a window reads only the last of the c tokens. Of a mixture of
-experts, at most B T k experts are read, k per row; B k in a pass that drafts one token. Each draft
-pass reads the context; all but the first write a new row to the cache.
+Weights are read once. States are read once and written once. Keys and values are read once per pass
+and written once; a layer with a window reads only the last tokens of the context. If a row uses k
+experts of a mixture, at most B T k experts are read, or B k in a pass that drafts one token. Each
+draft pass reads the context. Each draft pass but the first writes a new row to the cache.
 
-W_o are the weights of keys and values only. If a head's observed rows give the first draft, W_o are
-all its weights, and it also reads the context. A draft model counts like the target, once per pass,
-and observes nothing. Activations are not counted, except that `with_activations` adds two: the
-embedded rows, and reading new keys and values back.
+W_o are the weights from which keys and values are computed. If the observed rows of a head give its
+first draft, W_o are all weights of the head, and observing also reads the context. A draft model
+counts like a target in each pass, and observes nothing. Activations are not counted. Only
+`Moved.with_activations` adds two: the embedded rows, and new keys and values that are read back.
 """
 
 import math
@@ -46,23 +47,23 @@ _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 
 @dataclass(frozen=True)
 class Minimum:
-    """Minimum bytes of a step, by part."""
+    """The minimum number of bytes of a step, by part."""
 
-    weights: int  # the target's, read once
-    keys_and_values: int  # the target's, read once, and new rows written
-    states: int  # recurrent states, read and written once
+    weights: int  # the target's weights, read once
+    keys_and_values: int  # the target's keys and values, read once, and new rows, written once
+    states: int  # the target's recurrent states, read once and written once
     draft: int
     observe: int
-    activations: int  # the target's, not included in `verify`
+    activations: int  # the target's activations, not included in `verify`
 
     @property
     def verify(self) -> int:
-        """Bytes of the target's forward pass."""
+        """The minimum bytes of the target's forward pass."""
         return self.weights + self.keys_and_values + self.states
 
     @property
     def step(self) -> int:
-        """Bytes of the whole step."""
+        """The minimum bytes of the whole step."""
         return self.verify + self.draft + self.observe
 
 
@@ -78,9 +79,10 @@ def minimum_bytes(
     dtype: str,
     is_deferred: bool = False,
 ) -> Minimum:
-    """Compute the formulas of this module's docstring; parameters are arrays or their shapes.
+    """Return the minimum bytes by the formulas of this module's docstring.
 
-    `is_deferred`: whether a later program observes the step's rows.
+    The leaves of `params` and `drafter_params` are arrays or shapes. `is_deferred` is whether a
+    later program observes the step's rows.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
@@ -114,7 +116,8 @@ def minimum_bytes(
 def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
     """Return the bytes that a draft model moves for k tokens, one per pass.
 
-    Its states are read in each pass and written once, as they include only accepted tokens.
+    The model's states are read in each pass. They are written once, as they include only accepted
+    tokens.
     """
     new, read, state = _cache_bytes(model, dtype, context)
     per_request = k * (read + new) + (k + 1) * state
@@ -142,8 +145,11 @@ def _uses_head_of_target(own: Any) -> bool:
 
 
 def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int]:
-    """Return the bytes of keys and values written per new token, of keys and values that a request
-    of `context` tokens reads, and of recurrent states (without rings) per request."""
+    """Return three numbers of bytes for a target's caches.
+
+    They are the keys and values that a new token writes, the keys and values that a request of
+    `context` tokens reads, and a request's recurrent states without rings.
+    """
     new = read = state = 0
     for kind in target.cache_kinds:
         token = kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
@@ -166,7 +172,10 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 
 
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
-    """Return the bytes read of a weight: of experts' matrices, only experts that rows can use."""
+    """Return the bytes of a weight that are read.
+
+    Of the experts' matrices, only the experts that rows can use are read.
+    """
     experts = getattr(target, "experts", None)
     if experts is None or names[-1] not in ("gate_up", "down") or len(leaf.shape) != 3:
         return _size(leaf)
@@ -175,7 +184,10 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any, token: int) -> int:
-    """Return the bytes of weights that observing reads; a token has `token` bytes in the cache."""
+    """Return the bytes of the weights that observing reads.
+
+    `token` is the number of bytes per token in the drafter's cache.
+    """
     if hasattr(params, "lm_heads"):  # Medusa only keeps a state of the target
         return 0
     leaves = [(_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
@@ -185,7 +197,8 @@ def _observed_bytes(params: Any, token: int) -> int:
     used = [(names[-1], leaf) for names, leaf in leaves if not {*names} & {*_AFTER_KEYS}]
     merged = [leaf for name, leaf in used if name == "qkv"]
     size = sum(_size(leaf) for name, leaf in used if name != "qkv")
-    # Of [D, F] only the columns of keys and values, as wide as a layer's entry in the cache.
+    # Of a merged weight [D, F], only the columns of keys and values are read. They are as wide as a
+    # layer's entry in the cache.
     return size + sum(leaf.shape[0] * token // len(merged) for leaf in merged)
 
 

@@ -1,13 +1,15 @@
-"""Bytes that our Pallas kernels read and write; operands are whole pools, so sizes do not tell.
+"""Counts the bytes that this project's Pallas kernels read and write.
 
-Kernels are listed by name; an unlisted kernel reads all operands and writes all outputs. Operands
-are recognized by shape, so that kernels may order them freely:
+The operands' sizes do not give these bytes, because some operands are whole pools. `TOUCHED` lists
+kernels by name; any other kernel counts as reading all operands and writing all outputs. Operands
+are recognized by shape, so that a kernel may have them in any order:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
-- a pool of latents has four, [L, pages, page_size, E];
-- one kernel updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
-  [L, S, M, H_v, D_v] in place; another the rings of raw inputs [L, S, columns, C], of keys
-  [L, S, 2 M, H_k, D_k] and of decays [L, S, 2 M, H_v];
+- a pool of latents has four axes, [L, pages, page_size, E];
+- `gated_delta_rule` updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
+  [L, S, M, H_v, D_v] in place;
+- `gated_delta_rule_inputs` updates three rings in place: raw inputs [L, S, columns, C], keys
+  [L, S, 2 M, H_k, D_k] and decays [L, S, 2 M, H_v];
 - expert weights have three axes, [E, K, N].
 """
 
@@ -17,16 +19,16 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """The amount of cached context in a step."""
+    """The sizes that determine what the kernels of a step read and write."""
 
-    batch: int
-    context: int  # keys that each request attends to
-    rows: int | None = None  # maximum real rows per request; None: all rows
-    num_chosen: int | None = None  # experts per row; None: each product has a different expert
+    batch: int  # number of requests
+    context: int  # number of keys that each request attends to
+    rows: int | None = None  # maximum number of rows per request without padding; None for all
+    num_chosen: int | None = None  # experts per row; None if each product has a different expert
 
 
 class Array(NamedTuple):
-    """An operand or an output."""
+    """An operand or an output of a kernel."""
 
     shape: tuple[int, ...]
     element_bytes: int
@@ -34,20 +36,20 @@ class Array(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the whole array."""
+        """The number of bytes of the whole array."""
         return math.prod(self.shape) * self.element_bytes
 
     def per(self, num_axes: int) -> int:
-        """Return the bytes at one index into the first `num_axes` axes."""
+        """Return the number of bytes at one index into the first `num_axes` axes."""
         return math.prod(self.shape[num_axes:]) * self.element_bytes
 
 
 class Call(NamedTuple):
-    """A kernel's arguments."""
+    """The operands and outputs of one call of a kernel."""
 
     operands: tuple[Array, ...]
-    outputs: tuple[Array, ...]  # without those aliased to an operand
-    aliased: frozenset[int]  # operands that are updated in place
+    outputs: tuple[Array, ...]  # outputs that are not aliased to an operand
+    aliased: frozenset[int]  # indices of the operands that are updated in place
 
     @property
     def pool(self) -> Array:
@@ -56,12 +58,12 @@ class Call(NamedTuple):
 
     @property
     def in_place(self) -> list[Array]:
-        """Operands that are updated in place."""
+        """The operands that are updated in place."""
         return [self.operands[i] for i in sorted(self.aliased)]
 
     @property
     def others(self) -> list[Array]:
-        """Operands that are neither a key-value pool nor updated in place."""
+        """The operands that are neither a pool of keys and values nor updated in place."""
         return [
             one
             for i, one in enumerate(self.operands)
@@ -70,9 +72,9 @@ class Call(NamedTuple):
 
 
 def touched(name: str, call: Call, load: CachedContext) -> tuple[int, int]:
-    """Return the bytes that a kernel reads and writes.
+    """Return the number of bytes that a kernel reads, and the number that it writes.
 
-    If the operands are not as expected, they count as a whole.
+    If the operands do not have the expected shapes, whole operands and outputs count.
     """
     count = TOUCHED.get(name)
     if name.startswith("grouped_matmul"):
@@ -95,26 +97,29 @@ def _whole(call: Call) -> tuple[int, int]:
 
 
 def _paged_attention(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read every request's keys and values once, and the queries; write partial results."""
+    """Count reads of the queries and of all keys and values, and writes of partial results."""
     context = load.batch * load.context * call.pool.per(3)
     return _total(call.others) + context, sum(_of_real_rows(one, load) for one in call.outputs)
 
 
 def _paged_attention_combine(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read partial results, write the output."""
+    """Count reads of partial results, and writes of the output."""
     return sum(_of_real_rows(one, load) for one in call.operands), _total(call.outputs)
 
 
 def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read every request's entries once, and the queries; write partial results."""
+    """Count reads of the queries and of all cached entries, and writes of partial results."""
     pool = next(one for one in call.operands if len(one.shape) == 4)
     context = load.batch * load.context * pool.per(3)
     return _total(call.operands) - pool.size + context, _total(call.outputs)
 
 
 def _of_real_rows(one: Array, load: CachedContext) -> int:
-    """Return the bytes of an output: partial results [B, T, H, splits, ...] are not written for
-    padding rows, but outputs [B, T, H, D] count as a whole."""
+    """Return the number of bytes of an array without its padding rows.
+
+    Partial results [B, T, H, splits, ...] are not written for padding rows. Outputs [B, T, H, D]
+    count as a whole.
+    """
     if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size
     _, num_rows, *_ = one.shape
@@ -122,14 +127,19 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read q | k | v [B, T, F]; write q [B, T, H, D] unless H is 0, and each row's keys, values."""
+    """Count reads of q | k | v [B, T, F], and writes of q [B, T, H, D] and of keys and values.
+
+    If H is 0, q is not written.
+    """
     num_rows = math.prod(next(one for one in call.others if len(one.shape) == 3).shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
 
 
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the projections, and each request's raw inputs in reach of the convolution; write the
-    new tokens' inputs of the rule, and their columns of the rings."""
+    """Count reads of the projections, and of the earlier raw inputs that the convolution needs.
+
+    Count writes of the new tokens' inputs to the rule, and of the new tokens' columns in the rings.
+    """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
     conv = next(one for one in call.others if one.is_float and len(one.shape) == 2)
@@ -140,8 +150,11 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 
 
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read and write each request's state once; read the rings of M pending tokens, the maximum,
-    and of the new tokens; write the corrections of the new ones."""
+    """Count one read and one write of each request's state.
+
+    Count reads of the rings for the new tokens and the pending tokens. Each request counts with M
+    pending tokens, the largest possible number. Count writes of the new tokens' corrections.
+    """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]
     rings = [one for one in call.others if one.shape[:3] == places]
@@ -157,15 +170,20 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the outputs, as many gates (from x), and the norm's weights; write the outputs."""
+    """Count reads of the outputs, the gates and the norm's weights, and writes of the outputs.
+
+    The gates are a part of x with the size of the outputs.
+    """
     out = _total(call.in_place)
     norm = min(one.size for one in call.others)
     return 2 * out + norm, out
 
 
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the weights of all experts, or of the experts that real rows can go to; padding rows use
-    the experts of a real row, see `layers.moe.moe`."""
+    """Count reads of inputs and of the experts that rows can use, and writes of the outputs.
+
+    Padding rows use the experts of a real row; see `layers.moe.moe`.
+    """
     weights = max((one for one in call.others if len(one.shape) == 3), key=lambda one: one.size)
     # Not the number of input rows: each row goes to several experts.
     products = max(one.shape[0] for one in (*call.outputs, *call.in_place) if len(one.shape) == 2)

@@ -1,9 +1,10 @@
-"""A report on a decode step compiled for a named GPU: CUDA graph, kernels, bytes, memory.
+"""Reports on a decode step compiled for a named GPU: its CUDA graph, kernels, bytes and memory.
 
-    compile_step("benchmarks/configs/Llama-3.1-8B", batch=64, k=0).bytes.verify.ratio
+    compile_step("benchmarks/configs/Llama-3.1-8B", batch=64, k=0).verify.ratio
 
-Counts are of the optimized program, see hlo.py, for a batch that decodes greedily (branch 0 of
-every conditional). Kernels in a loop of unknown length count once, and such loops are listed.
+The counts are taken from the optimized program (see hlo.py), for a batch that decodes greedily: it
+takes branch 0 of every conditional. Kernels in a loop of unknown length count once, and such loops
+are listed.
 """
 
 import re
@@ -33,17 +34,17 @@ class StepRequest:
     """A decode step to compile.
 
     Attributes:
-        target: the GPU, a name of `gpus`.
+        target: the name of a GPU in `gpus`.
         model: a checkpoint or a config, as for `specjax info`; weights are not read.
-        batch: number of requests.
-        k: number of drafts; 0 for a step without drafting.
-        context: tokens per request; its pages have room for little more.
-        gemm: "triton", XLA's choice without autotuning, or "cublas".
-        method: drafting method; None for plain decoding, which needs k = 0.
-        drafter: the drafter's checkpoint; if None, "mtp" uses the model's own module and "eagle" a
-            head of the model's own shape.
-        num_layers: compile only this number of the target's first layers; None for all.
-        page_size: tokens per page.
+        batch: the number of requests.
+        k: the number of drafts; 0 for a step without drafting.
+        context: the number of tokens per request. The cache has room for little more.
+        gemm: "triton", which XLA chooses without autotuning, or "cublas".
+        method: the drafting method; None for plain decoding, which needs k = 0.
+        drafter: the drafter's checkpoint. If None, the method "mtp" uses the model's own module,
+            and "eagle" uses a head of the model's own shape.
+        num_layers: the number of the target's first layers to compile; None for all layers.
+        page_size: the number of tokens per page.
     """
 
     model: str | Path
@@ -77,7 +78,7 @@ class StepRequest:
 
     @cached_property
     def speculation(self) -> dict[str, Any] | None:
-        """Fields of the `SpeculativeConfig`."""
+        """The fields of the `SpeculativeConfig`; None without a method."""
         if self.method is None:
             return None
         drafter = self.drafter
@@ -90,7 +91,7 @@ class StepRequest:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `step.decode_step`."""
+        """The arguments of `step.decode_step`."""
         return {
             "model": str(self.model),
             "batch": self.batch,
@@ -108,27 +109,30 @@ class Layers:
     """The kernels launched by the layers of one kind."""
 
     num_layers: int
-    minimum: int  # kernels per layer
-    maximum: int
-    kernels: tuple[Launch, ...]  # kernels of a layer with the most common number
+    minimum: int  # minimum number of kernels per layer
+    maximum: int  # maximum number of kernels per layer
+    kernels: tuple[Launch, ...]  # the kernels of a layer with the most common number of kernels
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that kernels read and write, and the minimum."""
+    """The number of bytes that kernels move, and the minimum number."""
 
-    moved: int
-    minimum: int  # without activations, see `minimum`
-    with_activations: int
+    moved: int  # bytes that kernels read and write
+    minimum: int  # minimum bytes without activations; see the module `minimum`
+    with_activations: int  # minimum bytes with activations
 
     @property
     def ratio(self) -> float:
-        """Ratio to weights, keys and values, and states."""
+        """The moved bytes divided by the minimum without activations."""
         return self.moved / self.minimum
 
     @property
     def ratio_with_activations(self) -> float:
-        """Ratio to the same plus embedded rows, and new keys and values read back."""
+        """The moved bytes divided by the minimum with activations.
+
+        The activations are the embedded rows, and new keys and values that are read back.
+        """
         return self.moved / self.with_activations
 
 
@@ -136,7 +140,7 @@ class Moved:
 class ObservedLater:
     """The program in which the drafter observes several steps without drafts."""
 
-    num_steps: int  # maximum
+    num_steps: int  # maximum number of steps that are observed
     num_launches: int
     num_bytes: int
 
@@ -146,20 +150,20 @@ class StepReport:
     """The report on a compiled step. Bytes and kernels are per step."""
 
     request: StepRequest
-    num_layers: int  # of the whole model, even if fewer are compiled
+    num_layers: int  # layers of the whole model, even if fewer are compiled
     is_one_command_buffer: bool
     top_level: Mapping[str, int]  # number of top-level thunks, by kind
     unknown_loops: tuple[str, ...]
     uncaptured_conditionals: tuple[str, ...]
     state_bytes: int
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
-    seconds: Mapping[str, float]  # trace, compile
+    seconds: Mapping[str, float]  # durations: trace, compile
     large_copies: tuple[Launch, ...]
     launches: tuple[Launch, ...] = field(repr=False)
     layers: Mapping[str, Layers]
     minimum: Minimum
-    resources: tuple[Resources, ...] | None  # of Pallas kernels, and of others that spill registers
-    observed_later: ObservedLater | None  # None if the step itself observes
+    resources: tuple[Resources, ...] | None  # of Pallas kernels and of kernels that spill registers
+    observed_later: ObservedLater | None  # None if the drafter observes within the step
 
     @property
     def is_state_in_place(self) -> bool:
@@ -168,7 +172,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """Number of kernels of the step and of its parts; "settle" excludes "observe"."""
+        """The number of kernels of the step and of each part; "settle" excludes "observe"."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -176,18 +180,20 @@ class StepReport:
 
     @cached_property
     def taken(self) -> list[Launch]:
-        """The kernels of a greedy batch."""
+        """The kernels that run for a greedy batch."""
         return [one for one in self.launches if one.is_taken]
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels of a batch that uses every optional part of a step: temperature, penalties,
-        truncation, bias, bad words and log-probabilities."""
+        """The kernels that run for a batch that uses every optional part of a step.
+
+        These parts are temperature, penalties, truncation, bias, bad words and log-probabilities.
+        """
         return [one for one in self.launches if one.is_taken_by(1)]
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """Bytes moved by the step and by its parts."""
+        """The number of bytes moved by the step and by each part."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes
@@ -195,13 +201,13 @@ class StepReport:
 
     @property
     def verify(self) -> Moved:
-        """Bytes of the target's forward pass, up to the logits."""
+        """The bytes that the target's forward pass moves, up to the logits."""
         minimum = self.minimum.verify
         return Moved(self.num_bytes["verify"], minimum, minimum + self.minimum.activations)
 
     @property
     def step(self) -> Moved:
-        """Bytes of the whole step."""
+        """The bytes that the whole step moves."""
         minimum = self.minimum.step
         return Moved(self.num_bytes["step"], minimum, minimum + self.minimum.activations)
 
@@ -215,7 +221,7 @@ def compile_step(
     timeout: float = 1800,
     **settings: Any,
 ) -> StepReport:
-    """Compile one step and report on it; `settings` are other fields of `StepRequest`."""
+    """Compile one step and report on it; `settings` are further fields of `StepRequest`."""
     request = StepRequest(model=model, batch=batch, k=k, **settings)
     return compile_steps([request], resources=resources, timeout=timeout)[0]
 
@@ -256,7 +262,7 @@ def compile_steps(
 
 
 def part_of(launch: Launch) -> str:
-    """Return the part of a step that a kernel belongs to, from its named scopes."""
+    """Return the part of a step to which a kernel belongs, by the kernel's named scopes."""
     scopes = launch.scope.split("/")
     found = next((scope for scope in scopes if scope in PARTS), None)
     if found == "settle" and "observe" in scopes:
@@ -367,7 +373,7 @@ def _launch(fields: Mapping[str, Any]) -> Launch:
 
 
 def describe(launch: Launch) -> str:
-    """Return a line about a kernel: kind and name, JAX operation, and the weights it reads."""
+    """Return a line with a kernel's kind, name, JAX operation and the weights that it reads."""
     source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(decode)/"))
     weights = [name.partition(".")[2] for name in launch.parameters if name.startswith("params.")]
     names = f"{launch.pallas or launch.kind:16} {launch.name:32} {source or '-'}"

@@ -1,4 +1,4 @@
-"""Resources of a module's kernels, reported by ptxas: registers, spills, shared memory."""
+"""Reads the resources of a module's kernels from ptxas: registers, spills and shared memory."""
 
 import os
 import re
@@ -30,9 +30,9 @@ LAUNCH = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one kernel, and its launch dimensions."""
+    """The resources and launch dimensions of one kernel."""
 
-    name: str  # for Pallas, the kernel's name; XLA numbers kernels of the same name
+    name: str  # for Pallas, the kernel's name; XLA appends a number if kernels have the same name
     registers: int  # per thread
     stack_bytes: int
     spill_store_bytes: int
@@ -43,19 +43,19 @@ class Resources:
     grid: tuple[int, ...] | None = None
     threads: tuple[int, ...] | None = None
     is_mosaic: bool = False
-    products: tuple[str, ...] = ()  # matrix products by PTX name: "mma.sync bf16"
-    multiply_adds: int = 0  # number of `triton_call.multiply_add` in the text, per element
-    barriers: tuple[int, ...] = ()  # number of multiply_adds before each barrier of all threads
+    products: tuple[str, ...] = ()  # kinds of matrix products by PTX name, like "mma.sync bf16"
+    multiply_adds: int = 0  # number of `triton_call.multiply_add` in the PTX, one per element
+    barriers: tuple[int, ...] = ()  # for each barrier of all threads, the multiply_adds before it
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Resources":
-        """Build the value from fields parsed from JSON."""
+        """Return the `Resources` with these fields, which were parsed from JSON."""
         shape = {name: fields[name] and tuple(fields[name]) for name in ("grid", "threads")}
         return cls(**{**fields, **shape})
 
     @property
     def shared_bytes(self) -> int:
-        """Static and dynamic shared memory of a program."""
+        """Bytes of static and dynamic shared memory of a program."""
         return self.static_shared_bytes + (self.dynamic_shared_bytes or 0)
 
     @property
@@ -79,7 +79,7 @@ def find_ptxas() -> str:
     """Return the path of ptxas.
 
     Raises:
-        ValueError: it was not found; the message says what to install.
+        ValueError: ptxas was not found; the message says what to install.
     """
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     found = shutil.which("ptxas")
@@ -96,13 +96,13 @@ def find_ptxas() -> str:
 def read_resources(
     ptx: Sequence[Path], thunks: str, mosaic: str, architecture: str
 ) -> Iterator[Resources]:
-    """Yield the resources of the kernels of a module.
+    """Yield the resources of each kernel of a module.
 
     Args:
-        ptx: the module's dumped PTX.
-        thunks: the module's dumped thunk sequence.
+        ptx: the files with the module's dumped PTX.
+        thunks: the text of the module's dumped thunk sequence.
         mosaic: the output printed during compilation with MOSAIC_GPU_DUMP_PTXAS.
-        architecture: the GPU's, like "sm_90a".
+        architecture: the GPU's architecture, like "sm_90a".
     """
     launched = dict(_launches(thunks))
     with ThreadPoolExecutor() as pool:
@@ -117,7 +117,7 @@ def read_resources(
 
 
 def assemble(architecture: str, ptx: Path) -> str:
-    """Return the output of ptxas -v for a file."""
+    """Return the output of `ptxas -v` for a PTX file."""
     command = [find_ptxas(), "-v", f"-arch={architecture}", str(ptx), "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

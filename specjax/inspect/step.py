@@ -1,4 +1,4 @@
-"""An engine's decode step, to compile without an engine: jitted function and arguments."""
+"""Builds an engine's decode step, as a jitted function with arguments, without an engine."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ from specjax.engine.tracing import Program, Static, jitted
 from specjax.engine.variants import FEW_LOGPROBS
 from specjax.serving.source import open_drafter, open_model
 
-LAYERS = r"^params\.target\.layers\[(\d+)\]"  # matches names of the step's parameters
+LAYERS = r"^params\.target\.layers\[(\d+)\]"  # matches the names of a layer's weights
 AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a step; parameters are shapes."""
+    """The components of a step; the leaves of `params` are shapes."""
 
     target: Model
     drafter: Drafter
     verification: Verification
     params: Params
-    num_layers: int  # of the whole model; the target may have fewer
+    num_layers: int  # layers of the whole model; `target` may have fewer
 
 
 def _round(batch: int, k: int) -> Program:
@@ -49,10 +49,11 @@ def decode_step(
     dtype: str = "bfloat16",
     make_program: Callable[[int, int], Program] = _round,
 ) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return a round with K = k for `batch` requests of `context` tokens, in an engine that fits.
+    """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
 
-    For `compile_functions`; the other arguments are as in `open_parts` and `fit_engine`.
-    `make_program(batch, k)` returns the program, whose only argument is the packed round.
+    The round has `batch` requests of `context` tokens and k drafts, in an engine that just fits
+    them. `make_program(batch, k)` returns the round's program; the packed round is its argument
+    after parameters and state. The other arguments are as in `open_parts` and `fit_engine`.
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
@@ -63,15 +64,18 @@ def decode_step(
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return the program in which the drafter later observes such rounds with k = 0.
+    """Return the program in which the drafter observes earlier rounds that had no drafts.
 
-    It takes the same arguments as `decode_step`.
+    The arguments and the form of the result are as in `decode_step`.
     """
     return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
-    """Return the number of rounds that the drafter observes together; 0 if it observes each."""
+    """Return the maximum number of rounds that the drafter observes together in a later program.
+
+    Return 0 if the drafter must observe every round at once.
+    """
     return 0 if k else _static(parts, config).model.max_deferred(batch)
 
 
@@ -86,11 +90,12 @@ def open_parts(
     """Build target and drafter from their configs, without weights.
 
     Args:
-        speculation: fields of a SpeculativeConfig; None for plain decoding.
-        num_layers: use only this number of the target's first layers; None for all.
+        speculation: the fields of a `SpeculativeConfig`; None for plain decoding.
+        num_layers: the number of the target's first layers to use; None for all layers.
 
     Raises:
-        ValueError: the files do not describe a model, or the model has fewer layers.
+        ValueError: the files do not describe a model, or the model has fewer than `num_layers`
+            layers.
     """
     source = open_model(model, takes_configs=True)
     target = source.target
@@ -118,8 +123,10 @@ def with_layers(target: Model, num_layers: int) -> Model:
 
 
 def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
-    """Return the drafter for a target of `num_layers` layers: instead of the input of layers that
-    are left out, it reads the output of the last one."""
+    """Return the drafter for a target that has only its first `num_layers` layers.
+
+    Instead of the input of a layer that is left out, the drafter reads the last layer's output.
+    """
     layers = tuple(min(i, num_layers) for i in drafter.aux_layers)
     if layers == drafter.aux_layers:
         return drafter
@@ -129,7 +136,7 @@ def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
 def fit_engine(
     target: Model, batch: int, k: int, context: int, page_size: int, dtype: str
 ) -> EngineConfig:
-    """Return an engine config that just fits `batch` requests of `context` tokens plus a round.
+    """Return an engine config that just fits `batch` requests of `context` tokens and a round.
 
     Raises:
         ValueError: sizes are not positive, or the context is above the model's maximum.

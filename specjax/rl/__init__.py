@@ -1,6 +1,6 @@
-"""Rollouts for reinforcement learning: an engine whose weights a trainer updates.
+"""Rollouts for reinforcement learning, from an engine whose weights a trainer updates.
 
-Names are imported on first use, so that each needs only its own dependencies.
+Names are imported on first use, so that each name needs only its own dependencies.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""Keeps a drafter accurate while its target is trained: refits between rollouts.
+"""Keeps a drafter accurate while its target is trained, by refits between rollouts.
 
-A drafter imitates one target. With every update of the target's weights, fewer of its drafts are
-accepted. A refit trains it on the rollouts and on the current target's features of them. The
-drafter never changes the outputs.
+A drafter imitates one target. With every update of the target's weights, fewer drafts are accepted.
+A refit trains the drafter on the rollouts and on the features that the current target computes for
+them. The drafter never changes the outputs.
 """
 
 import time
@@ -26,35 +26,38 @@ from specjax.train.losses import drafter_loss, split_frozen
 from specjax.train.optimizer import steady_adamw
 from specjax.train.teacher import Frozen
 
-KEPT_CHECKPOINTS = 2  # the newest, and the previous one in case that is damaged
+KEPT_CHECKPOINTS = 2  # the newest, and the previous checkpoint in case the newest is damaged
 
 
 class RefitReport(NamedTuple):
-    """The result of a refit, with loss and accuracies of the first and last step."""
+    """The result of a refit."""
 
-    first: dict[str, float]
-    last: dict[str, float]
-    num_rollouts: int  # used for training, including rollouts of earlier refits
-    num_tokens: int  # number of their output tokens
+    first: dict[str, float]  # loss and accuracies of the first step
+    last: dict[str, float]  # loss and accuracies of the last step
+    num_rollouts: int  # number of rollouts trained on, including rollouts of earlier refits
+    num_tokens: int  # number of output tokens trained on
     seconds: float
 
 
 class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
-    If the engine's drafter was replaced by other means, `refit` and `save` continue from the
-    engine's drafter: with its weights, a new optimiser state, and the same step count.
+    If the engine's drafter was replaced by other means, `refit` and `save` continue from the new
+    drafter. They then use its weights, a new optimiser state, and the same step count.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
-        learning_rate: reached after ten steps, then constant, as another refit may always follow.
-        batch_size: rollouts per step.
-        length: maximum tokens of a rollout to train on. Longer ones lose the beginning of the
-            prompt first, then the end of the answer, after the target ran on all of it.
-        num_unrolled: consecutive drafts that are trained together; always one for EAGLE-1, and
-            one per head for Medusa.
-        memory: number of recent rollouts that are kept, so that earlier ones are not forgotten.
-        seed: seed of the order of rollouts.
+        learning_rate: the learning rate after ten steps of warm-up. It then stays constant, as
+            another refit may always follow.
+        batch_size: the number of rollouts per step.
+        length: the maximum number of tokens of a rollout to train on. The target runs on the whole
+            rollout. If the rollout is longer than `length`, training then drops the beginning of
+            the prompt first, and the end of the answer next.
+        num_unrolled: the number of consecutive drafts that are trained together. It is always one
+            for EAGLE-1, and one per head for Medusa.
+        memory: the number of recent rollouts that are kept, so that later refits train on them,
+            too.
+        seed: the seed of the order of rollouts and of random numbers in the loss.
 
     Raises:
         ValueError: the drafter has no weights, or a number is out of range.
@@ -93,17 +96,18 @@ class OnlineDistiller:
 
     @property
     def num_steps(self) -> int:
-        """Total number of steps of all refits."""
+        """The total number of steps of all refits."""
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
         """Train on the target's features of these rollouts, and update the engine's drafter.
 
-        The rollouts join those in memory, whose features are recomputed with the current target.
+        The rollouts in memory are trained on, too; the current target recomputes their features.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
-            RuntimeError: the engine's drafter was replaced during the refit; it stays replaced.
+            RuntimeError: the engine's drafter was replaced during the refit. The engine keeps the
+                new drafter.
         """
         check_positive(steps=steps)
         start = time.perf_counter()
@@ -138,7 +142,7 @@ class OnlineDistiller:
         return RefitReport(first, last, len(documents), num_tokens, time.perf_counter() - start)
 
     def save(self, directory: str | Path) -> None:
-        """Write a checkpoint: drafter, optimiser, rollouts in memory, and the target's weights.
+        """Write a checkpoint of the drafter, optimiser, rollouts in memory and target's weights.
 
         Writing is atomic, and the previous checkpoint is kept.
         """
@@ -210,7 +214,7 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter if it is not the one published last."""
+        """Continue from the engine's drafter, unless it is the drafter that was published last."""
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
             # The optimiser's state belongs to other weights.
@@ -218,10 +222,10 @@ class OnlineDistiller:
             self._version = version
 
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
-        """Yield the documents' features, computed by the current target.
+        """Yield each document's features, computed by the current target.
 
-        They are computed in batches: documents may be much longer than `length`, and all at once
-        would take many times the memory of the training data.
+        Features are computed in batches. Documents may be much longer than `length`, so the
+        features of all documents at once could take many times the memory of the training data.
         """
         for start in range(0, len(documents), self._batch_size):
             pairs = [
@@ -229,7 +233,7 @@ class OnlineDistiller:
                 for tokens, num_prompt in documents[start : start + self._batch_size]
             ]
             scores = self._engine.score(pairs, features=True)
-            while scores:  # free each one before the next batch is scored
+            while scores:  # free each score before the next batch is scored
                 yield _features(scores.pop(0))
 
     def _publish(self, frozen: Mapping[str, Any]) -> None:
@@ -237,7 +241,7 @@ class OnlineDistiller:
         self._version = update.version
 
     def _arrays(self) -> dict[str, Any]:
-        """Return the arrays of a checkpoint, without rollouts."""
+        """Return the arrays that a checkpoint stores. Rollouts are stored as JSON, not here."""
         target = self._engine.params.target
         return {"state": self._state, "frozen": self._frozen, "target": target}
 
@@ -263,7 +267,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the newest checkpoint; return its arrays, shaped like `own`, and its facts.
+    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON facts.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

@@ -39,11 +39,12 @@ from specjax.text.tokenizer import ChatTokenizer
 class RolloutEngine:
     """An `LLM` for reinforcement learning.
 
-    Generates rollouts with the log-probability of every token in the distribution it was sampled
-    from, computed by the forward pass that verified it. Scores given tokens by the same forward
-    pass. Updates weights in place, between two steps, without recompiling.
+    It generates rollouts with each token's log-probability in the distribution that the token was
+    sampled from. This log-probability comes from the forward pass that verified the token. The
+    engine scores given tokens by the same forward pass. It updates weights in place, between two
+    steps, without recompiling.
 
-    All methods are thread-safe; threads that generate alternate, one step at a time.
+    All methods are thread-safe. Threads that generate take turns, one step at a time.
 
     Args:
         model: as for `LLM`. Weights given as `params` are copied.
@@ -51,9 +52,9 @@ class RolloutEngine:
         options: as for `LLM`; verbose defaults to False.
 
     Raises:
-        ValueError: as `LLM`; an option that the rollout engine sets itself; or verification
-            "synthetic", whose tokens are not sampled from the model's distribution.
-        CheckpointError: as `LLM`.
+        ValueError: as for `LLM`; or an option is set by the rollout engine itself; or verification
+            is "synthetic", whose tokens are not sampled from the model's distribution.
+        CheckpointError: as for `LLM`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class RolloutEngine:
 
     @property
     def params(self) -> Params:
-        """The engine's weights: read-only; do not donate or keep them (updates free them)."""
+        """The engine's weights. Do not change, donate or keep them, as updates free them."""
         with self._turns:
             self._loop.check_open()
             return self._engine.params
@@ -134,7 +135,7 @@ class RolloutEngine:
         *,
         label: Hashable = None,
     ) -> RolloutBatch:
-        """Generate n samples per prompt; samples of a prompt share its cache pages.
+        """Generate n samples per prompt. The samples of a prompt share its cache pages.
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
@@ -143,13 +144,13 @@ class RolloutEngine:
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
-            sampling_params: one for all prompts or one per prompt; None for the defaults. Must be
-                None for rollouts.
-            label: names the call for `abort`.
+            sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
+                None for the defaults. Must be None for rollouts.
+            label: the name by which `abort` can find the call.
 
         Raises:
             ValueError: a prompt or parameter is not supported; raised before generation.
-            RolloutError: the device failed; it holds the rollouts generated so far.
+            RolloutError: the device failed; the error has the rollouts generated so far.
         """
         placed: list[tuple[int, Rollout]] = []
         try:
@@ -170,7 +171,7 @@ class RolloutEngine:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
         Generation starts with the first iteration; leaving the iteration aborts the remaining
-        rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
+        rollouts. Other methods, including `abort` and `update_weights`, may be called during it.
         """
         starts = self._make(prompts, sampling_params)
         return (rollout for _, rollout in self._loop.run(starts, label))
@@ -195,12 +196,12 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> list[Score]:
-        """Score given tokens with the target's current weights, by the forward pass of generation.
+        """Score given tokens with the target's weights, by the same forward pass as generation.
 
         Args:
             samples: rollouts, or pairs of token ids (prompt, completion).
-            sampling_params: determines the distribution; None for each rollout's own parameters
-                and, for pairs, the model's own distribution.
+            sampling_params: parameters that determine the distribution. If None, a rollout is
+                scored with its own parameters, and a pair in the model's own distribution.
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
@@ -239,20 +240,20 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace the target's weights from the next step on, without recompiling a step.
 
-        Arrays are copied one at a time, each replacing the engine's old one; the caller's arrays
-        are neither kept nor donated. Cached prefixes are flushed.
+        Arrays are copied one at a time, and each copy replaces the engine's old array. The caller's
+        arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
-                paths; pairs (or a mapping) of Hugging Face name and array, whose layout conversion
-                is compiled at the first update; or a folder with such weights, see `read_weights`,
-                which is read before anything is changed. Floats are cast. Buffers such as
-                `e_score_correction_bias` may be absent and keep their values. With an MTP drafter,
-                tensors named mtp.* update the drafter as well.
-            version: higher than the current one; None for the next integer.
-            pause: handling of rollouts in flight: "abort" ends them with their tokens so far,
-                "wait" finishes them first, "keep" continues them: their cache is recomputed, and
-                their next tokens come from the new weights.
+                paths; a mapping from Hugging Face names to arrays, or pairs (name, array); or a
+                folder with such weights (see `read_weights`), which is read before anything is
+                changed. The layout conversion of Hugging Face arrays is compiled at the first
+                update. Floats are cast. Buffers such as `e_score_correction_bias` may be absent and
+                keep their values. With an MTP drafter, tensors mtp.* update the drafter as well.
+            version: the new version, above the current version; None for the next integer.
+            pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
+                "wait" finishes them before the update. "keep" continues them after the update:
+                their cache is recomputed, and their next tokens come from the new weights.
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
@@ -273,7 +274,7 @@ class RolloutEngine:
             return self._replace(target, self._stage_drafter(own), pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Replace the drafter's weights from the next step on; outputs do not depend on them.
+        """Replace the drafter's weights from the next step on. Outputs do not depend on a drafter.
 
         Args:
             weights: a tree like `params.drafter`, or another form as for `update_weights`, with
@@ -281,7 +282,7 @@ class RolloutEngine:
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or the given ones do not fit; nothing has
+            ValueError: the drafter has no weights, or the given weights do not fit; nothing has
             changed.
         """
         check_choice("pause", pause, PAUSES)
@@ -291,7 +292,7 @@ class RolloutEngine:
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
-        """Stop generating until `resume`; `mode` is the `pause` argument of `update_weights`."""
+        """Stop generating until `resume`; `mode` is like `pause` in `update_weights`."""
         check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()
@@ -308,7 +309,7 @@ class RolloutEngine:
     def abort(self, label: Hashable = None) -> None:
         """Abort the rollouts of all calls, or of calls with this label.
 
-        Their callers get the tokens generated so far, even while the engine is paused or asleep.
+        The calls return the tokens generated so far, even while the engine is paused or asleep.
         """
         with self._turns:
             self._loop.check_open()
@@ -333,7 +334,7 @@ class RolloutEngine:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Undo `sleep`: restore the device memory, with any weights updated in the meantime.
+        """Undo `sleep`: restore the device memory, with weights that were updated in the meantime.
 
         An engine paused by `pause` stays paused.
         """
@@ -348,12 +349,12 @@ class RolloutEngine:
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target, equal to a trainer's in the same dtype."""
+        """Return `weights.checksum` of the target. A trainer gets the same from equal arrays."""
         with self._turns:
             return checksum(self._engine.params.target)
 
     def metrics(self) -> Metrics:
-        """Return counters since the engine was built."""
+        """Return the counters since the engine was built."""
         return self._llm.metrics()
 
     def close(self) -> None:
@@ -377,7 +378,7 @@ class RolloutEngine:
     def _make_scored(
         self, samples: Sequence[Any], params: SamplingParams | None, features: bool
     ) -> list[Request | None]:
-        """Return a request per sample, None for samples without tokens to score."""
+        """Return a request for each sample, or None for a sample without tokens to score."""
         self._loop.check_ready()
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams")
@@ -409,7 +410,8 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace weights between two steps, one array at a time.
 
-        `version` is None if `target` is.
+        `target` and `own` have the new arrays of target and drafter, or are None for no change.
+        `version` is None if `target` is None.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)

@@ -1,4 +1,4 @@
-"""Weights saved in a folder by another process: Hugging Face files, or an orbax checkpoint."""
+"""Reads weights that another process saved, as Hugging Face files or an orbax checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,19 @@ from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.given import paths
 from specjax.checkpoint.hub import resolve
 
-_ORBAX = "_METADATA"  # the file of an orbax checkpoint of arrays
+_ORBAX = "_METADATA"  # a file that every orbax checkpoint of arrays has
 
 
 def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
     """Read the weights in a folder into host memory, by name.
 
     Args:
-        folder: a folder with the weights of a Hugging Face checkpoint, or a checkpoint of orbax:
-            from `StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a `CheckpointManager`.
-        under: for orbax, the path of the part with the weights, like "params". Other parts, such
-            as an optimiser's state, are not read, and names begin below this path.
+        folder: a folder with the weights of a Hugging Face checkpoint, or an orbax checkpoint. An
+            orbax checkpoint is written by `StandardCheckpointer` or `PyTreeCheckpointer`, or is
+            one step of a `CheckpointManager`.
+        under: for orbax, the dotted path of the part that has the weights, like "params". Other
+            parts, such as an optimiser's state, are not read. The returned names begin below this
+            path.
 
     Raises:
         CheckpointError: the folder has no weights, or they are damaged.
@@ -38,7 +40,10 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
 
 
 def _orbax_item(folder: Path) -> Path | None:
-    """Return the folder with the arrays of an orbax checkpoint; None for other folders."""
+    """Return the folder that has the arrays of an orbax checkpoint: `folder` or one inside it.
+
+    Return None if `folder` has no orbax checkpoint.
+    """
     if (folder / _ORBAX).exists():
         return folder
     items = sorted(path.parent for path in folder.glob(f"*/{_ORBAX}"))

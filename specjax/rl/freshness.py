@@ -1,4 +1,4 @@
-"""Draft acceptance per pair of target and drafter versions, to show outdated drafters."""
+"""Measures draft acceptance per pair of target and drafter versions, to show outdated drafters."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionAcceptance:
-    """Draft acceptance during the use of one pair of weights versions.
+    """Draft acceptance while one pair of weights versions was in use.
 
     Attributes:
-        version: version of the target's weights.
-        drafter_version: version of the drafter's weights; 0 for the weights at construction.
-        num_tokens: number of generated tokens.
-        num_drafts: number of rounds with drafts, counted once per request.
-        mean_acceptance_length: tokens per such round.
-        acceptance_rate_per_pos: accepted drafts at a position, as a fraction of the drafts that
-            could have been accepted; not conditional on earlier positions.
-        k_histogram: number of rounds by K.
+        version: the version of the target's weights.
+        drafter_version: the version of the drafter's weights; 0 for the weights at construction.
+        num_tokens: the number of generated tokens.
+        num_drafts: the number of rounds with drafts; a round counts once for each request in it.
+        mean_acceptance_length: the mean number of tokens per request in a round with drafts.
+        acceptance_rate_per_pos: for each position, the accepted drafts as a fraction of the drafts
+            that could have been accepted. The rate is not conditional on earlier positions.
+        k_histogram: the number of rounds for each K.
     """
 
     version: int
@@ -58,12 +58,12 @@ class Freshness:
         self._closed: list[VersionAcceptance] = []
 
     def close(self, mark: Mark) -> None:
-        """End the period of the weights of `mark`."""
+        """End the period in which the weights of `mark` were in use."""
         self._closed.append(_since(self._start, mark))
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return all periods, the current one up to `mark`."""
+        """Return the acceptance in every period, including the current period up to `mark`."""
         return [*self._closed, _since(self._start, mark)]
 
 

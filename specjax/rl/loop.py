@@ -1,4 +1,6 @@
-"""The loop around an engine. It locks the engine per step, so that calls run between steps.
+"""The loop that runs an engine's steps.
+
+It locks the engine for one step at a time, so that other calls can run between steps.
 
 There is no background thread: a thread that waits for rollouts runs the engine's steps itself. If
 several threads wait, each step advances the rollouts of all of them.
@@ -20,19 +22,19 @@ from specjax.rl.turns import Turns
 from specjax.text.completions import Completion
 from specjax.text.tokenizer import ChatTokenizer
 
-PAUSES = ("abort", "wait", "keep")  # choices of `Loop.hold` for rollouts in flight
+PAUSES = ("abort", "wait", "keep")  # how `Loop.hold` may handle rollouts in flight
 PAUSED, ASLEEP = "paused", "asleep"  # reasons to stop a loop
 
 T = TypeVar("T")
 
 
 class Loop:
-    """The loop that runs an engine's rollouts and scores; it can be stopped.
+    """A loop that runs an engine's rollouts and scores, and that can be stopped.
 
     Attributes:
-        turns: the engine's lock. Callers of methods marked "within a turn" must hold it; the other
-            methods acquire it themselves.
-        version: version of the engine's weights.
+        turns: the engine's lock. Callers of methods marked "within a turn" must hold the lock; the
+            other methods acquire it.
+        version: the version of the engine's weights.
         is_torn: whether the weights mix two versions, because an update failed half-way.
         is_closed: whether `close` was called.
     """
@@ -47,14 +49,17 @@ class Loop:
         self._has_raw = has_raw
         self._stops: dict[str, threading.Thread] = {}  # thread that called `stop`, by reason
         self._running: set[Running] = set()
-        self._failures: dict[Hashable, Exception] = {}  # by request, until its call ends
-        self._left: list[Request] = []  # to abort at the next step; see `_queued`
+        self._failures: dict[Hashable, Exception] = {}  # by request id, until the call ends
+        self._left: list[Request] = []  # requests to abort at the next step; see `_queued`
 
     def run(self, starts: list[Start], label: Hashable = None) -> Iterator[tuple[Running, Rollout]]:
-        """Yield rollouts as they finish.
+        """Queue requests, and yield each rollout when it finishes.
+
+        `label` identifies the call for `abort`.
 
         Raises:
-            RolloutError: after all rollouts, if the device failed or no step can run any more.
+            RolloutError: the device failed, or no step can run any more. The error is raised after
+                all rollouts were yielded.
         """
         failure: Exception | None = None
         requests = [start.request for start in starts]
@@ -93,19 +98,21 @@ class Loop:
         return samples
 
     def stop(self, why: str) -> None:
-        """Within a turn: run no steps until `go` with the same reason."""
+        """Within a turn: run no steps until `go` is called with the same reason `why`."""
         self._stops[why] = threading.current_thread()
 
     def go(self, why: str) -> None:
-        """Within a turn: undo `stop` for this reason."""
+        """Within a turn: undo `stop` for the reason `why`."""
         self._stops.pop(why, None)
 
     def is_stopped(self, why: str) -> bool:
-        """Return whether the loop is stopped for this reason."""
+        """Return whether the loop is stopped for the reason `why`."""
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Within a turn: handle rollouts as `pause` says, and read all steps in flight.
+        """Within a turn: read the results of all steps in flight, so that weights can change.
+
+        `pause` says how rollouts are handled; see `RolloutEngine.update_weights`.
 
         Raises:
             ValueError: `pause` is "wait", and no steps can run.
@@ -120,7 +127,7 @@ class Loop:
             self._end(self._running)
 
     def abort(self, label: Hashable = None) -> None:
-        """Within a turn: abort the rollouts of calls with this label, or all."""
+        """Within a turn: abort the rollouts of calls with this label, or all if it is None."""
         self._advance(self.engine.land)
         self._end(one for one in self._running if label is None or one.label == label)
 
@@ -130,7 +137,7 @@ class Loop:
             running.close_span(self.version)
 
     def close(self) -> None:
-        """Within a turn: drop the engine; waiting calls raise an error."""
+        """Within a turn: drop the engine; calls that wait for steps raise an error."""
         self.is_closed = True
         del self.engine
 
@@ -152,9 +159,10 @@ class Loop:
     def _queued(
         self, requests: list[Request], track: Callable[[list[Sample]], list[T]]
     ) -> Iterator[list[T]]:
-        """Queue requests; abort the unfinished ones when the block ends.
+        """Queue requests for a `with` block; abort unfinished requests when the block ends.
 
-        `track` is called with their samples before any step can run them.
+        `track` is called with the requests' samples before any step can run them. Its result is the
+        value of the `with` statement.
         """
         try:
             with self.turns:
@@ -209,9 +217,10 @@ class Loop:
             return running.rollout(self.version, has_raw=self._has_raw)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Run one step as soon as the lock is free and the loop not stopped, unless `is_done`.
+        """Run one step as soon as the lock is free and the loop is not stopped.
 
-        A failure is recorded for every call with unfinished requests, including this one.
+        Return without a step if `is_done()` is true by then. If the step fails, the error is
+        recorded for all calls with unfinished requests, including this call.
         """
         me = threading.current_thread()
         with self.turns:
@@ -233,7 +242,10 @@ class Loop:
                 self._advance(self.engine.step)
 
     def _advance(self, move: Callable[[], Any]) -> None:
-        """Call `move`; on failure, record the error for all unfinished requests and drop them."""
+        """Call `move`, a method of the engine that works on its queued requests.
+
+        If `move` fails, record the error for all unfinished requests, drop them, and raise it.
+        """
         before = list(self.engine.unfinished_ids)
         try:
             move()

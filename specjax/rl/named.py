@@ -1,4 +1,4 @@
-"""Weights in any form that trainers have, converted to arrays by name."""
+"""Converts weights from any form that trainers have to arrays by name."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,18 +11,21 @@ from specjax.checkpoint.finite import all_finite
 from specjax.checkpoint.given import as_array, dotted
 from specjax.rl.folders import read_weights
 
-# A folder; a tree like the engine's; nested mappings or an nnx.State with the same paths; or
-# pairs, or a mapping, of Hugging Face name and array.
+# One of these: a folder; a tree like the engine's; nested mappings or an nnx.State with the paths
+# of that tree; pairs (Hugging Face name, array); or a mapping from such names to arrays.
 Weights: TypeAlias = Any
 VALUE = ".value"  # end of paths in a saved nnx.State
 VALUES = ".values"
 
 
 def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Convert weights in any form to arrays by dotted name; iterables are exhausted.
+    """Return weights, given in any form, as arrays by dotted name.
+
+    `current` is the engine's tree, and `name` is what errors call the weights. An iterator of
+    weights is exhausted.
 
     Raises:
-        ValueError: another form, a duplicate name, or an array that cannot be read.
+        ValueError: the weights have another form or a duplicate name, or an array cannot be read.
         CheckpointError: the folder has no weights.
     """
     if isinstance(weights, str | Path):
@@ -55,13 +58,14 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Run `read_named` and check for NaN and infinity; the engine may generate meanwhile.
+    """Run `read_named`, and check that no array has NaN or infinity.
 
-    On an accelerator, the check is one program per shape and dtype. The programs for the engine's
-    own arrays are compiled when `LLM` reads a checkpoint, others at the first update.
+    The engine may generate during the check. On an accelerator, the check is one program per shape
+    and dtype. The programs for the shapes and dtypes of the engine's own arrays are compiled when
+    `LLM` reads a checkpoint; further programs are compiled at the first update.
 
     Raises:
-        ValueError: as `read_named`, or an array is not finite.
+        ValueError: as for `read_named`, or an array is not finite.
     """
     named = read_named(weights, current, name)
     # Skip deleted arrays: `stage` reports them.
@@ -77,7 +81,7 @@ def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def variable_paths(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path, including flax nnx variables.
+    """Return the leaves of a tree by path; a flax nnx variable is a leaf, too.
 
     The suffix ".value" is removed if all paths have it, as in an nnx.State that was saved and
     restored as mappings. The suffix ".values" of an engine's weights is always removed.
@@ -96,5 +100,5 @@ def variable_paths(tree: Any) -> dict[str, Any]:
 
 
 def is_deleted(array: Any) -> bool:
-    """Return whether it is a deleted JAX array."""
+    """Return whether `array` is a deleted JAX array."""
     return isinstance(array, jax.Array) and array.is_deleted()

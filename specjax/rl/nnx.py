@@ -1,9 +1,9 @@
-"""Conversion between flax nnx and the engine's weights, in both directions.
+"""Converts weights between flax nnx and the engine, in both directions.
 
-`PolicyModule` wraps an engine's model as an nnx module, to train with nnx and optax; its state can
-be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other model, by
-rules, to the names and layouts of Hugging Face checkpoints, which `update_weights` accepts as well.
-Transferring weights builds no second model.
+`PolicyModule` wraps an engine's model as an nnx module, which nnx and optax can train. Its state
+can be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other model to
+the names and layouts of Hugging Face checkpoints, by rules; `update_weights` accepts its result as
+well. Transferring weights builds no second model.
 """
 
 import re
@@ -30,13 +30,13 @@ class PolicyModule(nnx.Module):
     """An engine's model as a trainable module.
 
     Its parameters have the paths of the engine's tree (`layers.0.attention.qkv`), so
-    `nnx.state(policy, nnx.Param)` can be passed to `RolloutEngine.update_weights` unchanged. They
-    are copies, so an optimiser may donate them.
+    `nnx.state(policy, nnx.Param)` can be passed to `RolloutEngine.update_weights` unchanged. The
+    parameters are copies, so an optimiser may donate them.
 
     Args:
-        target: the model, as `RolloutEngine.target`.
-        params: its parameters, as `RolloutEngine.params.target`.
-        dtype: dtype of floating-point parameters; None keeps theirs.
+        target: the model, such as `RolloutEngine.target`.
+        params: the model's parameters, such as `RolloutEngine.params.target`.
+        dtype: the dtype to which floating-point parameters are cast; None keeps their dtypes.
     """
 
     def __init__(self, target: Model, params: Any, dtype: Any = None):
@@ -48,9 +48,10 @@ class PolicyModule(nnx.Module):
             setattr(self, name, _module(child, dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return logits f32[B, T, V] of sequences i32[B, T] that start at position 0.
+        """Return the logits f32[B, T, V] of the sequences `tokens` i32[B, T].
 
-        Pad on the right: attention is causal.
+        All sequences start at position 0. Shorter sequences must be padded on the right, since
+        attention is causal.
         """
         params = self.params()
         rows = CausalRows.of(*tokens.shape)
@@ -58,7 +59,7 @@ class PolicyModule(nnx.Module):
         return self.target.logits(params, features.hidden).reshape(*tokens.shape, -1)
 
     def params(self) -> Any:
-        """Return this module's arrays as the engine's tree, without copying them."""
+        """Return this module's arrays in a tree like the engine's, without copying them."""
         return jax.tree.unflatten(self.structure, [_at(self, path)[...] for path in self.paths])
 
 
@@ -98,11 +99,12 @@ class ArrayRule:
     """A rule that converts one kind of array of another model to tensors of a checkpoint.
 
     Attributes:
-        name: the tensor's name; each "*" is replaced by the match of the same "*" in the path's
-            pattern, each "#" by the index along an axis of `stacked`.
-        layout: converts an array to the checkpoint's layout, where projections are [out, in].
-        stacked: axes along which tensors are stacked, as for scanned layers or experts.
-        is_optional: whether a state may lack the array, such as a tied head.
+        name: the tensor's name. Each "*" is replaced by the text that the same "*" matched in the
+            path. Each "#" is replaced by the index along one axis of `stacked`.
+        layout: a function that converts an array to the checkpoint's layout, in which projections
+            are [out, in].
+        stacked: the array's axes along which tensors are stacked, as for scanned layers or experts.
+        is_optional: whether a state may lack the array, such as the array of a tied head.
     """
 
     name: str
@@ -118,7 +120,10 @@ class ArrayRule:
             )
 
     def tensors(self, matched: tuple[str, ...], array: Any) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tensor) for each tensor of an array."""
+        """Yield the pair (name, tensor) of each tensor in an array.
+
+        `matched` has the text that each "*" of the path's pattern matched.
+        """
         name = _filled(self.name, "*", matched)
         num_stacked = len(self.stacked)
         rows = jnp.moveaxis(array, self.stacked, range(num_stacked)) if num_stacked else array
@@ -132,13 +137,13 @@ def transposed(array: Any) -> Any:
 
 
 def from_heads(array: Any) -> Any:
-    """Convert a projection [D, heads, size] onto heads to [heads size, D]."""
+    """Convert a projection from width D to heads: [D, heads, size] becomes [heads * size, D]."""
     dim, heads, size = array.shape
     return array.reshape(dim, heads * size).T
 
 
 def to_heads(array: Any) -> Any:
-    """Convert a projection [heads, size, D] from heads to [D, heads size]."""
+    """Convert a projection from heads to width D: [heads, size, D] becomes [D, heads * size]."""
     heads, size, dim = array.shape
     return array.reshape(heads * size, dim).T
 
@@ -146,20 +151,20 @@ def to_heads(array: Any) -> Any:
 def hf_named(
     state: Any, names: Names, *, lora_scale: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of an nnx model as (name, tensor), as in a Hugging Face checkpoint.
+    """Yield the parameters of an nnx model as (name, tensor) pairs of a Hugging Face checkpoint.
 
     Args:
         state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays, such as a restored
-            checkpoint: if all paths end in ".value", rules are matched without it.
-        names: rules by path pattern ("layers.*.attn.q_proj.w"; "*" matches one part of the path).
-            A plain name means a rule that keeps the layout.
-        lora_scale: alpha / rank of LoRA adapters in the state (`x_lora_a` and `x_lora_b` next to
-            `x`), which are merged into the weights.
+            checkpoint. If all paths end in ".value", this suffix is ignored.
+        names: rules by path pattern. In a pattern such as "layers.*.attn.q_proj.w", "*" matches one
+            part of the path. A tensor's name in place of a rule keeps the array's layout.
+        lora_scale: alpha / rank of the LoRA adapters in the state. The adapters `x_lora_a` and
+            `x_lora_b` are merged into the weight `x`.
 
     Raises:
-        ValueError: paths without a rule or with several, rules without a path, duplicate names, or
-            adapters without `lora_scale` (all are listed, before the first tensor); or an array
-            that cannot be read.
+        ValueError: there are paths without a rule or with several rules, rules without a path,
+            duplicate names, or adapters without `lora_scale`; the error lists them, and is raised
+            before the first tensor. Or an array cannot be read.
     """
     given = variable_paths(state)
     arrays = _merged({path: as_array(x, path, "state") for path, x in given.items()}, lora_scale)
@@ -210,7 +215,7 @@ def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:
 
 
 def _matched(pattern: str, path: str) -> tuple[str, ...] | None:
-    """Return the matches of the pattern's "*" in a path; None if the path does not match."""
+    """Return the text that each "*" of a pattern matches in a path; None without a match."""
     found = re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]+)"), path)
     return found.groups() if found else None
 

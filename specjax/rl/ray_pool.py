@@ -1,8 +1,8 @@
-"""A pool of identical Ray actors that share work; workers that die are replaced.
+"""A pool of identical Ray actors (workers) that share work.
 
-Each group of work goes to the next free worker, so that long outputs do not delay the others. If a
-worker dies, its unfinished group returns to the queue, and a new worker with the current weights
-replaces it.
+Each group of work items goes to the next free worker, so that long outputs do not delay other
+groups. If a worker dies, its unfinished group returns to the queue, and a new worker with the
+current weights replaces the dead worker.
 """
 
 import itertools
@@ -17,12 +17,15 @@ from specjax.rl.rollouts import RolloutBatch, RolloutError
 from specjax.rl.weights import WeightUpdate
 from specjax.rl.work import Group, WorkQueue, num_fitting
 
-MAX_DEATHS = 3  # deaths of workers at the same work item, until it fails
-MAX_CALLS = 16  # concurrent generate or score calls per worker; others wait
+MAX_DEATHS = 3  # a call fails once this number of workers died at the same work item
+MAX_CALLS = 16  # maximum number of concurrent generate or score calls per worker
 
 
 class WorkersDied(RolloutError):
-    """Raised if workers died and their work could not be done. `rollouts` has all finished ones."""
+    """Raised if workers died and their work could not be done.
+
+    `rollouts` has all finished rollouts.
+    """
 
 
 class _Busy(NamedTuple):
@@ -34,13 +37,15 @@ class _Busy(NamedTuple):
 
 
 class WorkerPool:
-    """A fixed number of workers; new workers get the current weights and sleep level.
+    """A fixed number of workers.
+
+    A worker that replaces a dead worker gets the current weights and sleep level.
 
     Args:
         ray: the ray module, initialized.
-        model, options: the arguments of every worker's engine.
-        num_workers: number of workers.
-        ray_options: Ray options of each worker's actor.
+        model, options: the arguments of every worker's `RolloutEngine`.
+        num_workers: the number of workers.
+        ray_options: the Ray options of each worker's actor.
 
     Raises:
         ValueError: the cluster is too small for the workers.
@@ -81,29 +86,32 @@ class WorkerPool:
             raise RuntimeError("the workers are asleep; call wake_up")
 
     def put(self, value: Any) -> Any:
-        """Put a value in the object store; return its reference."""
+        """Put a value in Ray's object store; return its reference."""
         return self._ray.put(value)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of the engine on every worker; return the results."""
+        """Call this method of every worker's engine; return the result of each worker."""
         numbers = range(len(self.workers))
         return _values(self._outcomes(numbers, "call", method, *args, **kwargs))
 
     def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the engine on the first worker; return the result."""
+        """Call this method of the first worker's engine; return the result."""
         (value,) = _values(self._outcomes([0], "call", method, *args, **kwargs))
         return value
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """Update all workers or none; return the slowest update, and the drafter's version."""
+        """Call this update method of every worker's engine. All workers change, or none does.
+
+        Return the result of the slowest worker's update, and the new version of the drafter.
+        """
         outcomes: list[Any] = [None] * len(self.workers)
         try:
             outcomes = self._outcomes(range(len(self.workers)), "update", method, *args, **kwargs)
             return max(_values(outcomes), key=lambda one: one[0].seconds)
         except BaseException:
             for number, outcome in enumerate(outcomes):
-                if not isinstance(outcome, ValueError):  # refused, nothing changed
-                    # Before the next call: a killed worker may still answer, with the new weights.
+                if not isinstance(outcome, ValueError):  # a ValueError changes nothing
+                    # Replace the worker now, since a killed worker may still answer the next call.
                     with suppress(WorkersDied):  # the next call raises it
                         self._replace(number, self.workers[number])
             raise
@@ -115,13 +123,14 @@ class WorkerPool:
         send: Callable[[Any, int, Sequence[int]], Any],
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Run each work item once on some worker, in groups; yield (place, value) pairs.
+        """Run groups of work items on free workers; yield the pair (place, value) of each item.
 
         Args:
             name: what to call a work item in error messages.
-            groups: places (indices) of the items that one worker gets together.
-            send: (worker, label of this call, places) -> reference of the worker's answer.
-            read: (places, answer) -> one value per place.
+            groups: for each group, the places (indices) of the items that one worker gets together.
+            send: a function. `send(worker, label, places)` sends items to a worker and returns the
+                reference of the worker's answer; `label` identifies this call of `run`.
+            read: a function. `read(places, answer)` returns one value per place.
 
         Raises:
             WorkersDied: workers died repeatedly at the same item, or cannot be replaced.
@@ -130,7 +139,7 @@ class WorkerPool:
         label = next(self._labels)
         work = WorkQueue(groups, MAX_DEATHS)
         free = deque(range(len(self.workers)))
-        busy: dict[Any, _Busy] = {}  # by reference
+        busy: dict[Any, _Busy] = {}  # by the reference of the answer
         try:
             while work.is_left:
                 self.check_awake()  # `sleep` or `close` may have been called since the last value
@@ -171,7 +180,7 @@ class WorkerPool:
         self.workers[number] = self._start()
 
     def _lack(self) -> str | None:
-        """Return why the cluster has too few resources for all workers; None if it has enough."""
+        """Return why the cluster cannot hold all workers, or None if all workers fit."""
         options = self._ray_options
         names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
         needs = {name: options.get(option) or 0 for option, name in names.items()}
@@ -191,9 +200,10 @@ class WorkerPool:
     def _outcomes(
         self, numbers: Sequence[int], method: str, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a method on some workers; return the results, or the exceptions it raised.
+        """Call a method of the workers with these numbers.
 
-        Workers that die are replaced and called again.
+        Return each worker's result, or the exception that it raised. Workers that die are replaced,
+        and the new workers are called.
 
         Raises:
             WorkersDied: a worker died repeatedly, or cannot be replaced.
@@ -234,7 +244,7 @@ class WorkerPool:
         reference: Any,
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Yield a group's values by place, or queue the group again if the worker died."""
+        """Yield a group's (place, value) pairs, or queue the group again if its worker died."""
         places = done.group.places
         try:
             answer = self._get(reference)
@@ -260,7 +270,7 @@ class WorkerPool:
             self._ray.wait(references, num_returns=len(references))
 
     def _get(self, reference: Any) -> Any:
-        """Return an answer; exceptions of the engine are raised without Ray's wrapper."""
+        """Return the answer behind a reference; raise the engine's errors without Ray's wrapper."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
@@ -271,7 +281,7 @@ class WorkerPool:
 
     @property
     def _deaths(self) -> tuple[type[Exception], ...]:
-        """Ray's exceptions for a worker that died, or whose answer was lost with it."""
+        """Ray's exceptions for a dead worker, and for an answer that was lost with its worker."""
         found = self._ray.exceptions
         return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError
 

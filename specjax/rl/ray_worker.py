@@ -1,4 +1,4 @@
-"""A rollout engine in a Ray actor, run by each worker process."""
+"""The Ray actor that runs a rollout engine in each worker process."""
 
 import threading
 from collections.abc import Mapping
@@ -22,24 +22,30 @@ class NotBuilt(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The state that makes a new worker match the others; arrays are in the object store."""
+    """The state that a new worker needs to match the other workers.
+
+    Arrays are in Ray's object store.
+    """
 
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # from the last update; may be the target's weights, with tensors mtp.*
+    drafter: Any = None  # from the drafter's last update: its weights, or a target's with mtp.*
     sleep_level: int = 0
 
 
 class Worker:
-    """An engine in an actor. If building it failed, every call raises that error."""
+    """A rollout engine in a Ray actor.
+
+    If building the engine failed, every call raises `NotBuilt` with the error.
+    """
 
     def __init__(
         self, model: Any, options: Mapping[str, Any], state: WorkerState, weights: Any, drafter: Any
     ):
         self._ended = threading.Condition()
-        self._running: set[int] = set()  # labels of calls
-        self._aborted: set[int] = set()
+        self._running: set[int] = set()  # labels of the calls that run
+        self._aborted: set[int] = set()  # labels of the calls that were aborted
         self._failure: Exception | None = None
         try:
             self._engine = RolloutEngine(model, **options)
@@ -55,7 +61,7 @@ class Worker:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine; raises NotBuilt if it could not be built."""
+        """The engine. Raises `NotBuilt` if the engine could not be built."""
         if self._failure is not None:
             raise NotBuilt(self._failure)
         return self._engine
@@ -65,7 +71,7 @@ class Worker:
         return getattr(self.engine, method)(*args, **kwargs)
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """Run an update; return its result and the drafter's version after it."""
+        """Call an update method of the engine; return its result and the drafter's new version."""
         return self.call(method, *args, **kwargs), self.engine.drafter_version
 
     def generate(self, label: int, *args: Any) -> RolloutBatch | None:
@@ -87,4 +93,4 @@ class Worker:
             self._aborted.add(label)
             while label in self._running:
                 self.engine.abort(label)
-                self._ended.wait(RETRY_S)  # it may not have reached the engine yet
+                self._ended.wait(RETRY_S)  # the call may not have reached the engine yet

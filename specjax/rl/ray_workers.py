@@ -1,7 +1,8 @@
-"""Rollouts on many engines at once: one per Ray actor, all with the same weights.
+"""Generates rollouts on many engines at once.
 
-The driver splits prompts into small groups, which `ray_pool` distributes. The driver also assigns
-seeds, so that outputs do not depend on which worker runs a prompt.
+Each Ray actor has one engine, and all engines have the same weights. The driver splits prompts into
+small groups, which `ray_pool` distributes. The driver also assigns seeds, so that outputs do not
+depend on which worker runs a prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,21 +25,22 @@ from specjax.sampling_params import SamplingParams
 from specjax.text.prompts import Prompt, as_prompt_list, one_each
 from specjax.text.seeds import derived_seed
 
-_USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see the workers'
+_USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see workers' devices
 
 
 class RayRollouts:
-    """One `RolloutEngine` per worker, used like a single engine. Not thread-safe.
+    """A set of `RolloutEngine`s, one per worker, that is used like a single engine.
 
-    Outputs equal a single engine's with the same options: they depend neither on the number of
-    workers, nor on which worker runs a prompt, nor on workers that die.
+    It is not thread-safe. Outputs equal the outputs of a single engine with the same options: they
+    depend neither on the number of workers, nor on which worker runs a prompt, nor on workers that
+    die.
 
     Args:
         model: a folder or hub id that every worker can load.
-        num_workers: number of workers, each with one engine.
-        ray_options: Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
-        group_size: maximum number of prompts that a worker gets at once; None for half of an even
-            share, at most `max_num_seqs`.
+        num_workers: the number of workers, each with one engine.
+        ray_options: the Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
+        group_size: the maximum number of prompts that a worker gets at once. If None, it is half
+            of an even share of the prompts, but at most `max_num_seqs`.
         speculative_config, options: as for `RolloutEngine`.
 
     Raises:
@@ -97,9 +99,10 @@ class RayRollouts:
 
         Raises:
             ValueError: a prompt or parameter is not supported.
-            WorkersDied: workers died repeatedly at the same prompt, or cannot be replaced; it has
+            WorkersDied: workers died repeatedly at the same prompt, or cannot be replaced. The
+                error has all finished rollouts.
+            RolloutError: a device failed. The error has the rollouts of that device's worker, and
                 all finished rollouts.
-            RolloutError: a device failed; it has that worker's rollouts and all finished ones.
         """
         answers: dict[int, list[Rollout]] = {}
         try:
@@ -115,11 +118,11 @@ class RayRollouts:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Rollout]:
-        """Like `generate`, but yield the rollouts of a group of prompts once all are complete.
+        """Like `generate`, but yield the rollouts of each group of prompts when the group is done.
 
         Leaving the iteration aborts the remaining rollouts. Other methods may be called during the
-        iteration: updated weights apply to all tokens not generated yet. After `sleep`, call
-        `wake_up` before the next iteration, or it raises a RuntimeError.
+        iteration: updated weights apply to all tokens that are not generated yet. After `sleep`,
+        call `wake_up` before the next iteration, which raises a RuntimeError otherwise.
         """
         groups = self._continue(prompts, sampling_params)
         return (rollout for _, rollouts in groups for rollout in rollouts)
@@ -179,7 +182,10 @@ class RayRollouts:
         return update
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Replace the drafter's weights on all workers or none; see `RolloutEngine`."""
+        """Replace the drafter's weights on all workers, or on none if a worker fails.
+
+        See `RolloutEngine.update_drafter`.
+        """
         placed = self._place(weights)
         update, version = self._pool.update("update_drafter", placed, pause=pause)
         self._pool.state = replace(self._pool.state, drafter_version=version, drafter=placed)
@@ -188,7 +194,7 @@ class RayRollouts:
     def sleep(self, level: int = 1) -> None:
         """Free device memory until `wake_up`; see `RolloutEngine.sleep`.
 
-        If a worker fails, all count as asleep: call `sleep` or `wake_up` again.
+        If a worker fails, all workers count as asleep; call `sleep` or `wake_up` again.
         """
         before, self._pool.state = self._pool.state, replace(self._pool.state, sleep_level=level)
         try:
@@ -198,16 +204,16 @@ class RayRollouts:
             raise
 
     def wake_up(self) -> None:
-        """Undo `sleep`; if a worker fails, call it again."""
+        """Undo `sleep`. If a worker fails, call `wake_up` again."""
         self._pool.call_all("wake_up")
         self._pool.state = replace(self._pool.state, sleep_level=0)
 
     def acceptance(self) -> list[list[VersionAcceptance]]:
-        """Return `RolloutEngine.acceptance` of each worker since it was started."""
+        """Return the result of `RolloutEngine.acceptance` for each worker, since its start."""
         return self._pool.call_all("acceptance")
 
     def metrics(self) -> list[Metrics]:
-        """Return the counters of each worker since it was started."""
+        """Return the counters of each worker's engine, since the worker's start."""
         return self._pool.call_all("metrics")
 
     def checksums(self) -> list[str]:
@@ -225,12 +231,12 @@ class RayRollouts:
         self.close()
 
     def _place(self, weights: Weights) -> Any:
-        """Put weights of any form in the object store, as NumPy arrays by name."""
+        """Put weights of any form in Ray's object store, as NumPy arrays by name."""
         named = read_named(weights, weights if is_dataclass(weights) else None, "weights")
         return self._pool.put({name: np.asarray(x) for name, x in jax.device_get(named).items()})
 
     def _continue(self, prompts: Any, sampling_params: Any) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yield (index of the prompt, its samples) as they finish.
+        """Yield a pair (index, samples) for each prompt or rollout, as soon as it is finished.
 
         Raises:
             ValueError: as for `RolloutEngine.check`, before generation.

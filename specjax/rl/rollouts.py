@@ -21,20 +21,21 @@ class Rollout:
     """One sampled continuation of a prompt.
 
     Attributes:
-        prompt_token_ids: i32[P].
-        token_ids: i32[T], including an end-of-sequence token.
-        logprobs: f32[T], log-probability of each token in the distribution it was sampled from:
-            after penalties, temperature, top-k and so on. It does not depend on whether the token
-            was drafted.
-        raw_logprobs: f32[T], in the model's own distribution; None unless requested.
+        prompt_token_ids: the prompt's token ids, i32[P].
+        token_ids: the output's token ids, i32[T], including an end-of-sequence token.
+        logprobs: the log-probability f32[T] of each token in the distribution that it was sampled
+            from, which is after penalties, temperature, top-k and so on. It does not depend on
+            whether the token was drafted.
+        raw_logprobs: the log-probability f32[T] of each token in the model's own distribution; None
+            unless requested.
         versions: the weights versions of the tokens, in order.
-        finish_reason: "stop", "length", "abort" (can be resumed) or "error".
-        text: None without a tokenizer, or with detokenize=False.
-        params: sampling parameters.
-        seed: seed of this sample.
-        prompt_index: index of the prompt in the call.
-        sample_index: index among the samples of the prompt.
-        error: the error, if only this rollout failed.
+        finish_reason: "stop", "length", "abort" (the rollout can be resumed) or "error".
+        text: the output's text; None without a tokenizer, or with detokenize=False.
+        params: the sampling parameters.
+        seed: the seed of this sample.
+        prompt_index: the index of the prompt in the call.
+        sample_index: the index of this sample among the samples of the prompt.
+        error: the error if only this rollout failed, else None.
     """
 
     prompt_token_ids: np.ndarray
@@ -97,9 +98,10 @@ class PaddedRollouts(NamedTuple):
 
 
 class JoinedRollouts(NamedTuple):
-    """N rows of L = P + T tokens, each a prompt and its output.
+    """N rows of L = P + T tokens; each row is a prompt followed by its output.
 
-    Column t of all fields but `tokens` belongs to token t + 1, like logits of `tokens[:, :-1]`.
+    In all fields but `tokens`, column t belongs to token t + 1, as in the logits that a model
+    computes for `tokens[:, :-1]`.
     """
 
     tokens: np.ndarray  # i32[N, L], padded on the right
@@ -110,7 +112,10 @@ class JoinedRollouts(NamedTuple):
 
 
 class RolloutBatch(Sequence[Rollout]):
-    """Rollouts in the order of their prompts, samples of a prompt next to each other."""
+    """A sequence of rollouts in the order of their prompts.
+
+    The samples of a prompt are next to each other.
+    """
 
     def __init__(self, rollouts: Iterable[Rollout]):
         self._rollouts = tuple(rollouts)
@@ -134,7 +139,7 @@ class RolloutBatch(Sequence[Rollout]):
     def padded(
         self, pad_id: int, *, prompt_length: int | None = None, length: int | None = None
     ) -> PaddedRollouts:
-        """Return the rollouts as arrays, padded to the longest one or to the given lengths.
+        """Return the rollouts as arrays, padded to the longest rollout or to the given lengths.
 
         Raises:
             ValueError: a rollout is longer than a given length.
@@ -160,7 +165,7 @@ class RolloutBatch(Sequence[Rollout]):
 
 
 class RolloutError(RuntimeError):
-    """Raised if generation ended early; partial ones of `rollouts` can be resumed."""
+    """Raised if generation ended early. The partial rollouts in `rollouts` can be resumed."""
 
     def __init__(self, message: str, rollouts: RolloutBatch):
         super().__init__(message)
@@ -171,16 +176,17 @@ class RolloutError(RuntimeError):
 
 
 class Score(NamedTuple):
-    """The target's scores of a prompt of P and a completion of T tokens; L = P + T - 1 positions.
+    """The target's scores of a prompt with P tokens and a completion with T tokens.
 
-    If top-k, top-p or min-p truncates the distribution, a token sampled at the threshold may fall
-    below it here because of different rounding; its log-probability is then -inf.
+    L = P + T - 1 is the number of scored positions. If top-k, top-p or min-p truncates the
+    distribution, a token sampled at the threshold may fall below the threshold here, because of
+    different rounding; its log-probability is then -inf.
     """
 
-    logprobs: np.ndarray  # f32[T], of the completion; see `Rollout.logprobs`
-    raw_logprobs: np.ndarray | None  # f32[T]
-    hidden: np.ndarray | None = None  # [L, D], after the final norm, if requested
-    auxiliary: np.ndarray | None = None  # [L, A D], of the drafter's A auxiliary layers
+    logprobs: np.ndarray  # f32[T], for the completion's tokens; see `Rollout.logprobs`
+    raw_logprobs: np.ndarray | None  # f32[T]; see `Rollout.raw_logprobs`
+    hidden: np.ndarray | None = None  # [L, D], hidden states after the final norm, if requested
+    auxiliary: np.ndarray | None = None  # [L, A D], states of the drafter's A auxiliary layers
 
 
 def _width(name: str, rows: list[np.ndarray], given: int | None) -> int:

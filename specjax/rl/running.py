@@ -1,4 +1,4 @@
-"""Unfinished rollouts, and reading finished ones and scores from the engine."""
+"""Tracks unfinished rollouts, and reads finished rollouts and scores from the engine."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ class Running:
 
     sequence: Sample
     completion: Completion
-    params: SamplingParams  # the user's
+    params: SamplingParams  # the user's parameters
     place: int  # index among the rollouts of the call
     prompt_index: int
     sample_index: int
     label: Hashable = None  # label of the call
     before: Rollout | None = None  # the aborted rollout that this one resumes
-    spans: list[Span] = field(default_factory=list)  # tokens of earlier weights versions
+    spans: list[Span] = field(default_factory=list)  # earlier tokens, with their weights versions
 
     @property
     def request_id(self) -> Hashable:
@@ -40,7 +40,10 @@ class Running:
             self.spans.append(Span(version, num_new))
 
     def rollout(self, version: int, *, has_raw: bool) -> Rollout:
-        """Return the rollout so far; tokens since the last span come from `version`."""
+        """Return the ended rollout; its tokens since the last span come from `version`.
+
+        `has_raw` is whether the engine recorded raw log-probabilities.
+        """
         self.close_span(version)
         sequence, before = self.sequence, self.before
         assert sequence.finish_reason is not None
@@ -69,7 +72,10 @@ class Running:
 def read_logprobs(
     entries: Sequence[TokenLogprobs], *, has_raw: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the log-probabilities f32[n] of n tokens, and the raw ones if `has_raw`."""
+    """Return the log-probabilities f32[n] and the raw log-probabilities f32[n] of n tokens.
+
+    The raw log-probabilities are None unless `has_raw`.
+    """
     found = [next(iter(entry.values())) for entry in entries]  # the token itself is first
     logprobs = np.array([one.logprob for one in found], np.float32)
     if not has_raw:
@@ -89,7 +95,7 @@ def read_score(sequence: Sample, *, has_raw: bool) -> Score:
     auxiliary = None
     if first.auxiliary is not None:
         auxiliary = np.empty((num_rows, first.auxiliary.shape[1]), first.auxiliary.dtype)
-    # In execution order: rows recomputed after a change of weights overwrite the earlier ones.
+    # In execution order: rows recomputed after a change of weights overwrite the earlier rows.
     for start, features in sequence.features:
         rows = slice(start, start + len(features.hidden))
         hidden[rows] = features.hidden

@@ -1,4 +1,7 @@
-"""Validation of the arguments of a rollout engine's calls, and requests for them, not queued."""
+"""Validates the arguments of a rollout engine's calls, and makes requests from them.
+
+The requests are not queued here.
+"""
 
 import itertools
 import threading
@@ -13,16 +16,19 @@ from specjax.text.prompts import RequestMaker, as_prompt_list, one_each
 
 
 class Start(NamedTuple):
-    """A request for the samples of a prompt, or for a rollout to resume."""
+    """A request that generates the samples of a prompt, or resumes a rollout."""
 
     request: Request
-    params: SamplingParams  # the user's
+    params: SamplingParams  # the user's parameters
     prompt_index: int
-    before: Rollout | None = None
+    before: Rollout | None = None  # the aborted rollout that the request resumes
 
 
 class StartMaker:
-    """A maker of requests: it numbers prompts across calls, and the number determines the seed."""
+    """Makes requests, and numbers their prompts across calls.
+
+    A prompt's number determines its seed, unless its parameters have a seed.
+    """
 
     def __init__(self, request_maker: RequestMaker):
         self._request_maker = request_maker
@@ -31,10 +37,10 @@ class StartMaker:
         self.num_prompts = 0
 
     def make(self, prompts: Any, sampling_params: Any, *, counts: bool = True) -> list[Start]:
-        """Return requests for prompts, or for rollouts to resume.
+        """Return a `Start` for each prompt, or for each rollout to resume.
 
         Args:
-            counts: whether the prompts use up their numbers; False only checks them.
+            counts: whether the prompts use up their numbers; False to only check the prompts.
 
         Raises:
             ValueError: a prompt or rollout is not supported.
@@ -55,12 +61,12 @@ class StartMaker:
     def make_scored(
         self, sample: Any, params: SamplingParams | None, where: str, *, exports_features: bool
     ) -> Request | None:
-        """Return a request that scores a rollout, or a pair of prompt and completion.
+        """Return a request that scores `sample`: a rollout, or a pair (prompt, completion).
 
-        None if there are no tokens to score.
+        Return None if `sample` has no tokens to score.
 
         Raises:
-            ValueError: `sample` is something else, or has tokens that cannot be scored.
+            ValueError: `sample` is of another kind, or some of its tokens cannot be scored.
         """
         if isinstance(sample, Rollout):
             params = sample.params if params is None else params
@@ -117,7 +123,7 @@ class StartMaker:
 
 
 def _reporting(params: Any, where: str) -> SamplingParams:
-    """Return the parameters with reporting of every token's log-probability turned on."""
+    """Return a copy of the parameters that requests the log-probability of every token."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
     for name in "logprobs", "prompt_logprobs":

@@ -1,4 +1,4 @@
-"""Rules for `hf_named` from the parameter names of Tunix's models.
+"""Rules by which `hf_named` renames the parameters of Tunix's models.
 
 Tunix stores projections as [D, heads, size] and [heads, size, D], and kernels as [in, out].
 """
@@ -37,6 +37,9 @@ BY_CLASS = {"Llama3": LLAMA3, "Qwen2": QWEN2, "Qwen3": QWEN3}
 
 
 def names_of(model: Any) -> Names | None:
-    """Return the rules for a Tunix model, by its class or a base class; None for others."""
+    """Return the rules for a Tunix model, by its class or a base class.
+
+    Return None for other models.
+    """
     ours = (BY_CLASS[c.__name__] for c in type(model).__mro__ if c.__name__ in BY_CLASS)
     return next(ours, None)

@@ -8,9 +8,10 @@ from specjax.engine.process import refuse_fork
 
 
 class Turns:
-    """A lock that is fair to waiters even if a loop releases it and reacquires it at once.
+    """A lock that is fair to waiting threads, even if a loop releases and reacquires it at once.
 
-    A waiting thread holds the gate, a second lock that the loop must pass to reacquire the lock.
+    The gate is a second lock, which a thread must get before the lock. A waiting thread holds the
+    gate, so that the loop cannot overtake this thread.
     """
 
     def __init__(self):
@@ -38,7 +39,7 @@ class Turns:
         return self._owner == threading.get_ident()
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Release the held lock to other threads until `is_so` returns true; then hold it again."""
+        """Release the held lock to other threads until `is_so` returns true; then reacquire it."""
         while not is_so():
             num_ended = self._num_ended  # if a turn ends now, `is_so` is checked again
             self._release()

@@ -1,7 +1,7 @@
-"""Weight updates of an engine: all arrays are validated before the first one is copied.
+"""Updates an engine's weights; all arrays are validated before the first array is copied.
 
-A trainer's arrays are read and never kept, so that the trainer may donate them afterwards. `named`
-lists the forms of weights.
+A trainer's arrays are read and never kept, so that the trainer may donate them afterwards. The
+module `named` lists the forms that weights may have.
 """
 
 import re
@@ -28,10 +28,10 @@ from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_
 from specjax.engine.log import get_log
 from specjax.rl.named import Weights, is_deleted, read_named
 
-# Names of a draft vocabulary in checkpoints, and whether its ids are offsets from their index.
+# Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
-MAX_LISTED = 20  # names of one kind in an error
-# Marks of adapters and wrappers in names of torch and flax.
+MAX_LISTED = 20  # maximum number of names that an error lists for one kind of fault
+# Patterns in names of torch and flax that show adapters and wrappers.
 _ADAPTER = re.compile(r"lora_[abAB]|base_layer|^base_model\.")
 _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
@@ -41,10 +41,10 @@ class ArraySource:
     """The given arrays that form one of the engine's arrays."""
 
     parts: tuple[Any, ...]
-    spec: TensorSpec | None  # combines the parts; None for a single part that is the array
+    spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """Return a copy of the array with this dtype and sharding."""
+        """Return the engine's array, as a copy with this dtype and sharding."""
         if self.spec is not None:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
@@ -57,7 +57,7 @@ class WeightUpdate(NamedTuple):
     version: int
     num_arrays: int
     num_bytes: int
-    seconds: float  # without generation, including the pause
+    seconds: float  # from the start of the pause until the new weights are in use
 
     @classmethod
     def of(cls, version: int, sources: Sequence[ArraySource], seconds: float) -> "WeightUpdate":
@@ -71,7 +71,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
     """Run `stage` for the parameters `current` of a target.
 
     Raises:
-        ValueError: the weights do not fit, or have two values for a tied embedding.
+        ValueError: the weights do not fit, or have two different values for a tied embedding.
     """
     sources = stage(
         given, current, partial(named_specs, target), "weights", partial(is_unused, target)
@@ -82,10 +82,12 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Run `stage` for the parameters `current` of a drafter, under its published names.
+    """Run `stage` for the parameters `current` of a drafter.
+
+    `weights` may have the tensor names of published drafters.
 
     Raises:
-        ValueError: the drafter has no weights, or the given ones do not fit.
+        ValueError: the drafter has no weights, or the given weights do not fit.
     """
     own = drafter.weights
     if own is None:
@@ -106,7 +108,7 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Return whether the drafter is an MTP module, and a target's weights include it."""
+    """Return whether the drafter is an MTP module that the target's weights `given` include."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
     return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 
@@ -116,10 +118,10 @@ class _Needed(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    is_packed: bool = False  # 4-bit numbers, as bytes
+    is_packed: bool = False  # whether the array has 4-bit numbers, packed into bytes
 
     def takes(self, dtype: Any) -> bool:
-        """Return whether arrays of this dtype can be converted."""
+        """Return whether arrays of this dtype can be converted to the required dtype."""
         return dtype == np.uint8 if self.is_packed else _is_float(dtype)
 
 
@@ -136,12 +138,15 @@ def stage(
 
     Args:
         given: arrays by path in the tree or by Hugging Face name; see `read_named`.
-        specs_of: returns the tree of `TensorSpec` of `current` for the given names and shapes.
+        current: the engine's parameters.
+        specs_of: a function that takes the shapes of the given arrays by name, and returns the tree
+            of `TensorSpec` of `current`.
         name: what to call the weights in error messages.
-        is_unused: whether an array of this name is allowed although it is not used.
+        is_unused: a function that returns whether an array of this name may be given although it is
+            not used.
 
     Raises:
-        ValueError: the arrays do not fit; the error lists all missing, wrong or unexpected ones.
+        ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
     places = paths(current)
     has_paths = any(tensor in places for tensor in given)
@@ -305,7 +310,7 @@ def copies(params: Any) -> Any:
 
 @jax.jit
 def _digest(x: jax.Array) -> jax.Array:
-    """Return two sums u32[2] of an array's words that depend on their values and order."""
+    """Return two checksums u32[2] of an array, which depend on its words and on their order."""
     kind = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
     words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
     place = jnp.arange(words.size, dtype=jnp.uint32)
@@ -315,10 +320,11 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def checksum(params: Any) -> str:
-    """Return a digest of bits, shapes and paths of a tree's arrays (16 or 32 bits per element).
+    """Return a digest of the bits, shapes and paths of a tree's arrays.
 
-    It is equal on all devices. Each array is summed on its own device, so that no weights are
-    transferred. It is not cryptographic: it detects mistakes, not forgeries.
+    The arrays have 16 or 32 bits per element. The digest is equal on all devices. Each array is
+    summed on its own device, so that no weights are transferred. The digest is not cryptographic:
+    it detects mistakes, not forgeries.
     """
     leaves = paths(params)
     digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
@@ -329,7 +335,10 @@ def checksum(params: Any) -> str:
 
 
 def _is_float(dtype: Any) -> bool:
-    """Return whether weights may have this dtype; not 8-bit floats, which would need scales."""
+    """Return whether weights may have this dtype: a float of 16 bits or more.
+
+    Floats of 8 bits would need scales.
+    """
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 

@@ -1,6 +1,6 @@
-"""A queue of work for workers that may die, and the number of workers that fit in a cluster.
+"""Queues work for workers that may die, and counts the workers that fit in a cluster.
 
-Plain bookkeeping on indices and resource amounts, independent of Ray.
+This is plain bookkeeping of indices and resource amounts, independent of Ray.
 """
 
 from collections import deque
@@ -8,29 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SLACK = 1e-6  # rounding tolerance for fractional resources, as 0.1 of a GPU
+SLACK = 1e-6  # rounding tolerance for fractional resources, such as 0.1 of a GPU
 
 
 @dataclass(frozen=True)
 class Group:
-    """Work items that one worker gets together, as their indices (places) in a call."""
+    """Work items that one worker gets together."""
 
-    places: tuple[int, ...]
-    num_deaths: int = 0  # number of workers that died with it
+    places: tuple[int, ...]  # indices of the work items in a call
+    num_deaths: int = 0  # number of workers that died while they had these items
 
 
 class Deadly(NamedTuple):
     """A work item during which `max_deaths` workers died."""
 
     place: int
-    error: Exception  # from the last death
+    error: Exception  # the error of the last death
 
 
 class WorkQueue:
-    """A queue of groups of work items, each to be done once even if workers die.
+    """A queue of groups of work items; each item is done once, even if workers die.
 
-    The items of a dead worker are retried next, one at a time, to find the deadly one. Once
-    `max_deaths` workers have died at the same item, no more work is handed out.
+    The items of a dead worker are retried next, one at a time, to find the item that killed it.
+    Once `max_deaths` workers have died at the same item, no more work is handed out.
     """
 
     def __init__(self, groups: Iterable[Sequence[int]], max_deaths: int):
@@ -41,7 +41,7 @@ class WorkQueue:
 
     @property
     def is_left(self) -> bool:
-        """Whether any group is waiting to be taken, or is not answered."""
+        """Whether `take` can return a group, or a taken group has no answer yet."""
         return bool(self._taken or (self._waiting and self.deadly is None))
 
     def take(self) -> Group | None:
@@ -66,7 +66,7 @@ class WorkQueue:
 
 
 def num_fitting(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> float:
-    """Return the number of workers that fit on the nodes; each takes `needs` on one node."""
+    """Return the number of workers that fit on the nodes, if each worker needs `needs`."""
     needed = {name: amount for name, amount in needs.items() if amount}
     if not needed:
         return float("inf")

@@ -1,8 +1,8 @@
-"""The loss of heads that draft all tokens of a round in one pass, over mask rows.
+"""The training loss of heads that draft all tokens of a round in one pass over mask rows.
 
-A block is such a round: it starts at the last known token of an answer, and its drafts are the
-tokens after it. A head is trained on blocks at random tokens of each document; they share the rows
-that the target has run.
+A block is such a round. It starts at the last known token of an answer, and its drafts are the
+tokens after this token. A head is trained on blocks at random tokens of each document. All blocks
+of a document share the features that the target computed for the document.
 """
 
 import math
@@ -20,8 +20,8 @@ from specjax.train.context import BlockRows, ContextRows
 from specjax.train.features import Batch
 from specjax.train.teacher import Frozen, Teacher, at, cross_entropy, shift
 
-# (target, params, head, batch, starts i32[B, N], K) -> the drafts' logits to train, each
-# f32[B, N, K, V_d]; the last ones are those that drafts are drawn from.
+# A function of (target, params, head, batch, starts i32[B, N], K). It returns the arrays of logits
+# that are trained, each f32[B, N, K, V_d]; drafts are drawn from the last array.
 BlockLogits = Callable[[Model, Params, Any, Batch, jax.Array, int], Sequence[jax.Array]]
 
 
@@ -40,8 +40,8 @@ def block_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the cross-entropy to the target's distribution, for blocks at random answer tokens.
 
-    Every document has `num_blocks` blocks at different tokens. Draft k is weighted
-    exp(-(k - 1) / gamma), because a draft after a wrong one is useless (Chen et al. 2026).
+    Every document has `num_blocks` blocks at different tokens. Draft k has the weight
+    exp(-(k - 1) / gamma), because a draft after a wrong draft is useless (Chen et al. 2026).
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)
@@ -74,7 +74,7 @@ def dflash_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a DFlash, DSpark or DFlash2 head; see `BlockLogits`.
 
-    If a draft's logits depend on the previous token, the document's token is used.
+    If a draft's logits depend on the previous token, this token is taken from the document.
     """
     drafter, own, (size, count) = DFlashDrafter(head), params.drafter, starts.shape
     context = ContextRows.of(*batch.tokens.shape)
@@ -108,7 +108,7 @@ def p_eagle_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a P-EAGLE head; see `BlockLogits`.
 
-    The row before `starts` gives the first draft, mask rows give the others.
+    The row before a block's start gives the first draft; mask rows give the other drafts.
     """
     own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
     context = ContextRows.of(size, length)

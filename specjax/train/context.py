@@ -1,4 +1,4 @@
-"""Rows without a cache, for training: whole sequences, and blocks of drafts within them."""
+"""Implementations of `Rows` for training, without a paged cache: sequences and blocks of drafts."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -12,11 +12,14 @@ from specjax.device.drafters.dflash import AttentionMask
 
 
 class _Attending:
-    """Base of rows for training: all rows attend, as gradients pass through attention."""
+    """The base class of rows for training.
+
+    All rows attend, since gradients pass through attention.
+    """
 
     @property
     def attends(self) -> bool:
-        """True, see `Rows.attends`."""
+        """Always True; see `Rows.attends`."""
         return True
 
 
@@ -46,8 +49,9 @@ class CausalRows(_Attending):
 class UnrolledRows(_Attending):
     """Causal rows at the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
 
-    As at inference, a row attends to the verified rows up to its own (step 0, causal) and, in later
-    steps, only to its own drafts. The cache collects the steps so far and starts as ().
+    As at inference, a row attends to the verified rows up to its own position, which are the rows
+    of step 0. In later steps the row also attends to its own drafts, but not to the drafts of other
+    rows. The cache is a tuple that collects the keys and values of each step, and starts as ().
     """
 
     positions: jax.Array  # i32[B T], shifted by `step`
@@ -89,10 +93,11 @@ class ContextRows(CausalRows):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockRows(_Attending):
-    """N blocks of W rows in each of B sequences, at positions from `starts` on.
+    """N blocks of W = `width` rows in each of B sequences.
 
-    `mask` determines which rows of the context before a block (from the cache of `ContextRows`) and
-    of the block itself a row attends to.
+    `starts` has the position of each block's first row. `mask` determines the rows to which a row
+    attends: rows of the same block, and rows of the context before the block, whose keys and values
+    are in the cache of `ContextRows`.
     """
 
     starts: jax.Array  # i32[B, N]

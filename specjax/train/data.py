@@ -1,4 +1,4 @@
-"""From text to token rows: reading documents, training the tokenizer, batching epochs."""
+"""Reads documents, trains tokenizers, and batches documents into rows of tokens."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,21 +19,24 @@ CHAT_TEMPLATE = (
 
 
 class Document(NamedTuple):
-    """Tokens i32[n]: the first `num_prompt` are the prompt, the rest the answer to train on."""
+    """The tokens of a prompt and its answer.
 
-    tokens: np.ndarray
+    The first `num_prompt` tokens are the prompt; the rest are the answer to train on.
+    """
+
+    tokens: np.ndarray  # i32[n]
     num_prompt: int
 
 
 def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return (prompt, answer) texts of files or folders; see `read_rows` for the formats."""
+    """Return the pairs (prompt, answer) of texts in files or folders; see `read_rows`."""
     return [(row["prompt"], row["answer"]) for row in read_rows(paths) if "answer" in row]
 
 
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, eos_token: str = EOS
 ) -> list[Document]:
-    """Return the documents of files or folders, tokenized as <s> prompt answer </s>.
+    """Return the documents in files or folders, tokenized as <s> prompt answer </s>.
 
     Raises:
         ValueError: as for `read_rows`, or the tokenizer has no end-of-sequence token.
@@ -57,11 +60,12 @@ def read_documents(
 
 
 def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield rows with "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
+    """Yield a dict for each document in files or folders.
 
-    A .jsonl row has "question" and "answer", or "text" (a document without a prompt), or the token
-    ids of a regenerated answer. Any other file is one document; a folder means all .jsonl, .txt and
-    .py files below it.
+    Its keys are "prompt" and "answer", or "prompt_token_ids" and "output_token_ids". Each row of a
+    .jsonl file is a document: it has "question" and "answer", or "text" (a document without a
+    prompt), or the token ids of a prompt and a regenerated answer. Any other file is one document.
+    In a folder, all .jsonl, .txt and .py files below it are read.
 
     Raises:
         ValueError: a path does not exist, a row has another format, or there are no rows.
@@ -108,7 +112,10 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with single digits, <s> as token 0 and </s> as token 1."""
+    """Train a byte-level BPE tokenizer that splits numbers into digits.
+
+    Token 0 is <s>, and token 1 is </s>.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -133,10 +140,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def packed_rows(
     documents: Sequence[Document], step: int, batch: int, length: int, seed: int
 ) -> np.ndarray:
-    """Return the rows i32[batch, length + 1] of a step, a pure function of the arguments.
+    """Return the rows i32[batch, length + 1] of a step.
 
-    Each epoch concatenates the documents in a new order and splits the stream into rows that
-    overlap by one token. Resuming at a step needs no other state.
+    Each epoch concatenates the documents in a new order and splits the stream of tokens into rows
+    that overlap by one token. The rows depend only on the arguments, so that a resumed run needs no
+    other state.
     """
     total = sum(len(document.tokens) for document in documents)
     steps_per_epoch = max(1, (total - 1) // (batch * length))
@@ -149,7 +157,10 @@ def packed_rows(
 
 
 def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Truncate or pad documents; return tokens i32[N, length], and a mask of answer tokens."""
+    """Return the tokens i32[N, length] of truncated or padded documents, and a mask of answers.
+
+    The mask bool[N, length] is true at tokens of answers.
+    """
     tokens = np.zeros((len(documents), length), np.int32)
     is_answer = np.zeros((len(documents), length), bool)
     for row, document in enumerate(documents):
@@ -162,7 +173,8 @@ def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray,
 def window(document: Document, length: int) -> slice:
     """Return the slice of a document that is kept for a row of `length` tokens.
 
-    The beginning of the prompt is dropped first (never its last token), then the answer's end.
+    The beginning of the prompt is dropped first, but never its last token. The end of the answer is
+    dropped next.
     """
     excess = max(0, len(document.tokens) - length)
     start = min(excess, max(0, document.num_prompt - 1))
@@ -170,7 +182,7 @@ def window(document: Document, length: int) -> slice:
 
 
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
-    """Return the row indices of a step among `count` rows, in a new order every epoch."""
+    """Return the indices of the rows of a step. Each epoch has `count` rows, in a new order."""
     steps_per_epoch = max(1, count // batch)
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)

@@ -1,4 +1,7 @@
-"""Training of drafters for a frozen target, by the engine's forward pass; a table of kinds."""
+"""Trains drafters for a frozen target, with the engine's forward pass.
+
+`KINDS` is the table of the kinds of drafters that can be trained.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,14 +42,16 @@ class HeadSizes:
     """Sizes of a new head; None for a kind's default. A kind ignores sizes that it does not have.
 
     Attributes:
-        aux_layers: layers of the target whose input the head reads.
-        draft_vocab_size: size of the draft vocabulary: the most frequent tokens of the answers.
-        num_layers: layers of a DFlash, DSpark or P-EAGLE head.
+        aux_layers: the layers of the target whose input the head reads.
+        draft_vocab_size: the size of the draft vocabulary, which has the most frequent tokens of
+            the answers.
+        num_layers: the number of layers of a DFlash, DSpark or P-EAGLE head.
         block_size: for a DFlash head, one more than its number of drafts; for a DSpark head, its
             number of drafts.
-        mask_token_id: token that these heads read in mask rows; texts should not contain it.
-        markov_rank: rank of a DSpark head's correction by the previous token.
-        num_heads: for Medusa, its number of drafts.
+        mask_token_id: the token that DFlash, DSpark and P-EAGLE heads read in mask rows. Texts
+            should not contain it.
+        markov_rank: the rank of the correction that a DSpark head makes for the previous token.
+        num_heads: the number of Medusa heads; each head makes one draft.
     """
 
     aux_layers: Sequence[int] | None = None
@@ -65,19 +70,21 @@ class InitialHead(NamedTuple):
     frozen: dict[str, Any]  # parameters that are not trained, by field
     trainable: Any | None  # None for random weights
     config: Mapping[str, Any]  # its `config.json`
-    names: Sequence[str] = ()  # tensors of the checkpoint it was read from: their layout is kept
+    names: Sequence[str] = ()  # tensors of the head's checkpoint, whose layout is kept; () if new
     file: str = FILE  # name of the file for the weights
 
 
 class Kind(NamedTuple):
-    """A kind of drafter: how it is made and stored."""
+    """A kind of drafter that can be trained."""
 
-    method: str  # in a `SpeculativeConfig`
+    method: str  # the kind's name in a `SpeculativeConfig`
+    # Returns a new head.
     make: Callable[[Model, HeadSizes, Sequence[Document]], InitialHead]
-    num_drafts: Callable[[InitialHead], int | None] = lambda start: None  # None: any
-    # Returns tensors that are not weights, for the head and its parameters.
+    # Returns the number of drafts that a head always makes; None if it can make any number.
+    num_drafts: Callable[[InitialHead], int | None] = lambda start: None
+    # Returns the tensors of a head that are not weights, from the head and its parameters.
     vocabulary: Callable[[Any, Any], Mapping[str, np.ndarray]] = lambda head, params: {}
-    # Returns the file of a folder's weights; None if it has the usual name.
+    # Returns the file with the weights in a folder; None if the file has the usual name.
     find_file: Callable[[Path], Path | None] = lambda folder: None
 
 
@@ -150,7 +157,7 @@ def _num_drafted_by_block(start: InitialHead) -> int:
 
 
 BLOCK_SIZE = 8
-# By the first argument of `specjax train`.
+# Kinds of drafters by the first argument of `specjax train`.
 KINDS = {
     "eagle1": Kind("eagle", _eagle1),
     "eagle3": Kind("eagle3", _eagle3, vocabulary=eagle3.vocabulary_tensors),
@@ -200,7 +207,7 @@ def _aux_layers(target: Model, sizes: HeadSizes) -> tuple[int, ...]:
 
 
 def draft_vocabulary(documents: Sequence[Document], vocab_size: int, size: int) -> np.ndarray:
-    """Return the `size` most frequent token ids of the answers, ascending, i32[size]."""
+    """Return the `size` most frequent token ids of the answers, in ascending order, i32[size]."""
     counts = np.bincount(
         np.concatenate([document.tokens[document.num_prompt :] for document in documents]),
         minlength=vocab_size,
@@ -218,12 +225,14 @@ def train_drafter(
     *,
     num_unrolled: int = 4,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Train a head for `target`; checkpoints go to `directory`, from which a run resumes.
+    """Train a head for `target`.
+
+    Checkpoints are saved in `directory`, and a killed run resumes from them.
 
     Args:
-        num_unrolled: consecutive drafts that are trained together, see `drafter_loss`. Drafting
-            applies the single layer of an MTP module recursively, so training also unrolls it
-            (FastMTP, Cai et al. 2025).
+        num_unrolled: the number of consecutive drafts that are trained together; see
+            `drafter_loss`. Drafting applies the single layer of an MTP module recursively, so
+            training also unrolls this layer (FastMTP, Cai et al. 2025).
 
     Returns:
         The head's parameters in float32, and the log of metrics.
@@ -260,7 +269,7 @@ def _say_memory(
     num_documents: int,
     schedule: Schedule,
 ) -> None:
-    """Print the memory that training needs from its first step to its last."""
+    """Print the sizes of the arrays that training keeps from its first step to its last."""
     optimizer = muon_and_adamw(labels, schedule.learning_rate, schedule.steps)
     parts = {
         "features in host memory": feature_bytes(

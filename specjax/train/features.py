@@ -1,4 +1,4 @@
-"""The target's features of documents: the training data of drafters."""
+"""The target's features of documents, which are the training data of drafters."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from specjax.device.models.model import Model
 from specjax.train.context import CausalRows
 from specjax.train.data import Document, padded_rows, shuffled_indices, window
 
-# The target's features of a document: hidden [n - 1, D], and auxiliary [n - 1, A D] or None.
+# The target's features of a document of n tokens: the pair (hidden, auxiliary) of arrays
+# [n - 1, D] and [n - 1, A D]; auxiliary may be None.
 Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
 
 
 class Batch(NamedTuple):
-    """Documents and the target's features of them, as B rows of T tokens."""
+    """Documents as B rows of T tokens, and the target's features of the tokens."""
 
     tokens: Any  # i32[B, T]
-    is_answer: Any  # bool[B, T]
-    hidden: Any  # [B, T, D], after the target's final norm
-    auxiliary: Any  # [B, T, A D], empty without auxiliary layers
+    is_answer: Any  # bool[B, T], true at the answers' tokens
+    hidden: Any  # [B, T, D], hidden states after the target's final norm
+    auxiliary: Any  # [B, T, A D], states for the A auxiliary layers; empty if A is 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class FeatureSet:
         aux_layers: tuple[int, ...],
         batch: int = 16,
     ) -> "FeatureSet":
-        """Run the target on documents, truncated or padded to `length`; keep features in float16.
+        """Run the target on documents, and return its features in float16.
+
+        The documents are truncated or padded to `length` tokens.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -84,10 +87,11 @@ class FeatureSet:
         features: Iterable[Exported],
         length: int,
     ) -> "FeatureSet":
-        """Return features that were computed elsewhere, for all but each document's last token.
+        """Return the documents with features that were computed elsewhere.
 
-        `features` are of whole documents; documents longer than `length` are cut by `window`. If
-        `features` is lazy, each document's features are freed before the next are computed.
+        For each document, `features` yields the features of all tokens but the last. Documents
+        longer than `length` are then cut by `window`. If `features` is lazy, the features of a
+        document are freed before the features of the next document are computed.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -107,7 +111,7 @@ class FeatureSet:
         return cls(Batch(tokens, is_answer, hidden, auxiliary))
 
     def batch_at(self, step: int, batch: int, seed: int) -> Batch:
-        """Return the rows of a training step, a pure function of its arguments."""
+        """Return the rows of a training step, which depend only on the arguments."""
         index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
         tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
         return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
@@ -116,13 +120,13 @@ class FeatureSet:
 def feature_bytes(
     target: Model, num_documents: int, length: int, aux_layers: tuple[int, ...]
 ) -> int:
-    """Return the size in bytes of a `FeatureSet.of` this number of documents."""
-    per_token = 2 * target.hidden_size * (1 + len(aux_layers)) + 4 + 1  # i32 and bool
+    """Return the size in bytes of the result of `FeatureSet.of` for `num_documents` documents."""
+    per_token = 2 * target.hidden_size * (1 + len(aux_layers)) + 4 + 1  # i32 token, bool is_answer
     return num_documents * length * per_token
 
 
 def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kept rows of a document's features, padded to [length, ...]."""
+    """Return the rows `kept` of a document's features, padded to `length` rows."""
     hidden, auxiliary = one
     if auxiliary is None:
         auxiliary = np.zeros((len(hidden), 0), np.float32)

@@ -1,4 +1,4 @@
-"""The training loop: steps, progress, and checkpoints to resume a killed run."""
+"""Runs training steps, prints progress, and saves checkpoints from which a killed run resumes."""
 
 import time
 from collections.abc import Callable
@@ -15,22 +15,22 @@ from specjax.checkpoint.writing import naming
 from specjax.engine.log import Pace
 from specjax.train.optimizer import muon_and_adamw
 
-TIMED_STEPS = 5  # steps from which the total time is estimated
+TIMED_STEPS = 5  # number of steps from which the total time is estimated
 
-# Returns the batch of a step; the same step always has the same batch.
+# A function that returns the batch of a step; the same step always has the same batch.
 Batches = Callable[[int], Any]
-# (trainable, frozen, batch, key) -> (loss, metrics)
+# A function of (trainable, frozen, batch, key) that returns (loss, metrics).
 Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Number of steps, batch shape, learning rate and seed of a training run."""
+    """The number of steps, batch shape, learning rate and seed of a training run."""
 
     steps: int
     batch_size: int  # rows per step
     length: int  # tokens per row
-    learning_rate: float  # its maximum
+    learning_rate: float  # the maximum during the run
     seed: int
 
 
@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
 
     trainable: Any
     opt_state: Any
-    step: jax.Array  # i32[], steps taken
+    step: jax.Array  # i32[], number of steps taken
 
 
 def begin(trainable: Any, optimizer: optax.GradientTransformation) -> TrainState:
@@ -50,8 +50,11 @@ def begin(trainable: Any, optimizer: optax.GradientTransformation) -> TrainState
 def make_train_step(
     loss: Loss, optimizer: optax.GradientTransformation, seed: int
 ) -> jax.stages.Wrapped:
-    """Return a jitted function (state, frozen, batch) -> (state, metrics), one step of minimising
-    `loss`. Its random key depends only on the step's number."""
+    """Return a jitted function that takes one step of minimising `loss`.
+
+    The function takes (state, frozen, batch) and returns (state, metrics). A step's random key
+    depends only on `seed` and the step's number.
+    """
 
     @jax.jit
     def train_step(state: TrainState, frozen: Any, batch: Any):
@@ -80,13 +83,13 @@ def fit(
     log_every: int = 20,
     save_every: int = 100,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Minimise `loss` over `trainable` and return the trained tree with the log of metrics.
+    """Minimise `loss` over `trainable`; return the trained tree and the log of metrics.
 
-    `frozen` has the arrays that the loss reads but does not train; `labels` names the optimiser of
-    each trained array, see `muon_and_adamw`.
+    `frozen` has the arrays that the loss reads but that are not trained. `labels` names the
+    optimiser of each trained array; see `muon_and_adamw`.
 
     The state is saved under `directory` every `save_every` steps, atomically. A run that finds a
-    checkpoint there resumes from it: batches and randomness depend only on the step number.
+    checkpoint in `directory` resumes from it: batches and random keys depend only on the step.
     """
     console, pace = Console(stderr=True), Pace()
     steps = schedule.steps
@@ -113,7 +116,7 @@ def fit(
                 compiled = train_step.lower(state, frozen, batch).compile()
                 console.print(_memory(compiled), highlight=False, soft_wrap=True)
             state, metrics = compiled(state, frozen, batch)
-            if step in (first, first + TIMED_STEPS):  # the first one takes longer
+            if step in (first, first + TIMED_STEPS):  # the first step takes longer
                 jax.block_until_ready(metrics)
                 begun, measured = measured, time.perf_counter()
                 if step > first:

@@ -25,16 +25,16 @@ from specjax.train.loop import Loss
 from specjax.train.target import matrix_labels
 from specjax.train.teacher import Frozen, Teacher, cross_entropy, shift
 
-# Fields of drafters' parameters: frozen ones, and output heads.
+# Fields of drafters' parameters: the frozen fields, and the output heads.
 UNTRAINED = ("embedding", "target_ids")
 LM_HEADS = ("lm_head", "lm_heads")
 
 
 def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a drafter's parameters into the trained ones, and the frozen ones by field.
+    """Return a drafter's parameters with None in the frozen fields, and the frozen fields by name.
 
-    A draft vocabulary is not a weight. A drafter's embedding is a copy and stays frozen: training
-    would change only the rows of tokens that occur in the data.
+    A draft vocabulary is frozen because it is not a weight. A drafter's embedding is a copy, and is
+    frozen because training would change only the rows of tokens that occur in the data.
     """
     frozen = {name: getattr(params, name) for name in UNTRAINED if hasattr(params, name)}
     return replace(params, **dict.fromkeys(frozen)), frozen
@@ -43,7 +43,7 @@ def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
 def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -> Loss:
     """Return the training loss for a kind of head, over `num_unrolled` consecutive drafts.
 
-    EAGLE-1 always trains one draft, Medusa one per head.
+    For EAGLE-1, the loss always has one draft; for Medusa, one draft per head.
 
     Raises:
         ValueError: this kind of head cannot be trained.
@@ -67,7 +67,10 @@ def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -
 
 
 def drafter_labels(params: Any) -> Any:
-    """Return each array's optimiser for `muon_and_adamw`: AdamW for output heads."""
+    """Return the label of each array for `muon_and_adamw`.
+
+    Output heads have "adamw"; see `matrix_labels` for other arrays.
+    """
     labels = matrix_labels(params)
     heads = {name: getattr(labels, name) for name in LM_HEADS if hasattr(labels, name)}
     return replace(labels, **jax.tree.map(lambda _: "adamw", heads))
@@ -86,8 +89,8 @@ def unrolled_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the cross-entropy to the target's distribution over an unrolled chain of drafts.
 
-    Step j runs the head on its own previous output, like drafting, and is weighted decay^j (Li et
-    al. 2025, section 3.2, training-time test). Positions whose most likely token is not in the
+    Step j runs the head on its own previous output, like drafting, and has the weight decay^j (Li
+    et al. 2025, section 3.2, training-time test). Positions whose most likely token is not in the
     draft vocabulary are ignored.
     """
     params = frozen.join(trainable)
@@ -118,8 +121,10 @@ def medusa_loss(
     *,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the cross-entropy of every head to the target's distribution; head i is weighted
-    decay^i (Cai et al. 2024, section 2.2)."""
+    """Return the sum of all heads' cross-entropies to the target's distribution.
+
+    Head i has the weight decay^i (Cai et al. 2024, section 2.2).
+    """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, heads, batch)
     size, length = batch.tokens.shape
@@ -137,7 +142,10 @@ def medusa_loss(
 def _ahead(
     logits: jax.Array, teacher: Teacher, is_answer: jax.Array, step: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return mean loss and accuracy of logits [B, T, V_d]; row p is for token p + 2 + step."""
+    """Return the mean loss and the mean accuracy of logits [B, T, V_d].
+
+    Row p of the logits predicts token p + 2 + step.
+    """
     counts = shift(is_answer, step + 2) & shift(teacher.is_drafted, step + 1)
     return cross_entropy(logits, shift(teacher.probs, step + 1), counts)
 
@@ -152,10 +160,10 @@ def eagle1_loss(
     *,
     noise: float = 0.1,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return smooth L1 to the target's next feature plus 0.1 cross-entropy (Li et al. 2024, 3.2).
+    """Return the smooth L1 loss to the target's next feature plus 0.1 times the cross-entropy.
 
-    Uniform noise on the input features simulates the head's errors, since drafting runs the head on
-    its own outputs.
+    This is the loss of Li et al. 2024, section 3.2. Uniform noise on the input features simulates
+    the head's errors, since drafting runs the head on its own outputs.
     """
     size, length = batch.tokens.shape
     params = frozen.join(trainable)

@@ -8,10 +8,11 @@ import optax.contrib
 
 
 def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransformation:
-    """Return Muon (Jordan 2024) for arrays labelled "muon", AdamW for arrays labelled "adamw".
+    """Return Muon (Jordan 2024) for arrays labelled "muon", and AdamW for those labelled "adamw".
 
-    The rate warms up over 1/25 of `steps`, then falls linearly to 2 % of `peak`. Muon's updates are
-    scaled to AdamW's RMS, so that both use the same rate (Liu et al. 2025, eq. 4).
+    The learning rate rises to `peak` over 1/25 of `steps`, then falls linearly to 2 % of `peak`.
+    Muon's updates are scaled to AdamW's RMS, so that both use the same rate (Liu et al. 2025,
+    eq. 4).
     """
     warmup = steps // 25 + 1
     schedule = optax.join_schedules(
@@ -29,9 +30,10 @@ def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransf
 
 
 def steady_adamw(rate: float, warmup: int = 10) -> optax.GradientTransformation:
-    """Return AdamW with a rate that is constant after `warmup` steps, for trained weights.
+    """Return AdamW with a rate that is constant after `warmup` steps, to refit trained weights.
 
-    Not Muon, which updates all directions of a matrix equally, including those already right.
+    Muon is not used here, because it updates all directions of a matrix equally, including
+    directions that are already right.
     """
     schedule = optax.linear_schedule(rate / warmup, rate, warmup - 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.01)

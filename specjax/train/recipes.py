@@ -1,4 +1,4 @@
-"""`specjax train`: from data to a checkpoint folder in the published layout, with a card."""
+"""Runs `specjax train`, which writes a checkpoint folder in the published layout, with a card."""
 
 import json
 import math
@@ -101,7 +101,7 @@ def _target(args: Namespace) -> None:
 def _answers(args: Namespace) -> None:
     texts = [prompt for prompt, _ in read_texts(args.data) if prompt]
     order = np.random.default_rng(args.seed).permutation(len(texts))[: args.num_prompts]
-    # Half greedy, half sampled, to train the drafter on both.
+    # Half of the answers are greedy and half are sampled, to train the drafter on both.
     params = [
         SamplingParams(temperature=float(i % 2), max_tokens=args.max_tokens, detokenize=False)
         for i in range(len(order))
@@ -155,7 +155,7 @@ def _drafter(args: Namespace) -> None:
 
 
 def _start(args: Namespace, kind: Kind, target: Model, documents: list[Document]) -> InitialHead:
-    """Return the head at the start of training: the one of --init, or a new one."""
+    """Return the head at the start of training: the head of --init, or a new head."""
     sizes = {field.name: getattr(args, field.name, None) for field in fields(HeadSizes)}
     if args.init is not None:
         if given := [name for name, value in sizes.items() if value is not None]:

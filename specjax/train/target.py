@@ -1,4 +1,4 @@
-"""Training of a small target model from scratch: next-token cross-entropy on packed rows."""
+"""Trains a small target model from scratch, by next-token cross-entropy on packed rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,8 +44,11 @@ def demo_llama(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
 
 
 def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
-    """Return a hybrid with heads of width 64 and attention in every fourth layer; the other layers
-    have two value heads per key head."""
+    """Return a hybrid model with heads of width 64.
+
+    Every fourth layer has attention. The other layers have gated delta rules with two value heads
+    per key head.
+    """
     heads = hidden_size // 64
     return Qwen35(
         vocab_size=vocab_size,
@@ -106,7 +109,7 @@ class Demo(NamedTuple):
     to_hf: Callable[[Any], Mapping[str, Any]]  # returns its Hugging Face `config.json`
 
 
-# By --architecture.
+# Architectures by the value of --architecture.
 DEMOS = {
     "llama": Demo(demo_llama, llama.to_hf),
     "qwen3_5": Demo(demo_qwen3_5, qwen3_5.to_hf),
@@ -115,8 +118,11 @@ DEMOS = {
 
 
 def init_params(specs: Any, key: jax.Array) -> Any:
-    """Return f32 weights for a tree of `TensorSpec`: norms one, biases zero, matrices normal with
-    standard deviation 1 / sqrt(fan in), decay rates of gated delta rule heads as in Mamba-2."""
+    """Return initial f32 weights for a tree of `TensorSpec`.
+
+    Norms are one and biases are zero. Matrices are normal with standard deviation 1 / sqrt(fan in),
+    embeddings with 0.02. The decay rates of gated delta rule heads are as in Mamba-2.
+    """
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(tree, [_init(s, k) for s, k in zip(leaves, keys, strict=True)])
@@ -154,7 +160,10 @@ def evaluate(model: Model, params: Any, documents: Sequence[Document], length: i
 
 
 def matrix_labels(params: Any) -> Any:
-    """Return each array's optimiser for `muon_and_adamw`: Muon for matrices larger than 8 x 8."""
+    """Return the label of each array for `muon_and_adamw`.
+
+    It is "muon" for matrices whose sides are both longer than 8, else "adamw".
+    """
     return jax.tree.map(lambda p: "muon" if p.ndim == 2 and min(p.shape) > 8 else "adamw", params)
 
 
@@ -164,7 +173,10 @@ def train_target(
     directory: Path,
     schedule: Schedule,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Train `model` on `documents`; checkpoints go to `directory`, from which a run resumes."""
+    """Train `model` on `documents`; return its parameters and the log of metrics.
+
+    Checkpoints are saved in `directory`, and a killed run resumes from them.
+    """
     params = init_params(model.specs(), jax.random.key(schedule.seed))
     labels = replace(jax.tree.map(lambda _: "adamw", params), layers=matrix_labels(params.layers))
     return fit(

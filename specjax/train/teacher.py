@@ -1,4 +1,4 @@
-"""The inputs of every drafter's loss: frozen parameters, and the target's distributions."""
+"""The inputs that all drafters' losses have: frozen parameters and the target's distributions."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,10 +23,13 @@ class Frozen(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The target's distributions over a draft vocabulary; row p is for the token at p + 1."""
+    """The target's distributions over a draft vocabulary.
+
+    Row p has the distribution of the token at position p + 1.
+    """
 
     probs: jax.Array  # f32[B, T, V_d]
-    is_drafted: jax.Array  # bool[B, T], whether its most likely token is in the draft vocabulary
+    is_drafted: jax.Array  # bool[B, T], whether the most likely token is in the draft vocabulary
 
     @classmethod
     def of(cls, target: Model, params: Params, head: DrafterWeights, batch: Batch) -> "Teacher":
@@ -44,9 +47,10 @@ class Teacher(NamedTuple):
 def cross_entropy(
     logits: jax.Array, expected: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return mean cross-entropy and accuracy of logits [..., V_d] where `counts` bool[...] is true.
+    """Return the mean cross-entropy and the mean accuracy of logits [..., V_d].
 
-    Tokens with a logit of -inf are ignored: they are not candidates.
+    The means are over the rows where `counts` bool[...] is true. `expected` [..., V_d] has the
+    target's probabilities. Tokens with a logit of -inf are not candidates, and are ignored.
     """
     weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
     log_probs = jnp.where(logits > -jnp.inf, jax.nn.log_softmax(logits), 0)
@@ -61,5 +65,5 @@ def shift(x: jax.Array, count: int) -> jax.Array:
 
 
 def at(x: jax.Array, spots: jax.Array) -> jax.Array:
-    """Return x [B, T, ...] at `spots` i32[B, N], as [B, N, ...]."""
+    """Return the rows of x [B, T, ...] at the positions `spots` i32[B, N], as [B, N, ...]."""
     return x[jnp.arange(len(x))[:, None], spots]

@@ -1,7 +1,7 @@
-"""The GPUs that steps can be compiled for without a GPU: one .txtpb file each.
+"""The GPUs for which steps can be compiled on a machine without a GPU.
 
-The file is XLA's description of a target (its proto `GpuTargetConfigProto`); another GPU is another
-file.
+Each GPU has one .txtpb file, which is XLA's description of a target (its proto
+`GpuTargetConfigProto`). To support another GPU, add its file.
 """
 
 import re
