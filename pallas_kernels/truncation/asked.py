@@ -36,7 +36,7 @@ class Asked(NamedTuple):
         return self.cuts_k | self.cuts_p | self.cuts_min
 
     def weigh(self, x: jax.Array, best: jax.Array) -> jax.Array:
-        """Return exp((x - best) / temperature): the largest logit weighs 1."""
+        """Return the weights exp((x - best) / temperature) of logits x; the largest weight is 1."""
         return jnp.exp2((x - best) * (LOG2_E / self.temperature))
 
     def floor(self, best: jax.Array) -> jax.Array:

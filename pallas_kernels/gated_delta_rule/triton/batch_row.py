@@ -13,9 +13,9 @@ class BatchRow(NamedTuple):
     """The scalars of one request in a call."""
 
     index: Any
-    layer: Any  # of the cache
+    layer: Any  # layer of the cache
     slot: Any
-    count: Any  # new tokens
+    count: Any  # number of new tokens
     start: Any  # position of the first new token
 
     @classmethod
@@ -31,8 +31,8 @@ class BatchRow(NamedTuple):
         """Return whether this is a request rather than padding.
 
         Starts and layers are never below 0. Checking them makes the compiler load all scalars
-        together before a branch on this result: it would move a load that only one side of the
-        branch needs into that side, where it would wait for memory again.
+        together before a branch on this result. Otherwise it would move a load that only one side
+        of the branch needs into that side, where the program would wait for memory again.
         """
         is_request = (self.count > 0) & (self.start >= 0) & (self.layer >= 0)
         return is_request & (self.slot >= 0) & (self.slot < num_slots)
@@ -43,5 +43,5 @@ class BatchRow(NamedTuple):
 
 
 def column_of(place, num_columns):
-    """Return the ring's column of a position; positions may be slightly below 0."""
+    """Return the column of the position `place` in a ring. It may be slightly below 0."""
     return jax.lax.rem(place + num_columns, num_columns)
