@@ -1,4 +1,4 @@
-"""The compute capability of the GPU for which programs are compiled, even if it is absent."""
+"""The compute capability of the GPU for which programs are compiled. The GPU may be absent."""
 
 import jax
 

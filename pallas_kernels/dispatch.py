@@ -53,7 +53,9 @@ def run(
 
 
 def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
-    """Return the name of the implementation of `op` to run. `names` are all names, the best first.
+    """Return the name of the implementation of `op` to run.
+
+    `names` are the names of all implementations of `op`, the best first.
 
     Raises:
         ValueError: see `run`.

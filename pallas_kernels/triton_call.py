@@ -1,8 +1,8 @@
 """The functions that kernels call, and the two backends that compile kernels for a GPU.
 
-A kernel is a Pallas kernel with refs to whole operands in global memory: it reads `pl.program_id`,
-and uses the functions below. Masked loads index every dimension with arrays, because interpret
-mode supports nothing else. The backends are
+A kernel is a Pallas kernel whose arguments are refs to whole operands in global memory. It reads
+`pl.program_id`, and calls the functions below. Masked loads index every dimension with arrays,
+because interpret mode supports nothing else. The backends are
 
 - "pallas": Pallas' lowering to Triton, which jax calls deprecated since 0.11;
 - "jax_triton": `triton_source` turns the kernel's jaxpr into the text of a Triton function, and the
@@ -129,8 +129,8 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
     """Return a b + c for f32 arrays of one shape, rounded once, after c itself has been rounded.
 
     A compiler may or may not fuse a product into the sum that follows. If the sum has two products,
-    it may fuse either of them. This function is always the same instruction. In interpret mode
-    there is no such instruction, but the barrier ensures that c is rounded first.
+    the compiler may fuse either of them. This function is always the same instruction. In interpret
+    mode there is no such instruction, but the barrier ensures that c is rounded first.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)

@@ -127,7 +127,7 @@ class _Writer:
         return f"v{self.num_names}"
 
     def assign(self, value: str) -> str:
-        """Return `value` if it is a name; otherwise assign it to a new name, and return this."""
+        """Return `value` if it is a name, else a new name to which `value` is assigned."""
         if value.isidentifier():
             return value
         name = self.new_name()

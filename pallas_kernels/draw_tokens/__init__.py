@@ -2,10 +2,10 @@
 
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
-This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties go
-to the first token; a row without a possible token gives -1. The noise is counter-based (threefry,
-one call for two tokens): a token's noise does not depend on the row, the batch, or the number of
-other tokens drawn.
+This samples from softmax(logits / T) (Gumbel-max). At temperature 0 the token is the plain argmax.
+Ties go to the first token. A row without a possible token gives -1. The noise is counter-based:
+a token's noise does not depend on the row, the batch, or the number of other tokens drawn. One call
+of threefry makes the noise of two tokens.
 
 XLA samples in a conditional, as a second program, and launches a kernel for every small array in
 the computation of the noise. The Triton kernel reads the logits once, and does all work per row.

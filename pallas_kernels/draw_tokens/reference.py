@@ -52,7 +52,7 @@ def draw_tokens_reference(
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """Return the first token i32[N] with the maximum logit of each row.
+    """Return, for each row, the first token i32[N] that has the maximum logit.
 
     A row with only -inf, or with a NaN, gives -1.
     """

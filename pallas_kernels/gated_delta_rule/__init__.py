@@ -17,7 +17,7 @@ tokens into the state, S <- e^g S + u k^T, and writes the state once. Then it ru
 on a copy of the state, and leaves their e^g, k and u for the next call, which knows the number of
 accepted tokens. One state is read and written, regardless of the number of verified tokens, and
 rejected tokens need no rollback: their columns are overwritten. The convolution reads the raw
-inputs of the W - 1 tokens before the new ones.
+inputs of the W - 1 tokens before the new tokens.
 
 Folding rounds like verification, in the same order: e^g S is rounded, then u k^T is added by one
 fused multiply-add. So a state has the same bits for any division of its tokens into steps.
@@ -26,11 +26,11 @@ The token at position p is in column p mod n of a ring of n columns, so n consec
 different columns. The readers and writers of a ring determine n:
 
 - Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
-  read the W - 1 tokens before the new ones, and write the following up to M new ones.
+  read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
 - k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
-  pending ones, which precede them.
+  pending tokens, which precede the new tokens.
 - u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
-  state. It reads all pending tokens before it writes the first new one.
+  state. It reads all pending tokens before it writes the first new token.
 
 Rejected tokens of earlier steps are at positions that the new tokens overwrite, or that a later
 step overwrites before any step reads them.

@@ -216,9 +216,9 @@ def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
 
 
 def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
-    """Return the inputs of the rule, with q, k and v per value head from channels y f32[B, T, C].
+    """Return the inputs of the rule, with q, k and v for each value head.
 
-    `gates` f32[B, T, 2, H_v] are g and beta.
+    q, k and v are split from the channels y f32[B, T, C]. `gates` f32[B, T, 2, H_v] are g and beta.
     """
     batch, length, _ = y.shape
     key_channels = heads.num_keys * heads.key_dim

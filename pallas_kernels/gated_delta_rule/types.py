@@ -70,7 +70,7 @@ class DeltaRuleCache(NamedTuple):
 
     @property
     def heads(self) -> Heads:
-        """Head counts and dimensions, derived from the shapes."""
+        """Head counts and dimensions, derived from the arrays' shapes."""
         return Heads(self.k.shape[3], self.u.shape[3], self.k.shape[4], self.u.shape[4])
 
     @property

@@ -32,7 +32,8 @@ def grouped_matmul(
         weights: [G, D, F], one matrix per group.
         group_sizes: i32[G], the numbers of rows per group, which sum to N.
         sources: i32[N], indices of rows of x, which may repeat; None if x is sorted by group.
-        targets: i32[N], indices of rows of the result, a permutation; None to sort it by group.
+        targets: i32[N], indices of rows of the result, a permutation; None if the result is sorted
+            by group.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

@@ -16,7 +16,7 @@ def grouped_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_matmul`. Each used matrix is read once per block, and unused ones are not read.
+    """See `grouped_matmul`. Each used matrix is read once per block, and no unused matrix is read.
 
     The result is differentiable with respect to x and the weights.
     """

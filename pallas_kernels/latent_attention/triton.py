@@ -1,9 +1,10 @@
-"""Attention over latents in two Triton kernels: a flash kernel split over the context, a combine.
+"""Attention over latents in two Triton kernels.
 
-A program computes up to `block_rows` of the T H rows of one request. It reads every
-`num_splits`-th block of `block_tokens` tokens in the request's context. It reads an entry once, and
-uses it as key and as value. As in paged attention, a row's bits depend neither on other requests
-nor on other rows of its request.
+The first is a flash kernel, in which several programs may divide a request's context. The second
+kernel combines their results. A program of the first kernel computes up to `block_rows` of a
+request's T H rows. It reads every `num_splits`-th block of `block_tokens` tokens in the request's
+context. An entry is read once, and used both as key and as value. As in paged attention, a row's
+bits depend neither on other requests nor on other rows of its request.
 """
 
 import functools
@@ -34,7 +35,7 @@ MAX_SPLITS = 32  # the combine kernel keeps a row's partial results [splits, ran
 class LatentTuning:
     """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows per program; a request has T H
+    block_rows: int  # query rows per program, out of T H per request
     block_tokens: int  # entries per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX: blocks of pages, streaming softmax."""
+"""Paged attention in plain JAX, with a streaming softmax over blocks of pages."""
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ MAX_SPLITS = 64  # the combine kernel keeps a row's partial results [splits, D] 
 class AttentionTuning:
     """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows per program; a key head has T G
+    block_rows: int  # query rows per program, out of T G per key head
     block_tokens: int  # keys and values per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 class Rule(NamedTuple):
     """The rule by which experts are chosen and weighted, as Python values.
 
-    If there are groups, experts are chosen only from the best groups. The best groups have the
-    largest sums of the scores of their two best experts.
+    If there are groups, experts are chosen only from the best groups. A group is ranked by the sum
+    of its two best scores.
     """
 
     is_sigmoid: bool = False  # whether scores are sigmoids of the logits, or else their softmax

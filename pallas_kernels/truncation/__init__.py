@@ -40,8 +40,8 @@ def truncate(
         top_p: f32[N].
         min_p: f32[N].
         axis: the mesh axis over whose devices the columns are split, inside `shard_map`; None if
-            they are not split. If they are, plain JAX runs, with 8 exchanges of 60 bytes per row
-            for top_k, and 8 more for top_p.
+            they are not split. If they are split, plain JAX runs, with 8 exchanges of 60 bytes per
+            row for top_k, and 8 more for top_p.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

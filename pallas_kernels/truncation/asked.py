@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def read(cls, refs: Any, row: jax.Array, vocab_size: int) -> "Asked":
-        """Read a row from refs of temperature, top_k, top_p and min_p."""
+        """Return a row's settings, read from the refs of temperature, top_k, top_p and min_p."""
         temperature, top_k, top_p, min_p = (ref[row] for ref in refs)
         cuts_k = (top_k > 0) & (top_k < vocab_size)
         # A top_p that rounds to 0 keeps the best token.

@@ -1,4 +1,4 @@
-"""The candidates of a row: logits that may be below or above its threshold."""
+"""The candidates of a row, which are the logits near its threshold and above."""
 
 from functools import reduce
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ class SplitColumns:
         self.axis = axis
 
     def count(self, num_columns: int) -> int:
-        """Return the number of columns of all devices, which have `num_columns` each."""
+        """Return the number of columns on all devices. Each device has `num_columns` columns."""
         return num_columns * jax.lax.psum(1, self.axis)
 
     def max(self, x: jax.Array) -> jax.Array:

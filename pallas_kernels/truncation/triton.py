@@ -43,7 +43,7 @@ class TruncationTuning:
     tile_room: int = 2048  # candidates per tile: in some models, frequent tokens share a few tiles
     few: int = 2048  # candidates that `select` holds in registers, so that two programs fit
     many: int = 16384  # candidates that `rest` holds in registers
-    bound_warps: int = 8  # with a row's maxima in registers, so that two rows share them
+    bound_warps: int = 8  # hold a row's maxima in registers, which two rows share
     row_warps: int = 16
 
 

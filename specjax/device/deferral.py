@@ -3,7 +3,8 @@
 A round without drafts needs no result from the drafter, and reading the drafter's weights takes as
 long for one row as for many. So `defer` only keeps the target's features for the round's rows.
 Later another program, `observe_deferred`, updates the drafter with these features. The host runs
-it before any other use of the drafter's cache, and before the buffer of kept rows is full.
+that program before any other use of the drafter's cache, and before the buffer of kept rows is
+full.
 """
 
 from dataclasses import replace
@@ -26,9 +27,9 @@ def defer(
     *,
     model: StepModel,
 ) -> EngineState:
-    """Return the state with the features of a round without drafts kept for `observe_deferred`.
+    """Return the state that keeps a round's features for `observe_deferred`.
 
-    Call this function before the requests' progress is updated.
+    The round has no drafts. Call this function before the requests' progress is updated.
 
     Args:
         slots: i32[B], the slot of each request in the round.

@@ -94,7 +94,7 @@ def apply_processors(
     processors: Processors,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
-    """Return the logits f32[B, T, V] after each request's logits processors.
+    """Return the logits f32[B, T, V], edited by each request's logits processors.
 
     Row t of request b follows `history.lengths[b]` + t tokens. The given logits are the model's:
     all other edits come after the logits processors.

@@ -96,6 +96,6 @@ class StepModel(NamedTuple):
 def page_tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
     """Return a list of page tables i32[B, P].
 
-    The first is for layers without separate pages. Then there is one for each window.
+    The first page table is for layers without separate pages. One more follows for each window.
     """
     return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)

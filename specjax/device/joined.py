@@ -43,7 +43,7 @@ def joined_step(
 
     Args:
         chunks: the inputs of the chunks, which are padded to `width` tokens per prompt.
-        round_: the inputs of the round of other requests, which draft `k` tokens each.
+        round_: the inputs of the round, whose requests have no chunk and draft `k` tokens each.
         chunk_variant: the variant of the chunks.
         variant: the variant of the round.
 

@@ -20,7 +20,7 @@ def process_first(
     *,
     processors: Processors,
 ) -> Float32[jax.Array, "B 1 V"]:
-    """Return the logits of the token after each chunk, after the logits processors."""
+    """Return the logits of each chunk's next token, edited by the logits processors."""
     history = History(state.tokens[inputs.slots], inputs.starts + inputs.counts)
     return apply_processors(logits, state.requests.at(inputs.slots), history, processors)
 
@@ -33,7 +33,7 @@ def process_round(
     *,
     processors: Processors,
 ) -> Float32[jax.Array, "B R V"]:
-    """Return a round's logits, after the logits processors. Row t follows the first t drafts."""
+    """Return a round's logits, edited by the logits processors. Row t follows t drafts."""
     history = History(state.tokens[inputs.slots], state.lengths[inputs.slots] + 1)
     requests = state.requests.at(inputs.slots)
     return apply_processors(logits, requests, history.then(draft.tokens), processors)

@@ -262,7 +262,7 @@ def settle(
     """Verify the drafts, commit the accepted drafts and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. After a round without drafts this may be deferred if `may_defer` is true (see
+    next round starts. If `may_defer` is true, a round without drafts may leave this for later (see
     `deferral`). `begin` explains `processed`, here f32[B, K+1, V], and `masks`, here
     i32[B, K+1, ceil(V/32)].
     """

@@ -2,7 +2,7 @@
 
 All code that reads logits calls a `Vocabulary` for reductions over all tokens, and for the columns
 of given tokens. If the logits are split, the devices exchange results per row instead of logits.
-Only for the logits processors of users do they exchange the logits.
+The logits processors of users are an exception: for them, the devices exchange the logits.
 """
 
 from collections.abc import Callable
@@ -136,9 +136,9 @@ WHOLE = Vocabulary()
 class SplitVocabulary(Vocabulary):
     """A vocabulary split over devices, which hold the logits of `size` consecutive tokens each.
 
-    The devices are those along the mesh axis `axis`. Call the methods inside `shard_map`, with the
-    same tokens, seeds and settings on all devices. Columns past the last token must hold -inf, so
-    that they are never drawn.
+    The devices lie along the mesh axis `axis`. Call the methods inside `shard_map`, with the same
+    tokens, seeds and settings on all devices. Columns past the last token must hold -inf, so that
+    they are never drawn.
     """
 
     total: int  # number of tokens

@@ -2,9 +2,9 @@
 
 The first kernel prepares the state-independent part of all chunks at once. In the second kernel,
 each program folds the pending tokens, then one chunk after the other, into its rows of a state. The
-third kernel updates the rings after the other kernels are done, because it fills with NaN columns
-that their programs read. The first two kernels are separate because a joint kernel would need too
-many registers.
+third kernel updates the rings after the other kernels are done, because it writes NaN to columns
+that the other kernels read. The first two kernels are separate because a joint kernel would need
+too many registers.
 """
 
 import math

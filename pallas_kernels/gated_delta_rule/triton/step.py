@@ -1,4 +1,4 @@
-"""A decode step of the gated delta rule: fold pending tokens into the state, then run new ones.
+"""Runs a decode step of the gated delta rule: folds pending tokens into the state, runs new tokens.
 
 A program owns some rows of one value head's state, which are independent of the other rows. It
 reads its rows once and folds the pending tokens into them. It writes the rows if there were pending

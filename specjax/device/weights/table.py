@@ -16,7 +16,7 @@ from specjax.device.weights.weight import Weight, weight
 class Table(Weight):
     """An embedding table with a row [D] for each token.
 
-    If the output head is tied, the same row is the token's column in the output head.
+    A tied output head is the transposed table, so a token's row is also its column in the head.
     """
 
     values: jax.Array  # [V, D]
