@@ -1,4 +1,4 @@
-"""Sampling of tokens, and the noise, in plain JAX."""
+"""Token sampling and its noise in plain JAX."""
 
 from typing import Any
 

@@ -61,7 +61,9 @@ def gated_delta_rule(
     eps: float,
     kernels: str = "auto",
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """Return outputs [B, T, H_v, D_v] in x's dtype, and the new cache. Use only this cache.
+    """Return outputs [B, T, H_v, D_v] in x's dtype, and the new cache.
+
+    Do not use the old cache afterwards.
 
     Args:
         x: [B, T, C + H_v D_v + 2 H_v], the unchanged output of the input projection. For each new

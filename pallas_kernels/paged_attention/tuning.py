@@ -64,7 +64,7 @@ def choose_config(
     context: int,
     dtype: jnp.dtype,
 ) -> AttentionTuning:
-    """Return the tiles for `num_rows` tokens per request that see at most `context` tokens."""
+    """Return the tiles for `num_rows` rows per request that attend to at most `context` tokens."""
     tiles = TILES[dtype.itemsize][dim]
     rows = num_rows * (num_heads // num_kv_heads)
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))

@@ -48,7 +48,9 @@ def rope_write(
     writes: bool = True,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries [B, T, H, D] in the pool's dtype, and the new pool. Use only this pool.
+    """Return queries [B, T, H, D] in the pool's dtype, and the new pool.
+
+    Do not use the old pool afterwards.
 
     Args:
         qkv: [B, T, F], the projection, with F = (H + gates + 2 H_kv) D.

@@ -1,4 +1,4 @@
-"""The candidates of a row, which are the logits near its threshold and above."""
+"""The candidates of a row, which are its logits from a lower bound of its threshold on."""
 
 from functools import reduce
 from typing import Any, NamedTuple

@@ -9,7 +9,7 @@ INFINITE = 0x007FFFFF  # the key of -inf
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Return keys u32 in the order of floats x f32. -0.0 and 0.0 have the same key."""
+    """Return keys u32 that have the same order as floats x f32; -0.0 and 0.0 have the same key."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     bits = jnp.where(bits == jnp.uint32(SIGN), jnp.uint32(0), bits)
     return jnp.where(bits >= jnp.uint32(SIGN), ~bits, bits | jnp.uint32(SIGN))

@@ -21,9 +21,9 @@ def highest_key(
 ) -> jax.Array:
     """Return the highest key of `num_bits` leading bits that keeps a weight of at least `wanted`.
 
-    `known` is the key of the leading bits that are already known, and the number of these bits;
-    None if no bits are known. The result is this key (0 without `known`) if all weights sum to less
-    than `wanted`, or if `is_asked` is false.
+    `known` has the key of the leading bits that are already known, and the number of these bits. It
+    is None if no bits are known. The result is the known key, or 0 without `known`, if all weights
+    sum to less than `wanted`, or if `is_asked` is false.
     """
 
     def refine(bit, key):
@@ -50,9 +50,9 @@ def shared_digits(low: jax.Array, high: jax.Array, num_bits: int) -> tuple[jax.A
 def repeat(
     first: jax.Array | int, end: int, refine: Callable, start: jax.Array, is_asked: jax.Array
 ) -> jax.Array:
-    """Return `start`, refined if `is_asked` is true by `refine(i, x)` for i from `first` to `end`.
+    """Return the result of x = `refine(i, x)` for i in range(first, end), where x is first `start`.
 
-    The index `end` is excluded.
+    If `is_asked` is false, return `start`.
     """
     return jax.lax.cond(
         is_asked, lambda x: jax.lax.fori_loop(first, end, refine, x), lambda x: x, start

@@ -1,4 +1,4 @@
-"""Runs prefill chunks and a decode round in one pass of the target, which reads its weights once.
+"""Runs prefill chunks and a decode round in one pass of the target, so its weights are read once.
 
 A short chunk takes about as long as reading the weights, and so does a small round. If requests
 arrive continuously, most steps have both chunks and a round.
@@ -48,7 +48,7 @@ def joined_step(
         variant: the variant of the round.
 
     Returns:
-        The state, and a pair of outputs: the chunks' and the round's.
+        The state, and a pair: the outputs of the chunks, and the outputs of the round.
     """
     target, aux_layers = model.target, model.drafter.aux_layers
     with jax.named_scope("draft"):

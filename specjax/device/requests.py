@@ -1,4 +1,4 @@
-"""Parameters of requests, in arrays indexed by slot that are written at admission."""
+"""Parameters of requests, in arrays indexed by slot. They are written at admission."""
 
 from dataclasses import dataclass
 from typing import Any

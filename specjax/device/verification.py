@@ -129,9 +129,10 @@ class SeedExact:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Accept draft d with probability min(1, p(d)/q(d)), where p is the target's, q the drafter's.
+    """Accept draft d with probability min(1, p(d)/q(d)).
 
-    If a draft is rejected, the token that replaces it is sampled from max(p - q, 0).
+    p is the target's distribution, and q the drafter's. If a draft is rejected, the token that
+    replaces it is sampled from max(p - q, 0).
     """
 
     shares_noise: bool = False

@@ -121,7 +121,7 @@ class Vocabulary:
         min_p: jax.Array,
         kernels: str,
     ) -> jax.Array:
-        """Return logits without the tokens that top-k, top-p or min-p exclude; see `truncate`."""
+        """Return logits with -inf for tokens that top-k, top-p or min-p exclude; see `truncate`."""
         return truncate(logits, temperature, top_k, top_p, min_p, kernels=kernels)
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 class Inputs(NamedTuple):
-    """Values f32 of the new tokens that later steps do not need. Padding rows are undefined."""
+    """Values of the new tokens that later steps do not need, in f32. Padding rows are undefined."""
 
     q: Any  # [B, T, H_k, D_k]
     v: Any  # [B, T, H_v, D_v]

@@ -1,6 +1,6 @@
 """The rings of u, k and e^g, for a program that owns some rows of a state.
 
-The program holds the rows as arrays [rows, piece], one per piece of D_k.
+The program holds the rows as arrays [rows, piece], one array for each piece of the D_k columns.
 """
 
 from typing import Any, NamedTuple

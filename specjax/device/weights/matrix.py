@@ -20,7 +20,7 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Matrix(Weight):
-    """A matrix [in, out]. Projections that share an input are named parts of its columns."""
+    """A matrix [in, out]. Projections that share an input are named parts of the columns."""
 
     values: jax.Array
     parts: Parts = ()  # name and number of columns of each part
@@ -127,9 +127,9 @@ class Blocks(Matrix):
         return self._multiply(x, self.values[first // BLOCK_COLUMNS :], None)
 
     def _multiply(self, x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
-        """Return the product of rows x [N, in] with blocks.
+        """Return the product of rows x [N, in] with `blocks`, computed for some rows at a time.
 
-        Each product takes only some of the rows, because XLA copies them for each block.
+        XLA copies the rows for each block, so many rows would take too much memory.
         """
         bytes_per_row = len(blocks) * x.shape[1] * x.dtype.itemsize
         most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))

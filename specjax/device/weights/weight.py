@@ -77,7 +77,7 @@ class _Values(GetAttrKey):
 
 
 def weight(cls: W) -> W:
-    """Register a dataclass as a pytree. Its array is the field `values`; other fields are static."""
+    """Register a dataclass as a pytree with the array `values`. Its other fields are static."""
     static = [field.name for field in fields(cls) if field.name != "values"]
     key = _Values("values")
 
