@@ -19,8 +19,9 @@ accepted tokens. One state is read and written, regardless of the number of veri
 rejected tokens need no rollback: their columns are overwritten. The convolution reads the raw
 inputs of the W - 1 tokens before the new tokens.
 
-Folding rounds like verification, in the same order: e^g S is rounded, then u k^T is added by one
-fused multiply-add. So a state has the same bits for any division of its tokens into steps.
+Folding and verification round their results in the same order: e^g S is rounded, then u k^T is
+added by one fused multiply-add. So a state has the same bits for any division of its tokens into
+steps.
 
 The token at position p is in column p mod n of a ring of n columns, so n consecutive tokens are in
 different columns. The readers and writers of a ring determine n:
@@ -61,9 +62,7 @@ def gated_delta_rule(
     eps: float,
     kernels: str = "auto",
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """Return outputs [B, T, H_v, D_v] in x's dtype, and the new cache.
-
-    Do not use the old cache afterwards.
+    """Return outputs [B, T, H_v, D_v] in x's dtype, and the cache that replaces the old cache.
 
     Args:
         x: [B, T, C + H_v D_v + 2 H_v], the unchanged output of the input projection. For each new

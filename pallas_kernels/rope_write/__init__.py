@@ -48,9 +48,7 @@ def rope_write(
     writes: bool = True,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries [B, T, H, D] in the pool's dtype, and the new pool.
-
-    Do not use the old pool afterwards.
+    """Return queries [B, T, H, D] in the pool's dtype, and the pool that replaces the old pool.
 
     Args:
         qkv: [B, T, F], the projection, with F = (H + gates + 2 H_kv) D.

@@ -239,12 +239,16 @@ def acceptance(probs: jax.Array, draft: Draft, vocabulary: Vocabulary = WHOLE) -
 def block_acceptance(
     probs: jax.Array, draft: Draft, num_drafts: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
-    """Return p_i f32[B, K+1] and h_i f32[B, K] of algorithm 2 in Sun et al. 2024.
+    """Return p_i f32[B, K+1] for i = 0..K, and h_i f32[B, K] for i = 1..K.
 
-    For i = 1..K, p_i = min(p_{i-1} p(d_i)/q(d_i), 1) with p_0 = 1, and h_i = S_i / (S_i + 1 - p_i)
-    with S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0), where p_{i+1}(v) and q_{i+1}(v) are the
-    target's and the drafter's distributions at the next position. After a request's last draft,
-    h_i = p_i. This also holds where p_{i+1}(v) leaves no token, since then no draft can follow.
+    h_i is the probability that the test of the first i drafts succeeds (algorithm 2 in Sun et al.
+    2024). Let p(v) be the target's distribution, and q(v) the drafter's:
+
+        p_0 = 1                                     p_i = min(p_{i-1} p(d_i) / q(d_i), 1)
+        S_i = sum_v max(p_i p(v) - q(v), 0)         h_i = S_i / (S_i + 1 - p_i)
+
+    In S_i, the distributions are for the token after draft i. h_i = p_i after a request's last
+    draft, and where p(v) leaves no token after draft i, since then no draft can follow.
     """
     k, num_columns = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]
