@@ -1,4 +1,4 @@
-"""The compute capability of the GPU that programs are compiled for; it may not be present."""
+"""The compute capability of the GPU for which programs are compiled. The GPU may be absent."""
 
 import jax
 

@@ -1,8 +1,8 @@
-"""Choice of the implementation of an operation.
+"""Chooses the implementation of an operation.
 
-The argument `kernels` names it: "reference" is plain JAX; "triton" and "mosaic" are kernels for
-NVIDIA GPUs; "interpret" runs the Triton kernels on any device, slowly, for tests; "auto" is the
-operation's first kernel that the GPU can run, or else the reference.
+The argument `kernels` names the implementation. "reference" is plain JAX. "triton" and "mosaic" are
+kernels for NVIDIA GPUs. "interpret" runs the Triton kernels on any device, slowly, for tests.
+"auto" is the operation's first kernel that the GPU can run, or the reference if there is none.
 """
 
 import logging
@@ -29,10 +29,11 @@ class UnsupportedError(ValueError):
 def run(
     op: str, kernels: str, implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs
 ) -> Any:
-    """Run the implementation of `op` that `kernels` names. `implementations` has "reference".
+    """Return the result of the implementation of `op` that `kernels` names.
 
-    With "auto", the reference handles arguments that a kernel does not support; this is logged
-    once. If the device cannot run the named kernel, the reference runs, with one warning.
+    `implementations` maps names, among them "reference", to functions. With "auto", the reference
+    runs if the kernel does not support the arguments, which is logged once. If the device cannot
+    run the named kernel, the reference runs, with one warning.
 
     Raises:
         ValueError: `kernels` is unknown or `op` has no such implementation.
@@ -52,7 +53,9 @@ def run(
 
 
 def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
-    """Return the one of `names`, the implementations of `op`, to run; the best comes first.
+    """Return the name of the implementation of `op` to run.
+
+    `names` are the names of all implementations of `op`, the best first.
 
     Raises:
         ValueError: see `run`.

@@ -1,15 +1,15 @@
-"""The functions that kernels are written with, and the two backends that compile them for a GPU.
+"""The functions that kernels call, and the two backends that compile kernels for a GPU.
 
-A kernel is a Pallas kernel with refs to whole operands in global memory: it reads `pl.program_id`,
-and uses the functions below. Masked loads index every dimension with arrays, because interpret
-mode supports nothing else. The backends are
+A kernel is a Pallas kernel whose arguments are refs to whole operands in global memory. It reads
+`pl.program_id`, and calls the functions below. Masked loads index every dimension with arrays,
+because interpret mode supports nothing else. The backends are
 
 - "pallas": Pallas' lowering to Triton, which jax calls deprecated since 0.11;
 - "jax_triton": `triton_source` turns the kernel's jaxpr into the text of a Triton function, and the
-  package jax_triton compiles and calls it. It uses Pallas only to trace kernels.
+  package jax_triton compiles and calls this function. Pallas is used only to trace kernels.
 
-Pallas is used if jax has it, unless the environment variable PALLAS_KERNELS_BACKEND, read whenever
-a kernel is traced, names the other.
+Pallas is used if jax has it, unless the environment variable PALLAS_KERNELS_BACKEND names the other
+backend. The variable is read whenever a kernel is traced.
 """
 
 import functools
@@ -76,7 +76,7 @@ def packages_of_backend() -> tuple[str, ...]:
 
 
 def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
-    """Return the elements of a ref at its index, or `other` where the mask is false."""
+    """Return the elements that an indexed ref selects, or `other` where the mask is false."""
     if plt:
         return plt.load(ref, mask=mask, other=other)
     from jax._src.pallas import primitives  # what that wraps
@@ -85,7 +85,7 @@ def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array, *, mask: jax.Array | None = None) -> None:
-    """Write elements of a ref at its index, where the mask is true."""
+    """Write `value` to the elements that an indexed ref selects, where the mask is true."""
     if plt:
         plt.store(ref, value, mask=mask)
     else:
@@ -102,7 +102,10 @@ def dot(
     allow_tf32: bool | None = None,
     precision: Any = None,
 ) -> jax.Array:
-    """Return a b, or a b^T, in f32. f32 operands use tf32 unless an argument forbids it."""
+    """Return the product a b in f32, or a b^T if `trans_b` is true.
+
+    f32 operands are multiplied as tf32, unless `allow_tf32` or `precision` forbids it.
+    """
     if allow_tf32 is not None:
         precision = jax.lax.Precision.HIGH if allow_tf32 else jax.lax.Precision.HIGHEST
     return jax.lax.dot_general(
@@ -125,9 +128,9 @@ def barrier(values: Any) -> Any:
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
     """Return a b + c for f32 arrays of one shape, rounded once, after c itself has been rounded.
 
-    Compilers may or may not fuse a product into the sum that follows, and of two products either
-    one. This function is always the same instruction. In interpret mode there is no such
-    instruction, but the barrier ensures that c is rounded first.
+    A compiler may or may not fuse a product into the sum that follows. If the sum has two products,
+    the compiler may fuse either of them. This function is always the same instruction. In interpret
+    mode there is no such instruction, but the barrier ensures that c is rounded first.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)
@@ -144,10 +147,10 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
 
 
 def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return log2 of normal f32 numbers by the GPU's approximate instruction.
+    """Return log2 of normal f32 numbers, computed by the GPU's approximate instruction.
 
-    Its error is at most 2^-22, absolute for x in (0.5, 2) and relative elsewhere (PTX ISA). In
-    interpret mode it is `jnp.log2`.
+    The absolute error is at most 2^-22 for x in (0.5, 2). Elsewhere this is the bound of the
+    relative error (PTX ISA). In interpret mode the function is `jnp.log2`.
     """
     if interpret:
         return jnp.log2(x)
@@ -181,10 +184,11 @@ def triton_call(
     aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Run `kernel` on `grid`, with refs to the whole operands, then to the outputs; return these.
+    """Run `kernel` on `grid`, and return the outputs.
 
-    `aliases` maps operands to the outputs that reuse their buffers. They are updated in place if
-    the caller donated or created them.
+    The kernel's arguments are refs to the whole operands, then to the whole outputs. `aliases` maps
+    operands to the outputs that reuse their buffers. Such an operand is updated in place if the
+    caller donated or created it.
     """
     whole = pl.no_block_spec
     aliases = dict(aliases or {})
@@ -222,7 +226,10 @@ def launch(
     aliases: Mapping[int, int],
     options: Mapping[str, int],
 ) -> tuple[Any, ...]:
-    """Run the function `name` of the module text `source` by jax_triton; see `triton_call`."""
+    """Run the function `name` of the module text `source` by jax_triton, and return the outputs.
+
+    `triton_call` explains the other arguments.
+    """
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     capability = compute_capability()
@@ -249,8 +256,11 @@ def launch(
 
 @functools.cache
 def _compiled(source: str, name: str) -> Any:
-    """Return the function; Triton reads its text from `linecache`. Compiled code contains the
-    file's name, so the name is the same in every process, as compilation caches require."""
+    """Return the function `name` of the module text `source`.
+
+    Triton reads the function's text from `linecache`. Compiled code contains the file's name, so
+    this name is the same in every process, as compilation caches require.
+    """
     file = f"<{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     module: dict[str, Any] = {"__name__": __name__}

@@ -1,9 +1,9 @@
-"""Translation of a kernel's jaxpr into the source text of a Triton function, a line per equation.
+"""Translates a kernel's jaxpr into the source text of a Triton function, one line per equation.
 
-Values keep the jaxpr's shapes and dtypes. Loops and branches become Triton's, so that its compiler
-pipelines them. A ref is a pointer to a whole array in row-major order, and indexing becomes
-arithmetic on offsets, of 32 bits, or 64 for arrays with 2^31 elements or more. Making the text
-needs neither triton nor a GPU, so that tests can read and run it.
+Values keep the jaxpr's shapes and dtypes. Loops and branches become loops and branches of Triton,
+so that Triton's compiler pipelines them. A ref becomes a pointer to a whole array in row-major
+order. Indexing becomes arithmetic on offsets, which have 32 bits, or 64 bits for arrays with 2^31
+elements or more. Making the text needs neither triton nor a GPU, so tests can read and run it.
 """
 
 import math
@@ -77,9 +77,9 @@ def triton_source(
     The function takes pointers to the inputs, then to the outputs that alias no input.
 
     Args:
-        jaxpr: the kernel's; its arguments are refs to the inputs, then to all outputs.
+        jaxpr: the kernel's jaxpr, whose arguments are refs to the inputs, then to all outputs.
         name: the function's name.
-        grid: the grid that the kernel was written for; see `launch_grid` for the launch.
+        grid: the grid for which the kernel was written; `launch_grid` returns the grid to launch.
         aliases: maps inputs to the outputs that reuse their buffers.
         num_inputs: the number of refs that are inputs.
 
@@ -98,7 +98,7 @@ def triton_source(
 
 
 def launch_grid(grid: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid to launch: `grid`, or one axis with all programs if it is too wide."""
+    """Return the grid to launch: `grid`, or if `grid` is too wide, one axis with all programs."""
     return tuple(grid) if max(grid[1:], default=0) <= MAX_PROGRAMS else (math.prod(grid),)
 
 
@@ -111,7 +111,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 class _Writer:
-    """The lines of a function, and the names of their values."""
+    """The lines of a Triton function, and the names of its values."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -127,7 +127,7 @@ class _Writer:
         return f"v{self.num_names}"
 
     def assign(self, value: str) -> str:
-        """Return `value` if it is a name, else assign it to a new name and return that."""
+        """Return `value` if it is a name, else a new name to which `value` is assigned."""
         if value.isidentifier():
             return value
         name = self.new_name()
@@ -179,8 +179,7 @@ class _Writer:
     def block(
         self, jaxpr: Any, arguments: Sequence[str], results: Sequence[str], skip: int
     ) -> None:
-        """Write a block that assigns the outputs of a jaxpr, after the first `skip`, to
-        `results`."""
+        """Write a block that assigns a jaxpr's outputs, except the first `skip`, to `results`."""
         self.depth += 1
         made = self.translate(jaxpr, arguments)[skip:]
         self.line(f"{', '.join(results)} = {', '.join(made)}" if results else "pass")
@@ -197,8 +196,8 @@ class _Writer:
     ) -> list[str]:
         """Write a loop; return the names of its results.
 
-        The body takes consts, i, the end if `skip` is 2, then the carry; its first `skip` outputs
-        are dropped.
+        The inputs of `body` are `consts`, the index, the end if `skip` is 2, then the carry. The
+        first `skip` outputs of `body` are dropped.
         """
         results, i = [self.new_name() for _ in carry], self.new_name()
         for result, initial in zip(results, carry, strict=True):
@@ -210,7 +209,7 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Broadcast a value from shape `old` to `new`; its axes become the axes `at`."""
+        """Return a value broadcast from shape `old` to `new`, where its axes are the axes `at`."""
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")
@@ -340,7 +339,7 @@ def _barrier(writer: _Writer, eqn: Any, *given: str) -> list[str]:
 
 
 def _cond(writer: _Writer, eqn: Any, index: str, *given: str) -> list[str]:
-    """Write branches that assign to the same names."""
+    """Write two branches that assign their results to the same names."""
     if len(eqn.params["branches"]) != 2:
         raise NotImplementedError("a choice between more than two branches has no translation")
     results = [writer.new_name() for _ in eqn.outvars]
@@ -354,7 +353,7 @@ def _cond(writer: _Writer, eqn: Any, index: str, *given: str) -> list[str]:
 
 
 def _while(writer: _Writer, eqn: Any, *given: str) -> list[str]:
-    """Write a fori_loop whose carry is i, its end, and the body's results."""
+    """Write a `fori_loop` whose carry is the index, the end, and the body's results."""
     cond, body = (_opened(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     num_consts = eqn.params["body_nconsts"]
     first, end = body.invars[num_consts : num_consts + 2]
@@ -375,7 +374,7 @@ def _while(writer: _Writer, eqn: Any, *given: str) -> list[str]:
 
 
 def _scan(writer: _Writer, eqn: Any, *given: str) -> list[str]:
-    """Write a fori_loop of known length whose carry is i and the body's results."""
+    """Write a `fori_loop` of known length, whose carry is the index and the body's results."""
     length, body = eqn.params["length"], _opened(eqn.params["jaxpr"])
     num_consts = len(given) - len(eqn.outvars)
     first = body.invars[num_consts]

@@ -1,14 +1,14 @@
-"""Sampling one token per row of logits, with noise that is a function of seed and position.
+"""Samples one token per row of logits, with noise that is a function of seed and position.
 
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
-This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties go
-to the first token; a row without a possible token gives -1. The noise is counter-based (threefry,
-one call for two tokens): a token's noise does not depend on the row, the batch, or the number of
-other tokens drawn.
+This samples from softmax(logits / T) (Gumbel-max). At temperature 0 the token is the plain argmax.
+Ties go to the first token. A row without a possible token gives -1. The noise is counter-based:
+a token's noise does not depend on the row, the batch, or the number of other tokens drawn. One call
+of threefry makes the noise of two tokens.
 
-XLA samples with a second program in a conditional, and launches a kernel for every small array in
-the computation of the noise; the Triton kernel reads the logits once and does everything per row.
+XLA samples in a conditional, as a second program, and launches a kernel for every small array in
+the computation of the noise. The Triton kernel reads the logits once, and does all work per row.
 """
 
 import jax
@@ -36,18 +36,18 @@ def draw_tokens(
     vocab_size: int | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return one token i32[N] per row, N = B T: T consecutive rows for each of B requests.
+    """Return one token i32[N] per row. Each of B requests has T consecutive rows, so N = B T.
 
     Args:
         logits: f32[N, V]; -inf is never drawn. A row with only -inf, or with a NaN, has no possible
             token: its result is -1.
-        temperature: f32[B], 0 for the argmax; other values are raised to MIN_TEMPERATURE.
+        temperature: f32[B]; 0 for the argmax. Other values are raised to at least MIN_TEMPERATURE.
         seeds: u32[B].
         stream: selects one of the independent sources of noise under a seed.
-        counters: i32[B] each, further keys of the noise. The first one is for a request's first
-            row, and increases by one per row, like a token's position.
+        counters: i32[B] each, further keys of the noise. The first counter belongs to a request's
+            first row, and increases by one per row, like a token's position.
         token_ids: i32[V], distinct token ids of the columns, for the noise and the result; None
-            if they are the column numbers.
+            if the token ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.
         kernels: implementation to use, see `dispatch`.
 
@@ -74,12 +74,13 @@ def draw_scored(
     first: jax.Array,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample among the V tokens from `first` i32[] on, a multiple of 64, of a larger vocabulary.
+    """Return one token i32[N] per row, and its score f32[N], for one part of a larger vocabulary.
 
-    Return the tokens i32[N], counted from 0, and their scores f32[N]: the maximum of logits / T and
-    noise. The token with the highest score of several parts of a vocabulary is the one that
-    `draw_tokens` samples from all. A row without a token has -1, and a score of NaN if one of its
-    logits is NaN, else -inf. Arguments and errors are otherwise those of `draw_tokens`.
+    The part consists of the V tokens from `first` on, an i32[] that is a multiple of 64. The result
+    has token ids of the larger vocabulary. The score is the maximum of logits / T + noise. Of all
+    parts of a vocabulary, the token with the highest score is the token that `draw_tokens` samples
+    from the whole. A row without a possible token gives -1. Its score is NaN if one of its logits
+    is NaN, else -inf. Other arguments and errors are as in `draw_tokens`.
     """
     _check(logits, temperature, seeds, counters)
     keyed = temperature, seeds, int(stream), counters

@@ -1,4 +1,4 @@
-"""Sampling of tokens, and the noise, in plain JAX."""
+"""Token sampling and its noise in plain JAX."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def draw_tokens_reference(
     vocab_size: int | None,
     first: jax.Array | None = None,
 ) -> Any:
-    """See `draw_tokens`; with `first`, `draw_scored`."""
+    """See `draw_tokens`, or `draw_scored` if `first` is not None."""
     pick: Any = argmax if first is None else scored_argmax
     num_rows = logits.shape[0] // len(seeds)
     temperature, seeds, *keyed = (jnp.repeat(x, num_rows) for x in (temperature, seeds, *counters))
@@ -52,7 +52,7 @@ def draw_tokens_reference(
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """Return the first token i32[N] with the maximum logit of each row.
+    """Return, for each row, the first token i32[N] that has the maximum logit.
 
     A row with only -inf, or with a NaN, gives -1.
     """
@@ -74,7 +74,10 @@ def argmax(logits: jax.Array) -> jax.Array:
 
 
 def scored_argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `argmax`, and the logit f32[N] there; without a token NaN or -inf, as in the row."""
+    """Return the token i32[N] of `argmax` for each row, and the token's logit f32[N].
+
+    If a row has no possible token, its logit is NaN if the row has a NaN, else -inf.
+    """
     token = argmax(logits)
     score = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)[..., 0]
     return token, jnp.where(token < 0, logits.sum(axis=-1), score)
@@ -89,7 +92,8 @@ def gumbel_noise(
 ) -> jax.Array:
     """Return Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token.
 
-    The tokens are V = `num_tokens` from `first` on, an i32[] that is a multiple of 64; None is 0.
+    The tokens are the V = `num_tokens` tokens from `first` on. `first` is an i32[] that is a
+    multiple of 64, or None for 0.
 
     A token's noise does not depend on the row, the batch or the number of drafts, so that plain
     decoding, verification and drafting have the same noise at the same position.
@@ -102,7 +106,7 @@ def gumbel_noise(
 
 
 def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) -> jax.Array:
-    """Return random bits u32[V] of a random key, for the tokens of `gumbel_noise`.
+    """Return random bits u32[V] of a random key, one word per token; see `gumbel_noise`.
 
     One call of threefry makes two words. Call 32 g + i makes the words of tokens i and 32 + i in
     group g of 64, so that a GPU reads the logits of both in whole cache lines.

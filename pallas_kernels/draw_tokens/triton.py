@@ -1,7 +1,9 @@
-"""Sampling in two Triton kernels: the best token of every tile of a row, then the best of these.
+"""Sampling in two Triton kernels.
 
-Rows with a temperature are bound by arithmetic, not by memory. So two tokens share a call of
-threefry, and the noise uses the GPU's approximate logarithms where they are accurate.
+The first kernel finds the best token of every tile of a row, and the second kernel the best token
+of the row. Rows with a temperature above 0 are bound by arithmetic, not by memory. So two tokens
+share a call of threefry, and the noise uses the GPU's approximate logarithms where these are
+accurate.
 """
 
 import functools
@@ -23,7 +25,10 @@ PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class DrawTuning:
-    """Tile size, a multiple of 64. A row of 128k tokens has 32 tiles: a few rows fill the GPU."""
+    """The tile size, a multiple of 64, and the number of warps.
+
+    A row of 128k tokens has 32 tiles, so a few rows fill the GPU.
+    """
 
     block_tokens: int = 4096
     num_warps: int = 8
@@ -45,7 +50,7 @@ def draw_tokens_triton(
     config: DrawTuning = DEFAULT,
     interpret: bool = False,
 ) -> Any:
-    """See `draw_tokens`; with `first`, `draw_scored`."""
+    """See `draw_tokens`, or `draw_scored` if `first` is not None."""
     if logits.dtype != jnp.float32:
         raise UnsupportedError(f"logits are {logits.dtype}; float32 is supported")
     num_rows, num_tokens = logits.shape
@@ -159,14 +164,14 @@ def _combine_kernel(best_ref, token_ref, out_ref, *score_ref, num_tiles):
 
 
 def _word(key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:
-    """Return random bits of any tokens, not only of neighbours; see `token_bits`."""
+    """Return the random bits u32 of tokens with any ids; see `token_bits`."""
     call = token // (2 * PAIRED) * PAIRED + token % PAIRED
     first, second = threefry(key, (jnp.zeros_like(call, jnp.uint32), call.astype(jnp.uint32)))
     return jnp.where(token // PAIRED % 2 == 0, first, second)
 
 
 def _gumbel(bits: jax.Array, interpret: bool) -> jax.Array:
-    """Compute `as_gumbel` with errors up to 6e-6, in a third of the instructions."""
+    """Return `as_gumbel(bits)` with errors up to 6e-6, in a third of the instructions."""
     log = functools.partial(log2, interpret=interpret)
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - MIN_TAIL)
     series = jnp.full_like(u, 1 / 7)
@@ -179,7 +184,10 @@ def _gumbel(bits: jax.Array, interpret: bool) -> jax.Array:
 def threefry(
     key: tuple[jax.Array, jax.Array], count: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Mix two u32 words of a key and two of a counter in 20 rounds, like `jax.random`."""
+    """Return two u32 words, mixed from two words of a key and two words of a counter.
+
+    The words are mixed in 20 rounds, as in `jax.random`.
+    """
     schedule = *key, key[0] ^ key[1] ^ jnp.uint32(PARITY)
     x, y = count[0] + schedule[0], count[1] + schedule[1]
     for i in range(5):

@@ -1,39 +1,40 @@
 """The gated delta rule with one lazily advanced state per request (Yang et al. 2024).
 
-For every value head with state S [D_v, D_k]: decay, read, write, then read the output:
+For every value head with state S [D_v, D_k], a token decays the state, reads it, writes it, and
+reads the output:
 
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
-with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). The output is o, or, with
-a norm weight w, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolution of raw inputs
-over the last W tokens, followed by silu; q and k are then l2-normalised per head and q is scaled by
-D_k^-1/2. Value head j reads key head j // (H_v / H_k).
+with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). The output is o. If there
+is a norm weight w, the output is w rmsnorm(o) silu(z). q, k and v are a causal depthwise
+convolution of raw inputs over the last W tokens, followed by silu. Then q and k are l2-normalised
+per head, and q is scaled by D_k^-1/2. Value head j reads key head j // (H_v / H_k).
 
-A request's cache is one state and rings of its last tokens. The state lags behind: it contains all
-tokens except the last `pending` ones. These tokens are accepted, but the step that ran them did not
-know this yet. It left their e^g, k and u in the rings. So a call first folds the pending tokens
-into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new tokens on a
-copy of the state, and leaves their e^g, k and u for the next call, which knows the number of
+A request's cache is one state, and ring buffers for its last tokens. The state lags behind: it
+includes all tokens except the last `pending` tokens. These are accepted, but the step that ran them
+did not know this yet. It left their e^g, k and u in the rings. So a call first folds the pending
+tokens into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new tokens
+on a copy of the state, and leaves their e^g, k and u for the next call, which knows the number of
 accepted tokens. One state is read and written, regardless of the number of verified tokens, and
 rejected tokens need no rollback: their columns are overwritten. The convolution reads the raw
-inputs of the W - 1 tokens before the new ones.
+inputs of the W - 1 tokens before the new tokens.
 
-Folding rounds like verification, in the same order: e^g S is rounded, then u k^T is added by one
-fused multiply-add. So a state has the same bits for any division of its tokens into steps.
+Folding and verification round their results in the same order: e^g S is rounded, then u k^T is
+added by one fused multiply-add. So a state has the same bits for any division of its tokens into
+steps.
 
 The token at position p is in column p mod n of a ring of n columns, so n consecutive tokens are in
 different columns. The readers and writers of a ring determine n:
 
 - Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
-  read the W - 1 tokens before the new ones, and write the following up to M new ones.
+  read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
 - k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
-  pending ones, which precede them.
+  pending tokens, which precede the new tokens.
 - u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
-  state. It reads all pending tokens before it writes the first new one.
+  state. It reads all pending tokens before it writes the first new token.
 
 Rejected tokens of earlier steps are at positions that the new tokens overwrite, or that a later
 step overwrites before any step reads them.
-takes before any step reads them.
 """
 
 import jax
@@ -61,27 +62,27 @@ def gated_delta_rule(
     eps: float,
     kernels: str = "auto",
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """Return outputs [B, T, H_v, D_v] in x's dtype and the cache; use only the returned cache.
+    """Return outputs [B, T, H_v, D_v] in x's dtype, and the cache that replaces the old cache.
 
     Args:
-        x: [B, T, C + H_v D_v + 2 H_v], q | k | v before the convolution, output gate z, write gate
-            b and decay a of the new tokens: the output of the input projection, unchanged.
+        x: [B, T, C + H_v D_v + 2 H_v], the unchanged output of the input projection. For each new
+            token it has q | k | v before the convolution, output gate z, write gate b and decay a.
         weights: see `DeltaRuleWeights`.
-        cache: updated in place if the caller donated it.
-        layer: i32[] layer of the cache.
-        slots: i32[B], distinct; out of range for a padding row.
-        positions: i32[B, T], absolute and consecutive within a request; -1 for padding rows, which
-            follow the real rows. A request without real rows is left unchanged.
-        pending: i32[B], number of tokens, the last accepted ones, that the state lacks; at most M.
-        folds: whether to fold the new tokens into the state as well, for prompts, which cannot be
-            rejected. No tokens are pending afterwards; columns that no later call may read are
-            filled with NaN. Large T runs in chunks of matrix products (the WY form). Without
-            `folds`, a request has at most M real rows.
+        cache: the old cache, which is updated in place if the caller donated it.
+        layer: i32[], the layer of the cache.
+        slots: i32[B], distinct slots; out of range for a padding row.
+        positions: i32[B, T], absolute positions, consecutive within a request; -1 for padding rows,
+            which follow the real rows. The slot of a request without real rows is left unchanged.
+        pending: i32[B], how many of the last accepted tokens the state does not include; at most M.
+        folds: whether to fold the new tokens into the state, too. This is for prompts, whose tokens
+            cannot be rejected. Afterwards no tokens are pending, and columns that no later call may
+            read are filled with NaN. Large T runs in chunks of matrix products (the WY form).
+            Without `folds`, a request has at most M real rows.
         eps: eps of the output norm.
         kernels: implementation to use, see `dispatch.run`.
 
-    Computes in f32, except for the roundings of `gated_norm`. State and inputs before position 0
-    are zero, regardless of the slot's contents.
+    All arithmetic is f32, except for the roundings of `gated_norm`. The state and the inputs before
+    position 0 are zero, regardless of the slot's contents.
 
     Raises:
         ValueError: shapes are inconsistent; the message names the argument.

@@ -25,8 +25,10 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, H_v]
 
     def only(self, is_real: jax.Array) -> "Tokens":
-        """Replace tokens where `is_real` bool[B, T] is false, even NaN, by tokens that leave every
-        state unchanged."""
+        """Return the tokens where `is_real` bool[B, T] is true.
+
+        Other tokens, even NaN, are replaced by tokens that leave every state unchanged.
+        """
         wide = is_real[..., None]
         q, k, v = (jnp.where(wide[..., None], x, 0.0) for x in (self.q, self.k, self.v))
         g, beta = (jnp.where(wide, x, 0.0) for x in (self.g, self.beta))
@@ -105,7 +107,7 @@ def gated_delta_rule_reference(
 def _read_pending(
     cache: DeltaRuleCache, layer: jax.Array, slots: jax.Array, starts: jax.Array, pending: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new ones.
+    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new tokens.
 
     Tokens that are not pending get values that leave every state unchanged. q, v and beta are zero:
     pending tokens need no output, and their u is known.
@@ -128,7 +130,7 @@ def _keep_tokens(
     positions: jax.Array,
     tokens: tuple[jax.Array, ...],
 ) -> DeltaRuleCache:
-    """Write the new tokens' raw inputs, u, k and e^g [B, M, ...] to their columns."""
+    """Return the cache with raw inputs, u, k and e^g [B, M, ...] of the new tokens in its rings."""
     width = positions.shape[1]
 
     def write(ring, x):
@@ -148,7 +150,10 @@ def _keep_history(
     starts: jax.Array,
     inputs: jax.Array,
 ) -> DeltaRuleCache:
-    """Keep the last W - 1 raw inputs of [B, W - 1 + T, C]; fill the rest of the rings with NaN."""
+    """Return the cache after a prompt, with only the last W - 1 raw inputs in its rings.
+
+    `inputs` [B, W - 1 + T, C] are all raw inputs. The rest of the rings is filled with NaN.
+    """
     state, ring, *rings = cache
     num_columns = ring.shape[2]
     length = num_columns - cache.max_pending  # W - 1
@@ -166,8 +171,11 @@ def _keep_history(
 def split_inputs(
     x: jax.Array, weights: DeltaRuleWeights, heads: Heads
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split the projection x [B, T, C + H_v D_v + 2 H_v] into q | k | v [B, T, C], the output gate
-    [B, T, H_v, D_v], and g and beta f32[B, T, 2, H_v]."""
+    """Return q | k | v [B, T, C], the output gate z [B, T, H_v, D_v], and g and beta.
+
+    They are split from the projection x [B, T, C + H_v D_v + 2 H_v]. g and beta are stacked as
+    f32[B, T, 2, H_v].
+    """
     inner = heads.num_values * heads.value_dim
     ends = heads.channels, heads.channels + inner, heads.channels + inner + heads.num_values
     raw, z, b, a = jnp.split(x, ends, axis=-1)
@@ -179,7 +187,7 @@ def split_inputs(
 
 
 def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
-    """Compute w rmsnorm(o) silu(z) [..., D_v] in o's dtype, with f32 statistics and gate."""
+    """Return w rmsnorm(o) silu(z) [..., D_v] in o's dtype; the statistics and the gate are f32."""
     y = o.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     norm = jax.lax.broadcast_to_rank(norm, y.ndim)
@@ -188,13 +196,16 @@ def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.A
 
 
 def _resize(x: jax.Array, length: int) -> jax.Array:
-    """Truncate or zero-pad x [B, T, ...] to T = length."""
+    """Return x [B, T, ...], truncated or zero-padded to T = `length`."""
     padding = max(0, length - x.shape[1])
     return jnp.pad(x[:, :length], ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
 
 def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
-    """Return silu(causal convolution) f32[B, T, C] of x [B, W - 1 + T, C] with conv [W, C]."""
+    """Return silu(y) f32[B, T, C], where y is the causal convolution of x with `conv` [W, C].
+
+    x is [B, W - 1 + T, C]: it starts with the W - 1 tokens before the T tokens.
+    """
     num_taps = conv.shape[0]
     length = x.shape[1] - num_taps + 1
     x, conv = x.astype(jnp.float32), conv.astype(jnp.float32)
@@ -205,7 +216,10 @@ def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
 
 
 def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
-    """Split channels f32[B, T, C] into q, k and v per value head; gates are f32[B, T, 2, H_v]."""
+    """Return the inputs of the rule, with q, k and v for each value head.
+
+    q, k and v are split from the channels y f32[B, T, C]. `gates` f32[B, T, 2, H_v] are g and beta.
+    """
     batch, length, _ = y.shape
     key_channels = heads.num_keys * heads.key_dim
     q, k, v = jnp.split(y, [key_channels, 2 * key_channels], axis=-1)
@@ -233,9 +247,10 @@ def advance(
     beta: jax.Array,
     known: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run one token; return states f32[B, H_v, D_v, D_k], and outputs and u f32[B, H_v, D_v].
+    """Return the states f32[B, H_v, D_v, D_k] after one token, and the token's output and u.
 
-    u is `known` + beta (v - S k): for a new token `known` is 0, for a pending one beta is 0.
+    The output and u are f32[B, H_v, D_v]. u is `known` + beta (v - S k). For a new token, `known`
+    is 0. For a pending token, beta is 0 and `known` is its u.
     """
     s = s * decay[..., None, None]
     u = known + beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))
@@ -244,9 +259,10 @@ def advance(
 
 
 def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Run `advance` over T tokens in chunks of matrix products (the WY form; paper, section 3.3).
+    """Return the states after T tokens, and the tokens' outputs f32[B, T, H_v, D_v].
 
-    Return the states after them and the outputs f32[B, T, H_v, D_v].
+    The results are equivalent to T calls of `advance`, but are computed in chunks by matrix
+    products (the WY form; paper, section 3.3).
 
     With G the running sum of g inside a chunk, A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1) and
     U = (I + A)^-1 beta (V - e^G K S^T):
@@ -290,9 +306,9 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
     """Return (I + A)^-1 for strictly lower triangular A [..., n, n], n a power of two.
 
-    Pairs of inverted diagonal blocks are merged until one is left: the corner of the inverse of
-    [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would touch fewer elements, but
-    XLA's on the CPU calls BLAS for every matrix, and may hang there.
+    Pairs of inverted diagonal blocks are merged until one block is left: the corner of the inverse
+    of [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would touch fewer elements, but
+    on the CPU, XLA calls BLAS for every matrix in such a solve, and may hang there.
     """
     *batch, n, _ = lower.shape
     inverse = jnp.ones((*batch, n, 1, 1), lower.dtype)

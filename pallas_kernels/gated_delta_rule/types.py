@@ -16,12 +16,12 @@ class Heads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """C, channels of q | k | v."""
+        """C, the number of channels of q | k | v."""
         return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
 
     @property
     def inputs(self) -> int:
-        """Width of q | k | v, output gate z, and every value head's write gate b and decay a."""
+        """The width of q | k | v, output gate z, and each value head's write gate b and decay a."""
         return self.channels + self.num_values * (self.value_dim + 2)
 
 
@@ -31,14 +31,14 @@ class DeltaRuleWeights(NamedTuple):
     conv: jax.Array  # [W, C], the oldest token first
     log_decay: jax.Array  # f32[H_v]
     decay_bias: jax.Array  # f32[H_v]
-    norm: jax.Array | None  # [D_v], shared by the heads; None: the output is o
+    norm: jax.Array | None  # [D_v], shared by the heads; None for no output norm
 
 
 class DeltaRuleCache(NamedTuple):
-    """States of S slots in L layers, and rings of their last tokens.
+    """The states of S slots in L layers, and ring buffers for the slots' last tokens.
 
     The token at position p is in column p mod the ring's length. M is the maximum number of pending
-    tokens, and of new tokens; `pallas_kernels.gated_delta_rule` explains the lengths.
+    tokens, and also of new tokens. `pallas_kernels.gated_delta_rule` explains the rings' lengths.
     """
 
     state: jax.Array  # f32[L, S, H_v, D_v, D_k]
@@ -53,7 +53,7 @@ class DeltaRuleCache(NamedTuple):
     ) -> "DeltaRuleCache":
         """Return the shapes and dtypes (`jax.ShapeDtypeStruct`) of a cache.
 
-        W = `num_taps` tokens of the convolution, M = `max_pending`, raw inputs in `dtype`.
+        The convolution has W = `num_taps` tokens. M is `max_pending`. `dtype` is the raw inputs'.
         """
 
         def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
@@ -70,7 +70,7 @@ class DeltaRuleCache(NamedTuple):
 
     @property
     def heads(self) -> Heads:
-        """Head counts and dimensions, derived from the shapes."""
+        """Head counts and dimensions, derived from the arrays' shapes."""
         return Heads(self.k.shape[3], self.u.shape[3], self.k.shape[4], self.u.shape[4])
 
     @property

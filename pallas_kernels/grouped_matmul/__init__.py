@@ -3,7 +3,8 @@
     out[targets[n]] = x[sources[n]] @ weights[g(n)]
 
 where n runs over rows sorted by group: the first group_sizes[0] rows belong to group 0, and so on.
-Without `sources`, the rows of x are in this order; without `targets`, the rows of the result are.
+Without `sources`, the rows of x are in this order. Without `targets`, the rows of the result are in
+this order.
 """
 
 import jax
@@ -27,11 +28,12 @@ def grouped_matmul(
     """Return the products [N, F] in x's dtype, accumulated in f32.
 
     Args:
-        x: [N, D] rows; [M, D] with `sources`.
+        x: the rows [N, D], or [M, D] with `sources`.
         weights: [G, D, F], one matrix per group.
-        group_sizes: i32[G], summing to N.
-        sources: i32[N] indices of rows of x; may repeat.
-        targets: i32[N] indices of rows of the result, a permutation.
+        group_sizes: i32[G], the numbers of rows per group, which sum to N.
+        sources: i32[N], indices of rows of x, which may repeat; None if x is sorted by group.
+        targets: i32[N], indices of rows of the result, a permutation; None if the result is sorted
+            by group.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

@@ -16,9 +16,9 @@ def grouped_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_matmul`. Reads each used matrix once per block, and no unused matrix.
+    """See `grouped_matmul`. Each used matrix is read once per block, and no unused matrix is read.
 
-    It has gradients with respect to x and the weights.
+    The result is differentiable with respect to x and the weights.
     """
     out = _products(x if sources is None else x[sources], weights, group_sizes)
     if targets is None:
@@ -28,7 +28,7 @@ def grouped_matmul_reference(
 
 @jax.custom_vjp
 def _products(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Return the products [N, F] of sorted rows."""
+    """Return the products [N, F] of rows that are sorted by group."""
     rows = _padded(x)
 
     def add(block: _Block, out: jax.Array) -> jax.Array:
@@ -65,11 +65,11 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """`BLOCK_ROWS` rows; the first `num_own`, or all if it is larger, belong to one group."""
+    """A block of `BLOCK_ROWS` rows, of which the first rows belong to one group."""
 
     group: jax.Array  # i32[]
-    start: jax.Array  # i32[]
-    num_own: jax.Array  # i32[]
+    start: jax.Array  # i32[], the first row
+    num_own: jax.Array  # i32[], the number of the group's rows from `start` on, in any blocks
 
 
 def _over_blocks(

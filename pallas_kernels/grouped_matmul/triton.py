@@ -40,7 +40,7 @@ FLOAT32 = {16: GroupedMatmulTuning(16, 64, 32, 4, 3), None: GroupedMatmulTuning(
 
 
 def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """Return the tiles for N rows in G groups."""
+    """Return the tiles for `num_rows` rows in `num_groups` groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
     # Twice the average, so that a popular expert's rows fit in one block.
     fits = [
@@ -61,7 +61,7 @@ def grouped_matmul_triton(
     config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `grouped_matmul`. Reads each used matrix once per block, and no unused matrix.
+    """See `grouped_matmul`. Each used matrix is read once per block, and no unused matrix is read.
 
     Raises:
         UnsupportedError: dtypes differ or are not in DTYPES, or there are too many groups.
@@ -105,7 +105,7 @@ def grouped_matmul_triton(
 
 
 def max_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of blocks for N > 0 rows; no block spans two groups."""
+    """Return the maximum number of blocks for `num_rows` > 0 rows. No block spans two groups."""
     max_used = min(num_rows, num_groups)
     return max_used + (num_rows - max_used) // block_rows
 

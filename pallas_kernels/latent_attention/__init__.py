@@ -32,16 +32,18 @@ def latent_attention(
     scale: float,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return the weighted sums of latents [B, T, H, rank] in q's dtype; f32 softmax statistics.
+    """Return the weighted sums of latents [B, T, H, rank] in q's dtype.
+
+    The statistics of the softmax are f32.
 
     Args:
-        q: [B, T, H, E] absorbed queries, E = rank + rotated dimensions.
-        pool: [L, pages, page_size, E] entries.
-        layer: i32[] layer of the pool to read.
-        page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
-        positions: i32[B, T] last position that each row attends to, usually its own; a row at -1
-            is padding and returns 0.
-        rank: number of latent dimensions in an entry.
+        q: [B, T, H, E], the absorbed queries, with E = rank + rotated dimensions.
+        pool: [L, pages, page_size, E], the entries of tokens.
+        layer: i32[], the layer of the pool to read.
+        page_table: i32[B, P], the pages of each request in order; -1 where no page is assigned.
+        positions: i32[B, T], the last position that each row attends to, usually its own position.
+            A row at -1 is padding, and its result is 0.
+        rank: the number of latent dimensions in an entry.
         scale: multiplies the scores.
         kernels: implementation to use, see `dispatch.run`.
 

@@ -1,4 +1,4 @@
-"""Attention over latents in plain JAX: blocks of pages, streaming softmax."""
+"""Attention over latents in plain JAX, with a streaming softmax over blocks of pages."""
 
 import jax
 import jax.numpy as jnp

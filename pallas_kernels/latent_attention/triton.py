@@ -1,8 +1,10 @@
-"""Attention over latents as Pallas Triton kernels: flash over splits of the context, a combine.
+"""Attention over latents in two Triton kernels.
 
-A program computes up to `block_rows` of one request's T H rows, over every `num_splits`-th block of
-`block_tokens` of its context. It reads an entry once, as key and as value. As in paged attention, a
-row's bits depend neither on other requests nor on other rows of its request.
+The first is a flash kernel, in which several programs may divide a request's context. The second
+kernel combines their results. A program of the first kernel computes up to `block_rows` of a
+request's T H rows. It reads every `num_splits`-th block of `block_tokens` tokens in the request's
+context. An entry is read once, and used both as key and as value. As in paged attention, a row's
+bits depend neither on other requests nor on other rows of its request.
 """
 
 import functools
@@ -33,7 +35,7 @@ MAX_SPLITS = 32  # the combine kernel keeps a row's partial results [splits, ran
 class LatentTuning:
     """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows per program, of T H per request
+    block_rows: int  # query rows per program, out of T H per request
     block_tokens: int  # entries per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
@@ -52,7 +54,7 @@ TILES = {
 def choose_config(
     batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
 ) -> LatentTuning:
-    """Return tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
+    """Return the tiles for `num_rows` rows per request that attend to at most `context` tokens."""
     tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
@@ -223,7 +225,7 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Combine one row: sum its splits [splits, rank], weighted by their maxima."""
+    """Write one row: the sum of its splits' results [splits, rank], weighted by their maxima."""
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]
     split = jnp.arange(width, dtype=jnp.int32)

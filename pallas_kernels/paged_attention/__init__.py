@@ -4,13 +4,13 @@ For query row t of request b at absolute position p = positions[b, t]:
 
     out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
 
-over o - window < j <= p, where o is p or origins[b, t], and token j of request b is in page
-`page_table[b, j // page_size]` at offset `j % page_size`. G = H / H_kv query heads share a key
+over o - window < j <= p, where o is origins[b, t], or p without origins. Token j of request b is in
+page `page_table[b, j // page_size]` at offset `j % page_size`. G = H / H_kv query heads share a key
 head. f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator
 has one more term, exp(sinks[h]), so that all weights of a row may be small. K and V are the
-contents of the pool, times `kv_scale[0, h']` and `kv_scale[1, h']` for a float8 pool. The pool
-already contains the new tokens' keys. Prefill has T = chunk, verification T = K + 1, plain decoding
-T = 1.
+contents of the pool. In a float8 pool, they are multiplied by `kv_scale[0, h']` and
+`kv_scale[1, h']`. The pool already contains the new tokens' keys and values. T is the length of a
+chunk in prefill, K + 1 in verification, and 1 in plain decoding.
 """
 
 import jax
@@ -40,18 +40,18 @@ def paged_attention(
     """Return the attention output [B, T, H, D] in q's dtype; softmax statistics are f32.
 
     Args:
-        q: [B, T, H, D] queries.
-        kv: [L, pages, page_size, 2, H_kv, D] pool of keys (index 0) and values (index 1).
-        layer: i32[] layer of the pool to read.
-        page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
-        positions: i32[B, T] last position that each row attends to, usually its own; a row at -1
-            is padding and returns 0.
-        window: number of tokens that a row attends to, up to and including its origin; None for
-            all.
-        origins: i32[B, T] last position of a row's window; None for `positions`.
+        q: [B, T, H, D], the queries.
+        kv: [L, pages, page_size, 2, H_kv, D], the pool of keys (index 0) and values (index 1).
+        layer: i32[], the layer of the pool to read.
+        page_table: i32[B, P], the pages of each request in order; -1 where no page is assigned.
+        positions: i32[B, T], the last position that each row attends to, usually its own position.
+            A row at -1 is padding, and its result is 0.
+        window: the number of tokens that a row attends to, up to and including its origin; None
+            for all tokens.
+        origins: i32[B, T], the last position of each row's window; None for `positions`.
         soft_cap: c, the bound of scores' absolute values; None for no bound.
-        kv_scale: f32[2, H_kv] scales of keys and values; only for a float8_e4m3fn pool.
-        sinks: [H] one score without value per head; None for none.
+        kv_scale: f32[2, H_kv], scales of keys and values; only for a float8_e4m3fn pool.
+        sinks: [H], one score without a value per head; None for no sinks.
         kernels: implementation to use, see `dispatch.run`.
 
     Pages past a request's last position or before its first row's window do not affect the
@@ -110,12 +110,13 @@ def paged_attention_part(
     *,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output f32[B, T, H, D], and the log-sum-exp of each row's scores, f32[B, T, H].
+    """Return the attention over one part of a context, and the log-sum-exp of each row's scores.
 
-    Like `paged_attention`, but over one part of a context: the outputs of all parts, weighted by
-    exp(log-sum-exp), add up to the output over the whole. Positions count from the start of the
-    part. A row before it attends to nothing (log-sum-exp -inf), a row past its end to all of it.
-    The part is not split among programs, so there should be many rows.
+    The output is f32[B, T, H, D], and the log-sum-exp f32[B, T, H]. The average of all parts'
+    outputs, weighted by exp(log-sum-exp), is the output over the whole context. The arguments are
+    as in `paged_attention`, but positions count from the start of the part. A row before the part
+    attends to nothing, so its log-sum-exp is -inf. A row past the part's end attends to the whole
+    part. The part is not split among programs, so there should be many rows.
     """
     operands = q, kv, layer, page_table, positions
     return run("paged_attention", kernels, IMPLEMENTATIONS, *operands, returns_lse=True)

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX: blocks of pages, streaming softmax."""
+"""Paged attention in plain JAX, with a streaming softmax over blocks of pages."""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def paged_attention_reference(
         out *= kv_scale[1][None, :, None, None]
 
     def by_row(x):
-        """Reshape [B, H_kv, T G, ...] to [B, T, H, ...]."""
+        """Return x [B, H_kv, T G, ...] reshaped to [B, T, H, ...]."""
         x = x.reshape(batch, num_kv_heads, num_rows, group, -1).transpose(0, 2, 1, 3, 4)
         return x.reshape(batch, num_rows, num_heads, -1)
 

@@ -1,9 +1,11 @@
-"""Paged attention as Pallas Triton kernels: a flash kernel split over the context, and a combine.
+"""Paged attention in two Triton kernels.
 
-A program computes up to `block_rows` of the T G rows of one request and key head, over every
-`num_splits`-th block of `block_tokens` of its context. So a block's number alone determines which
-program adds it, and in which order. Blocks that a row does not attend to add exactly 0. A row's
-bits thus depend neither on other requests nor on other rows of its request.
+The first is a flash kernel, in which several programs may divide a request's context. The second
+kernel combines their results. A program of the first kernel computes up to `block_rows` of the T G
+rows of one request and key head. It reads every `num_splits`-th block of `block_tokens` tokens in
+the request's context. So a block's number alone determines which program adds the block, and in
+which order. Blocks that a row does not attend to add exactly 0. A row's bits thus depend neither on
+other requests nor on other rows of its request.
 """
 
 import functools
@@ -239,7 +241,7 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Combine one row: sum its splits [splits, D], weighted by their maxima."""
+    """Write one row: the sum of its splits' results [splits, D], weighted by their maxima."""
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]
     split = jnp.arange(width, dtype=jnp.int32)

@@ -13,7 +13,7 @@ MAX_SPLITS = 64  # the combine kernel keeps a row's partial results [splits, D] 
 class AttentionTuning:
     """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows per program, of T G per key head
+    block_rows: int  # query rows per program, out of T G per key head
     block_tokens: int  # keys and values per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
@@ -64,7 +64,7 @@ def choose_config(
     context: int,
     dtype: jnp.dtype,
 ) -> AttentionTuning:
-    """Return tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
+    """Return the tiles for `num_rows` rows per request that attend to at most `context` tokens."""
     tiles = TILES[dtype.itemsize][dim]
     rows = num_rows * (num_heads // num_kv_heads)
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))

@@ -2,9 +2,9 @@
 
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
-with 1 + w instead of w if the checkpoint stores weights minus one. XLA compiles a norm without sum
-to one kernel, so there is no operation for it. For sum and norm, XLA makes two kernels or
-recomputes the sum.
+with 1 + w instead of w if the checkpoint stores weights minus one. XLA compiles a norm without a
+sum to one kernel, so a norm alone needs no operation here. For sum and norm, XLA makes two kernels
+or recomputes the sum.
 """
 
 import jax
@@ -29,9 +29,9 @@ def add_rms_norm(
     """Return the sum y and its norm, both [N, D] in x's dtype; statistics are f32.
 
     Args:
-        x: [N, D].
-        delta: [N, D].
-        weight: [D].
+        x: [N, D], the residual.
+        delta: [N, D], added to the residual.
+        weight: [D], w.
         eps: added to the mean square.
         is_centred: whether the weight is stored minus one.
         kernels: implementation to use, see `dispatch`.

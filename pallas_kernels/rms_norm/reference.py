@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, is_centred: bool = False) -> jax.Array:
-    """Compute RMSNorm over the last axis of x [..., D], with statistics in f32.
+    """Return the RMSNorm over the last axis of x [..., D], with statistics in f32.
 
     The weight is applied in x's dtype, or in f32 if it is stored minus one.
     """

@@ -1,4 +1,4 @@
-"""A Triton kernel for residual sum and norm: one program per row."""
+"""A Triton kernel for the residual sum and the norm, with one program per row."""
 
 import functools
 

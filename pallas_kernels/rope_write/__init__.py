@@ -1,4 +1,4 @@
-"""Norm and rotation of projected queries and keys, and writing keys and values to pages.
+"""Normalises and rotates projected queries and keys, and writes keys and values to pages.
 
 For a row at position p, whose projection has the heads q | gate | k | v in that order:
 
@@ -6,10 +6,11 @@ For a row at position p, whose projection has the heads q | gate | k | v in that
     kv[layer, page_table[b, p // page_size], p % page_size] = (k', v)
 
 where rotate turns dimensions i and i + n of a head by the row's i-th angle, for i < n, and keeps
-dimensions past 2 n (Su et al. 2021; partial rotation, HF's pairing). The norm is applied only if a
-weight is given. Gates are ignored.
+dimensions past 2 n (Su et al. 2021; partial rotation, HF's pairing). The norm is applied only if
+its weight is not None. Gates are ignored.
 
-Rows at position -1, past the page table, or on a page that is not assigned (-1) write nothing.
+A row writes nothing if its position is -1 or past the page table, or if its page is not assigned
+(-1).
 """
 
 from typing import NamedTuple
@@ -25,7 +26,7 @@ IMPLEMENTATIONS = {"triton": rope_write_triton, "reference": rope_write_referenc
 
 
 class HeadWeights(NamedTuple):
-    """Bias and norm weights of the projected heads; None for a missing one."""
+    """Bias and norm weights of the projected heads; None for a missing weight."""
 
     bias: jax.Array | None = None  # [F]
     q_norm: jax.Array | None = None  # [D], RMSNorm over a head
@@ -47,18 +48,19 @@ def rope_write(
     writes: bool = True,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries [B, T, H, D] in the pool's dtype, and the pool; use only the returned pool.
+    """Return queries [B, T, H, D] in the pool's dtype, and the pool that replaces the old pool.
 
     Args:
-        qkv: [B, T, F], F = (H + gates + 2 H_kv) D.
-        weights: bias and norms.
-        angles: cos and sin, f32[B, T, n] each, n <= D / 2.
-        kv: the pool [L, pages, page_size, 2, H_kv, D], updated in place if the caller donated it.
-        layer: i32[] layer of the pool to write.
-        page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
-        positions: i32[B, T] absolute position of each row.
-        num_heads: H, number of query heads; 0 to write only keys and values.
-        eps, is_centred: for the norms, see `rms_norm`.
+        qkv: [B, T, F], the projection, with F = (H + gates + 2 H_kv) D.
+        weights: the bias and the norms' weights.
+        angles: cos and sin of the angles, f32[B, T, n] each, with n <= D / 2.
+        kv: the old pool [L, pages, page_size, 2, H_kv, D], which is updated in place if the caller
+            donated it.
+        layer: i32[], the layer of the pool to write.
+        page_table: i32[B, P], the pages of each request in order; -1 where no page is assigned.
+        positions: i32[B, T], the absolute position of each row.
+        num_heads: H, the number of query heads; 0 to write only keys and values.
+        eps, is_centred: arguments of the norms, see `rms_norm`.
         writes: whether to write to the pool; if not, only queries are computed.
         kernels: implementation to use, see `dispatch`.
 

@@ -55,8 +55,10 @@ def split_heads(
     eps: float,
     is_centred: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F]; q, k normed,
-    rotated."""
+    """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F].
+
+    q and k are normalised and rotated.
+    """
     if bias is not None:
         qkv = qkv + jax.lax.broadcast_to_rank(bias, qkv.ndim)
     heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
@@ -71,9 +73,9 @@ def split_heads(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the first 2 n dimensions of x [..., heads, head_dim] by angles [..., n].
+    """Return x [..., heads, head_dim] with its first 2 n dimensions rotated by angles [..., n].
 
-    Dimension i is paired with i + n (the HF layout); dimensions past 2 n are unchanged.
+    Dimension i is paired with dimension i + n (the HF layout). Dimensions past 2 n are unchanged.
     """
     cos, sin = (a[..., None, :].astype(x.dtype) for a in (cos, sin))
     half = cos.shape[-1]
@@ -90,7 +92,7 @@ def write_pages(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """Write k and v [B, T, H_kv, D] to the pages of their positions i32[B, T]."""
+    """Return the pool with k and v [B, T, H_kv, D] written to the pages of positions i32[B, T]."""
     num_pages, page_size = kv.shape[1:3]
     index = positions // page_size
     page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)

@@ -1,4 +1,4 @@
-"""One Triton kernel for everything between the projection of q, k, v and attention."""
+"""One Triton kernel for all operations from the projection of q, k and v up to attention."""
 
 import functools
 from dataclasses import dataclass

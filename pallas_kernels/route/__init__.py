@@ -5,7 +5,8 @@ sigmoid(l) plus a correction that affects only the choice (DeepSeek-V3, section 
 
     w_c = s_c, or s_c / sum_c s_c if the rule normalises, times the scaling
 
-Ties go to the lower expert. Entries n C + c are sorted by expert.
+Ties go to the lower expert. Entry n C + c is the c-th expert of row n. Entries are sorted by
+expert.
 """
 
 import jax
@@ -36,10 +37,11 @@ def route(
 
     Args:
         logits: [N, E].
-        num_chosen: C, number of experts per row.
+        num_chosen: C, the number of experts per row.
         rule: the rule that chooses and weights experts.
-        correction: f32[E], added to sigmoids.
-        is_padding: bool[N]; these rows go to the experts of row 0, with meaningless weights.
+        correction: f32[E], added to the sigmoids to choose experts.
+        is_padding: bool[N], whether each row is padding. Padding rows go to the experts of row 0,
+            with meaningless weights.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

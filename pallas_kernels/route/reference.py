@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """How experts are chosen and weighted, as Python values.
+    """The rule by which experts are chosen and weighted, as Python values.
 
-    With groups, experts are chosen from the groups whose two best experts have the largest sums.
+    If there are groups, experts are chosen only from the best groups. A group is ranked by the sum
+    of its two best scores.
     """
 
-    is_sigmoid: bool = False  # scores are sigmoids of the logits, else their softmax
+    is_sigmoid: bool = False  # whether scores are sigmoids of the logits, or else their softmax
     normalises: bool = True  # whether the weights of a row's experts sum to one
     scaling: float = 1.0  # multiplies the normalised weights
     num_groups: int = 1
@@ -24,9 +25,9 @@ class Routes(NamedTuple):
 
     weights: jax.Array  # f32[N, C]
     experts: jax.Array  # i32[N, C], the best first
-    order: jax.Array  # i32[N C] entries sorted by expert, then by entry
-    rows: jax.Array  # i32[N C] rows of these entries
-    sizes: jax.Array  # i32[E] number of entries per expert
+    order: jax.Array  # i32[N C], the entries sorted by expert, then by entry
+    rows: jax.Array  # i32[N C], the row of each entry in `order`
+    sizes: jax.Array  # i32[E], the number of entries per expert
 
 
 def route_reference(
@@ -76,7 +77,7 @@ def _by_sigmoid(
 
 
 def _in_groups(scores: jax.Array, rule: Rule) -> jax.Array:
-    """Return the scores f32[N, E], -inf outside the chosen groups."""
+    """Return the scores f32[N, E], with -inf outside the chosen groups."""
     if rule.num_chosen_groups == rule.num_groups:
         return scores
     groups = scores.reshape(scores.shape[0], rule.num_groups, -1)

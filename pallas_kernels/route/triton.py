@@ -1,8 +1,9 @@
-"""A Triton kernel for routes: one program for all rows, with whole rows per warp if possible.
+"""A Triton kernel for routes, with one program for all rows. A warp has whole rows if possible.
 
-Scores are mapped to sortable integers. A choice takes the maximum and replaces it by one of the
-lowest keys, which encodes its rank. No sort is needed: a row chooses an expert at most once, so an
-entry's place within its expert is the number of earlier rows that chose the same expert.
+Scores are mapped to sortable integers, called keys. A choice takes the maximum key and replaces it
+by one of the lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an
+expert at most once, so an entry's place within its expert is the number of earlier rows that chose
+the same expert.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,10 @@ from pallas_kernels.triton_call import load, store, triton_call
 DTYPES = "bfloat16", "float16", "float32"
 MAX_EXPERTS = 512
 MAX_LOGITS = 8192  # including padding: 16 per thread in 16 warps, held in registers
-LANES = 32  # per warp
+LANES = 32  # threads per warp
 MAX_CHOSEN = LANES
 MAX_WARPS = 16
-LOWEST = -(2**31)  # key of a row's first choice; the next ones follow, up to NOT_CHOSEN
+LOWEST = -(2**31)  # key of a row's first choice; the keys of later choices follow
 NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of padding
 LOW_BITS = 0xFFFF  # mask for a key's low bits
 
@@ -43,11 +44,11 @@ def route_triton(
     *,
     interpret: bool = False,
 ) -> Routes:
-    """See `route`. Infinite and NaN logits are ordered as well, so that all places are valid.
+    """See `route`. Infinite and NaN logits are ordered, too, so that all indices are valid.
 
     Raises:
-        UnsupportedError: there are groups, a dtype not in DTYPES, too many logits, or too many
-            chosen experts.
+        UnsupportedError: the rule has groups, the dtype is not in DTYPES, or there are too many
+            logits or chosen experts.
     """
     num_rows, num_experts = logits.shape
     if logits.dtype not in DTYPES:
@@ -152,15 +153,15 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
 
 
 def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Reduce x [pieces, N, LANES] to [N, 1]."""
+    """Return x [pieces, N, LANES] reduced over all experts, [N, 1]."""
     return reduce(reduce(x, axis=0), axis=1, keepdims=True)
 
 
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each expert's number of rows [pieces, 1, LANES], and of these the number before a row.
+    """Return each expert's number of rows [pieces, 1, LANES], and how many of them precede a row.
 
-    Counting bits of words takes one sum over rows. A cumulative sum would exchange the rows of all
-    warps.
+    The latter is [pieces, N, LANES]. Rows are counted as bits of words, which takes one sum over
+    rows. A cumulative sum would exchange the rows of all warps.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
@@ -172,7 +173,10 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """Return keys i32 in the order of x f32, with high bits above the reserved keys."""
+    """Return keys i32 in the order of x f32.
+
+    The keys exceed the reserved keys, even if their low 16 bits are replaced.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)
 
@@ -182,7 +186,10 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def _weights(best: jax.Array, logits: jax.Array, rule: Rule) -> jax.Array:
-    """Return the weights of experts with logits `best` [N, LANES]; from C on, these are -inf."""
+    """Return the weights of the chosen experts, whose logits are `best` [N, LANES].
+
+    `best` is -inf from column C on.
+    """
     if rule.is_sigmoid:
         weights = _sigmoid(best)
         total = jnp.sum(weights, axis=1, keepdims=True) + 1e-20

@@ -1,13 +1,14 @@
-"""Top-k, top-p and min-p: which logits of a row a token may be drawn from.
+"""Top-k, top-p and min-p, which exclude tokens of a row from sampling.
 
-With p = softmax(logits / temperature), each applies to the tokens that those before it keep:
+Let p = softmax(logits / temperature). Three rules apply in this order, each to the tokens that the
+rules before it keep:
 
     min_p keeps p >= min_p max(p)
-    top_k keeps the k largest; 0 keeps all
-    top_p keeps the fewest largest that sum to at least top_p of the remaining mass; 1 keeps all
+    top_k keeps the k largest p; 0 keeps all
+    top_p keeps the fewest largest p that sum to at least top_p of the remaining mass; 1 keeps all
 
-Logits that tie with the last one kept are kept, too. So the result does not depend on an order
-among equals, and is given by one threshold per row.
+A logit that ties with the smallest kept logit is kept, too. So the result does not depend on the
+order of equal logits, and one threshold per row determines the result.
 """
 
 import jax
@@ -30,16 +31,17 @@ def truncate(
     axis: str | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return logits f32[N, V] with those excluded by min_p, top_k or top_p set to -inf.
+    """Return logits f32[N, V], with -inf for tokens that min_p, top_k or top_p exclude.
 
     Args:
         logits: f32[N, V].
-        temperature: f32[N] above 0, for the probabilities.
+        temperature: f32[N], above 0.
         top_k: i32[N].
         top_p: f32[N].
         min_p: f32[N].
-        axis: mesh axis over whose devices the columns are split, inside `shard_map`. Plain JAX
-            runs then: 8 exchanges of 60 bytes a row for top_k, as many for top_p.
+        axis: the mesh axis over whose devices the columns are split, inside `shard_map`; None if
+            they are not split. If they are split, plain JAX runs, with 8 exchanges of 60 bytes per
+            row for top_k, and 8 more for top_p.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

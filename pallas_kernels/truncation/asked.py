@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def read(cls, refs: Any, row: jax.Array, vocab_size: int) -> "Asked":
-        """Read a row from refs of temperature, top_k, top_p and min_p."""
+        """Return a row's settings, read from the refs of temperature, top_k, top_p and min_p."""
         temperature, top_k, top_p, min_p = (ref[row] for ref in refs)
         cuts_k = (top_k > 0) & (top_k < vocab_size)
         # A top_p that rounds to 0 keeps the best token.
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
         return self.cuts_k | self.cuts_p | self.cuts_min
 
     def weigh(self, x: jax.Array, best: jax.Array) -> jax.Array:
-        """Return exp((x - best) / temperature): the largest logit weighs 1."""
+        """Return the weights exp((x - best) / temperature) of logits x; the largest weight is 1."""
         return jnp.exp2((x - best) * (LOG2_E / self.temperature))
 
     def floor(self, best: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The candidates of a row: logits that may be below or above its threshold."""
+"""The candidates of a row, which are its logits from a lower bound of its threshold on."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -12,27 +12,27 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """The candidates of a row. Each tile has room for `room`, filled from its start."""
+    """The candidates of a row, tile by tile. A tile has room for `room` candidates."""
 
     logits: Any
     tokens: Any
-    in_tile: Any  # candidates of each tile, which may be more than fit
+    in_tile: Any  # number of candidates in each tile, which may exceed `room`
     row: jax.Array
     room: int
 
     def total(self) -> tuple[jax.Array, jax.Array]:
-        """Return the number of candidates, and whether all found room."""
+        """Return the number of candidates, and whether all tiles had room for their candidates."""
         num_tiles = self.in_tile.shape[1]
         tiles = jnp.arange(pl.next_power_of_2(num_tiles))
         counts = load(self.in_tile.at[self.row, tiles], mask=tiles < num_tiles, other=0)
         return jnp.sum(counts), jnp.max(counts) <= self.room
 
     def places(self, lane: jax.Array, *, unrolls: bool) -> tuple[jax.Array, jax.Array]:
-        """Return the places of candidates by their numbers, counted tile by tile, and which of them
-        exist.
+        """Return the places of some candidates, and which of these candidates exist.
 
         Args:
-            unrolls: wait for the tiles' counts once, which takes registers.
+            lane: the candidates' numbers, counted tile by tile.
+            unrolls: whether to wait for the counts of all tiles at once, which takes registers.
         """
 
         def pass_tile(carry, tile):
@@ -50,11 +50,11 @@ class RowCandidates(NamedTuple):
         return at, lane < end
 
     def read(self, at: jax.Array, is_there: jax.Array) -> jax.Array:
-        """Return the candidates at some places; -inf elsewhere."""
+        """Return the candidates at the places `at`, or -inf where `is_there` is false."""
         return load(self.logits.at[self.row, at], mask=is_there, other=-jnp.inf)
 
     def exclude(self, at: jax.Array, is_there: jax.Array, least: jax.Array, out: Any) -> None:
-        """Write -inf for the candidates at some places that are below a key."""
+        """Write -inf to `out` for candidates at the places `at` whose keys are below `least`."""
         x = load(self.logits.at[self.row, at], mask=is_there, other=jnp.inf)
         # In interpret mode masked lanes store the old value; they point past the end of the row.
         token = load(self.tokens.at[self.row, at], mask=is_there, other=out.shape[1])

@@ -9,7 +9,7 @@ INFINITE = 0x007FFFFF  # the key of -inf
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Map floats f32 to keys u32 of the same order; -0.0 ties with 0.0."""
+    """Return keys u32 that have the same order as floats x f32; -0.0 and 0.0 have the same key."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     bits = jnp.where(bits == jnp.uint32(SIGN), jnp.uint32(0), bits)
     return jnp.where(bits >= jnp.uint32(SIGN), ~bits, bits | jnp.uint32(SIGN))

@@ -1,4 +1,7 @@
-"""Thresholds without a sort: bisection over the floats' bits, one pass over the logits per bit."""
+"""Finds thresholds without a sort, by bisection over the bits of floats.
+
+Each bit takes one pass over the logits.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +26,11 @@ class AllColumns:
         return jax.nn.softmax(x, axis=-1)
 
     def smallest_of(self, keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-        """Return, per row, the smallest of the fewest largest keys whose weights sum to `wanted`
-        [N]. A row whose weights do not sum to it returns 0, which keeps everything.
+        """Return each row's highest threshold that keeps enough weight.
+
+        A threshold keeps all keys that are not below it. The weights of these keys must sum to at
+        least `wanted` [N]. If all weights of a row sum to less, the threshold is 0, which keeps all
+        keys.
         """
 
         def refine(bit, threshold):
@@ -48,7 +54,7 @@ def truncate_reference(
     min_p: jax.Array,
     columns: AllColumns | SplitColumns = ALL_COLUMNS,
 ) -> jax.Array:
-    """See `truncate`; `columns` reduces over the columns of one device or several."""
+    """See `truncate`. `columns` reduces over the columns of one device, or of several devices."""
     keys = ordered(logits)
 
     def cut_min_p(threshold):

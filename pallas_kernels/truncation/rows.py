@@ -1,4 +1,4 @@
-"""The Triton kernels of truncation with one program per row, and their search in registers."""
+"""The Triton kernels of truncation that run one program per row, and their threshold searches."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Find a key that is not above the row's threshold; 0 if nothing is to be excluded."""
+    """Write a key that is not above the row's threshold, or 0 if no token is to be excluded."""
     row = pl.program_id(0)
     asked = Asked.read(refs[:4], row, vocab_size)
     bound_ref, best_ref, total_ref = refs[4:]
@@ -78,7 +78,11 @@ def rest_kernel(
     few: int,
     many: int,
 ):
-    """Exclude them in the other rows: in more registers, or by a read for every few bits."""
+    """Exclude candidates below the row's threshold, if the row has many candidates.
+
+    The search takes more registers, or reads the candidates again for every few bits. It reads the
+    whole row if a tile had no room for its candidates.
+    """
     row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)
     asked = Asked.read(refs[3:7], row, vocab_size)
@@ -129,7 +133,7 @@ def rest_kernel(
 
 
 def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
-    """Find the threshold among candidates in registers; -inf is not a candidate."""
+    """Return the threshold among candidates x in registers. -inf is not a candidate."""
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     keys, weights = ordered(x), asked.weigh(x, best)
     known = shared_digits(bound, ordered(best), 1)
@@ -146,7 +150,10 @@ def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
 def _search(
     read: Callable, num_blocks: int, size: int, row, asked: Asked, bound_ref, best_ref, total_ref
 ) -> jax.Array:
-    """Find it among candidates in blocks [size] that are read again for every few bits of it."""
+    """Return the threshold among candidates in blocks [size].
+
+    The blocks are read again for every few bits of the threshold.
+    """
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     known, num_known = shared_digits(bound, ordered(best), STEP_BITS)
 
@@ -177,7 +184,11 @@ def _search(
 
 
 def _threshold(asked: Asked, best, bound, total, find: Callable, mass: Callable) -> jax.Array:
-    """Return the row's threshold. `find` returns one cut's key, `mass` the weight a key keeps."""
+    """Return the row's threshold.
+
+    `find` returns the threshold of top-k or top-p alone. `mass` returns the sum of the weights that
+    a threshold keeps.
+    """
 
     def cut(counts, wanted, is_asked):
         key = find(counts, wanted, is_asked)

@@ -1,4 +1,7 @@
-"""Thresholds within a Triton kernel, bit by bit: the highest key that still keeps enough weight."""
+"""Finds thresholds within a Triton kernel, bit by bit.
+
+A threshold is the highest key that keeps enough weight. It keeps all keys that are not below it.
+"""
 
 from collections.abc import Callable
 
@@ -16,10 +19,11 @@ def highest_key(
     is_asked: jax.Array,
     known: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Return the highest key with `num_bits` leading bits for which enough weight lies at or above.
+    """Return the highest key of `num_bits` leading bits that keeps a weight of at least `wanted`.
 
-    It is `known`, the key of the leading bits found before and their number, or 0 without them, if
-    all weights do not sum to `wanted`, or if it is not asked for.
+    `known` has the key of the leading bits that are already known, and the number of these bits. It
+    is None if no bits are known. The result is the known key, or 0 without `known`, if all weights
+    sum to less than `wanted`, or if `is_asked` is false.
     """
 
     def refine(bit, key):
@@ -31,8 +35,10 @@ def highest_key(
 
 
 def shared_digits(low: jax.Array, high: jax.Array, num_bits: int) -> tuple[jax.Array, jax.Array]:
-    """Return the key of the leading digits, of `num_bits` each, that all keys between two share,
-    and the number of these digits."""
+    """Return the leading digits that all keys from `low` to `high` share, and their number.
+
+    A digit has `num_bits` bits. The shared digits are returned as a key.
+    """
     key, count = 0 * low, 0 * low.astype(jnp.int32)
     for shift in map(jnp.uint32, range(NUM_BITS - num_bits, -1, -num_bits)):
         is_shared = low >> shift == high >> shift
@@ -44,12 +50,15 @@ def shared_digits(low: jax.Array, high: jax.Array, num_bits: int) -> tuple[jax.A
 def repeat(
     first: jax.Array | int, end: int, refine: Callable, start: jax.Array, is_asked: jax.Array
 ) -> jax.Array:
-    """Apply `refine` to `start` with each of these indices if `is_asked`; otherwise return it."""
+    """Return the result of x = `refine(i, x)` for i in range(first, end), where x is first `start`.
+
+    If `is_asked` is false, return `start`.
+    """
     return jax.lax.cond(
         is_asked, lambda x: jax.lax.fori_loop(first, end, refine, x), lambda x: x, start
     )
 
 
 def zero_key(is_asked: jax.Array) -> jax.Array:
-    """Return the key 0 as an array: a branch may not return a literal."""
+    """Return the key 0 as an array, because a branch must not return a literal."""
     return (0 * is_asked.astype(jnp.int32)).astype(jnp.uint32)

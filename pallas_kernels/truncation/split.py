@@ -1,11 +1,11 @@
-"""Truncation of logits whose columns are split over devices: these exchange their sums."""
+"""Truncation of logits whose columns are split over devices, which exchange their sums."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.truncation.order import NUM_BITS
 
-DIGIT_BITS = 4  # of a threshold, found per exchange of 15 sums
+DIGIT_BITS = 4  # bits of a threshold that one exchange of 15 sums finds
 
 
 class SplitColumns:
@@ -15,7 +15,7 @@ class SplitColumns:
         self.axis = axis
 
     def count(self, num_columns: int) -> int:
-        """Return the number of columns of all devices, which have `num_columns` each."""
+        """Return the number of columns on all devices. Each device has `num_columns` columns."""
         return num_columns * jax.lax.psum(1, self.axis)
 
     def max(self, x: jax.Array) -> jax.Array:
@@ -28,7 +28,11 @@ class SplitColumns:
         return weights / jax.lax.psum(weights.sum(axis=-1, keepdims=True), self.axis)
 
     def smallest_of(self, keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-        """See `reference.AllColumns`: digit by digit, since the devices wait for each other."""
+        """See `reference.AllColumns`.
+
+        The threshold is found digit by digit rather than bit by bit, because the devices wait for
+        each other in every exchange.
+        """
         digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.uint32)[None]
 
         def refine(i, threshold):

@@ -1,17 +1,18 @@
 """Truncation in five Triton kernels. Two of them read the logits, with several programs per row.
 
-1. `summarise` reads each tile of a row, and leaves the maxima of its columns, each of a few logits,
-   and the sum of its probabilities.
-2. `bound` finds a lower bound of each row's threshold: at least k logits are at or above the k-th
-   largest of the maxima, and not many more; for top_p it is where the maxima alone reach the
-   required mass, or in a flat row a logit that no number of lower ones comes to the rest with.
-3. `mask` reads the tiles again and writes the result, as if the bound were the threshold. It
-   gathers the logits from the bound on, the candidates.
-4. `select` finds the threshold among a row's candidates, in registers, and overwrites those below
-   it, where these are few.
-5. `rest` does so where there are more (a flat distribution, a large k): in more registers, or if
-   these do not hold them, by reading them again for every few bits of the threshold; the whole row
-   if a tile had no room for its own.
+1. `summarise` reads each tile of a row. It writes the maxima of the tile's columns, which have a
+   few logits each, and the sum of the tile's probabilities.
+2. `bound` finds a lower bound of each row's threshold. For top_k, the bound is the k-th largest of
+   the maxima: at least k logits are not below it, and not many more. For top_p, the bound is where
+   the maxima alone reach the required mass. In a flat row, it is a logit so low that all logits
+   below it together have less than the mass to exclude.
+3. `mask` reads the tiles again, and writes the result as if the bound were the threshold. It
+   gathers the candidates, which are the logits that are not below the bound.
+4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.
+   It overwrites the candidates below the threshold.
+5. `rest` does the same if there are more candidates (a flat distribution, a large k). It uses more
+   registers. If the candidates do not fit in these, it reads them again for every few bits of the
+   threshold. If a tile had no room for its candidates, it reads the whole row.
 """
 
 from dataclasses import dataclass
@@ -35,14 +36,14 @@ class TruncationTuning:
     """Sizes (powers of two) and numbers of warps."""
 
     tile: int = 8192  # logits of a program that reads them: 19 tiles of a row of 152k
-    columns: int = 512  # of a tile, whose maxima are kept; a load of four logits per thread
+    columns: int = 512  # per tile, whose maxima are kept; a thread loads four logits at a time
     summarise_warps: int = 4
-    mask_columns: int = 1024  # likewise, in fewer rows, as more registers are needed
+    mask_columns: int = 1024  # per tile in `mask`, with fewer rows because it needs more registers
     mask_warps: int = 8
-    tile_room: int = 2048  # candidates: frequent tokens, in some models, share a few tiles
-    few: int = 2048  # candidates of a row in registers, few enough for two programs at a time
-    many: int = 16384
-    bound_warps: int = 8  # with a row's maxima in registers, so that two rows share them
+    tile_room: int = 2048  # candidates per tile: in some models, frequent tokens share a few tiles
+    few: int = 2048  # candidates that `select` holds in registers, so that two programs fit
+    many: int = 16384  # candidates that `rest` holds in registers
+    bound_warps: int = 8  # hold a row's maxima in registers, which two rows share
     row_warps: int = 16
 
 
@@ -112,7 +113,7 @@ def truncate_triton(
 
 
 def _parts(tile: jax.Array, *, size: int, columns: int) -> list[jax.Array]:
-    """The tokens of a tile, a row of columns at a time."""
+    """Return the tokens of a tile, as a list of arrays of `columns` tokens."""
     column = tile * size + jnp.arange(columns)
     return [column + i * columns for i in range(size // columns)]
 
@@ -165,7 +166,7 @@ def _mask_kernel(
         count_ref[row, number] = jnp.sum(in_column)
 
         def put(i, carry):
-            """Store the i-th candidate of every column; rarely has one of them more than a few."""
+            """Store the i-th candidate of every column. Columns rarely have more than a few."""
             x, token, seen = parts[0], tokens[0], jnp.zeros_like(in_column)
             for at, other, is_kept in zip(tokens, parts, kept, strict=True):
                 is_next = is_kept & (seen == i)

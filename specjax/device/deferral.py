@@ -1,9 +1,10 @@
 """Deferred observation: the drafter observes several rounds without drafts in one program.
 
-A round without drafts needs no result of the drafter, and reading the drafter's weights takes as
-long for one row as for many. So the round only keeps the target's features of its rows (`defer`),
-and another program updates the drafter with them later (`observe_deferred`). The host runs that
-program before any other use of the drafter's cache, and before the buffer of kept rows is full.
+A round without drafts needs no result from the drafter, and reading the drafter's weights takes as
+long for one row as for many. So `defer` only keeps the target's features for the round's rows.
+Later another program, `observe_deferred`, updates the drafter with these features. The host runs
+that program before any other use of the drafter's cache, and before the buffer of kept rows is
+full.
 """
 
 from dataclasses import replace
@@ -26,12 +27,14 @@ def defer(
     *,
     model: StepModel,
 ) -> EngineState:
-    """Keep the features of a round without drafts. Call it before the requests' progress changes.
+    """Return the state that keeps a round's features for `observe_deferred`.
+
+    The round has no drafts. Call this function before the requests' progress is updated.
 
     Args:
-        slots: i32[B] the slots of the round.
-        is_active: bool[B] whether a request is active.
-        features: [N] features of the round's rows; the first row of each request is its last token.
+        slots: i32[B], the slot of each request in the round.
+        is_active: bool[B], whether each request is active.
+        features: the features of the round's N rows. A request's first row is its last token.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     batch, width = len(slots), model.max_deferred(len(slots))
@@ -47,9 +50,10 @@ def defer(
 def observe_deferred(
     params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
 ) -> EngineState:
-    """Let the drafter observe the kept rows of these requests' rounds.
+    """Return the state after the drafter has observed the rows that `defer` kept.
 
-    `inputs` are the inputs of the last of these rounds; all had the same requests in the same rows.
+    `inputs` are the inputs of the last deferred round. All deferred rounds must have had the same
+    requests in the same rows.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))

@@ -1,7 +1,7 @@
-"""Edits of logits before tokens are sampled: penalties, forbidden and favoured tokens.
+"""Edits of logits before tokens are sampled, such as penalties and forbidden tokens.
 
-Row t of a request follows its committed tokens and its first t drafts. It is edited as if those
-drafts were committed, so verification sees the same logits as plain decoding.
+Row t of a request's logits follows its committed tokens and its first t drafts. The row is edited
+as if those drafts were committed, so verification sees the same logits as plain decoding.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from specjax.device.requests import Requests
 from specjax.device.vocabulary import WHOLE, Vocabulary
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-# The sequences of logits processors that requests use, with their `Edits.processor` numbers.
+# Pairs of a number and the logits processors of the requests whose `Edits.processor` is the number.
 Processors = tuple[tuple[int, tuple[Callable, ...]], ...]
 
 
@@ -35,7 +35,7 @@ class History:
         return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
 
     def extended(self, tokens: list[jax.Array]) -> "History":
-        """Return the history with `tokens`, each i32[B], appended as committed."""
+        """Return the history with committed tokens appended: an array i32[B] per position."""
         if not tokens:
             return self
         longer = self.then(jnp.stack(tokens, axis=1))
@@ -50,9 +50,10 @@ def edit(
     masks: jax.Array | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
-    """Edit logits f32[B, T, V] as `SamplingParams` describes; row t follows lengths[b] + t tokens.
+    """Return the logits f32[B, T, V], edited as the requests' `SamplingParams` describe.
 
-    `masks` i32[B, T, ceil(V/32)] has a bit for each token that the request's grammar allows.
+    Row t of request b follows `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds
+    a bit for each token, which is 1 if the request's grammar allows the token.
     """
     logits = apply_processors(logits, requests, history, processors, vocabulary)
     batch, num_rows, num_columns = logits.shape
@@ -93,9 +94,10 @@ def apply_processors(
     processors: Processors,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
-    """Run the logits processors of each request on its logits f32[B, T, V], as the model made them.
+    """Return the logits f32[B, T, V], edited by each request's logits processors.
 
-    Row t follows lengths[b] + t tokens. All other edits come after.
+    Row t of request b follows `history.lengths[b]` + t tokens. The given logits are the model's:
+    all other edits come after the logits processors.
     """
     lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])[None]  # [B, T]
 
@@ -150,7 +152,10 @@ def _penalise(
 def _bad_words(
     bad_words: jax.Array, history: History, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each word's last token [B, W], and whether a row would complete it [B, T, W]."""
+    """Return the last token i32[B, W] of each bad word, and where it would complete the word.
+
+    The second result is bool[B, T, W], for each row and word.
+    """
     batch = bad_words.shape[0]
     words = bad_words.reshape(batch, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     starts, ends = words[..., :-1], words[..., -1]

@@ -14,11 +14,11 @@ from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale, through_edits
 from specjax.device.vocabulary import Vocabulary
 
-SCORED_ROWS = 64  # rows of prompts scored at a time, since their logits are large
+SCORED_ROWS = 64  # number of prompt rows scored at a time, since their logits are large
 
 
 class Extras(IntFlag):
-    """Optional work of a step, done only if one of its requests needs it."""
+    """Flags of optional work, which a step does only if a request needs it."""
 
     EDITS = 1  # edits of logits before sampling: penalties, bias, truncation, ...
     LOGPROBS = 2
@@ -26,11 +26,11 @@ class Extras(IntFlag):
 
 
 class ExtraWork(NamedTuple):
-    """Optional work on a step's logits f32[B, T, V]; skipped if no request needs it."""
+    """Optional work on a step's logits f32[B, T, V]. Work that no request needs is skipped."""
 
     extras: jax.Array  # i32[], bits of `Extras`
-    requests: Callable[[], Requests]  # [B]; called only if needed, like `history`
-    history: Callable[[], History]  # [B]
+    requests: Callable[[], Requests]  # returns B requests; called only if needed
+    history: Callable[[], History]  # returns the history of B requests; called only if needed
     masks: jax.Array | None
     variant: Variant
     logprobs_mode: str  # see `StepModel`
@@ -43,16 +43,16 @@ class ExtraWork(NamedTuple):
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """Return the logits for sampling, before the division by temperature.
+        """Return the edited logits for sampling, before the division by temperature.
 
-        `logits` have already passed the logits processors.
+        The logits processors have already run on `logits`.
         """
         return self._process(logits, self.requests(), self.history(), (), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return packed log-probabilities of tokens i32[B, T], from raw or processed logits.
+        """Return packed log-probabilities of tokens i32[B, T], as `logprobs_mode` defines them.
 
-        `raw` are the model's logits, and `logits` the same after logits processors.
+        `raw` are the model's logits. `logits` are the model's logits after logits processors.
         """
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
@@ -79,12 +79,14 @@ class ExtraWork(NamedTuple):
     ) -> jax.Array:
         """Return packed log-probabilities of the token after each row of a chunk.
 
-        Output tokens are scored as in `logprobs`, with tokens of `known` i32[B, L] instead of
-        drafts. Prompt tokens were not sampled; they are scored with the raw logits.
+        Output tokens are scored as in `logprobs`. Prompt tokens were not sampled, so they are
+        scored with the raw logits.
 
         Args:
-            logits_of: Returns logits f32[N, V] for hidden states [N, D].
-            hidden: [B, T, D] of rows that start at positions starts[b].
+            logits_of: A function that returns logits f32[N, V] for hidden states [N, D].
+            hidden: [B, T, D], the hidden states of the chunk's rows.
+            known: i32[B, L], the prompt and output tokens of each request.
+            starts: i32[B], the position of each request's first row.
         """
         requests, variant, mode = self.requests(), self.variant, self.logprobs_mode
         (batch, width), num_top = hidden.shape[:2], variant.num_prompt_logprobs
@@ -122,7 +124,10 @@ class ExtraWork(NamedTuple):
     def _report(
         self, raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int
     ) -> Logprobs:
-        """Return `Logprobs` of tokens i32[B, T], as set by `EngineConfig.logprobs_mode`."""
+        """Return the `Logprobs` of tokens i32[B, T], as `EngineConfig.logprobs_mode` defines them.
+
+        `raw` are the model's logits. `drawn` are the logits from which tokens are sampled.
+        """
         num_columns, mode = raw.shape[-1], self.logprobs_mode
         raw, drawn = raw.reshape(-1, num_columns), drawn.reshape(-1, num_columns)
         tokens = tokens.ravel()
@@ -133,7 +138,7 @@ class ExtraWork(NamedTuple):
 
 
 def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
-    """Divide processed logits [B, T, V] by each request's temperature, as for sampling."""
+    """Return processed logits [B, T, V] divided by each request's temperature, as in sampling."""
     num_rows, num_columns = processed.shape[1:]
     rows = processed.reshape(-1, num_columns)
     return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)

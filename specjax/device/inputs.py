@@ -1,4 +1,4 @@
-"""The inputs of the programs of a step, and the static model that is compiled into them."""
+"""The inputs of a step's programs, and the static model that is compiled into the programs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,32 +23,32 @@ class AdmitInputs:
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     requests: Requests = packed(lambda layout: init_requests(1, layout.vocab_size, xp=np))  # [B]
-    # Prompt and output so far, padded with -1.
+    # The prompt and the output so far, padded with -1.
     tokens: Int32[jax.Array, "B L"] = packed(-1, "max_model_len")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SnapshotInputs:
-    """Slots whose recurrent states are copied to or from a snapshot."""
+    """Slots whose recurrent states are copied to or from snapshots."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
-    ids: Int32[jax.Array, "B"] = packed("num_snapshots")  # out of range for a padding row
-    ends: Int32[jax.Array, "B"] = packed(0)  # tokens that the states cover
+    ids: Int32[jax.Array, "B"] = packed("num_snapshots")  # snapshots; out of range for padding
+    ends: Int32[jax.Array, "B"] = packed(0)  # number of tokens that the states include
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrefillInputs:
-    """One chunk of each of B prompts."""
+    """One chunk from each of B prompts."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
-    starts: Int32[jax.Array, "B"] = packed(0)  # tokens already in the caches
-    counts: Int32[jax.Array, "B"] = packed(0)  # tokens in this chunk
+    starts: Int32[jax.Array, "B"] = packed(0)  # number of tokens already in the caches
+    counts: Int32[jax.Array, "B"] = packed(0)  # number of tokens in this chunk
     is_last: Int32[jax.Array, "B"] = packed(0)  # 1 for a request's last chunk
     is_resumed: Int32[jax.Array, "B"] = packed(0)  # 1 if the token after the last chunk is known
-    extras: Int32[jax.Array, "B"] = packed(0)  # `Extras` of any request; equal in all rows
-    # The page table of layers without separate pages, then one per window.
+    extras: Int32[jax.Array, "B"] = packed(0)  # `Extras` that any request needs; equal in all rows
+    # The page table for layers without separate pages, then one page table per window.
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")
 
 
@@ -64,17 +64,17 @@ class DecodeInputs:
 
 
 class StepModel(NamedTuple):
-    """The static part of a step, compiled into its programs. Hashable."""
+    """The static part of a step: a hashable value that is compiled into its programs."""
 
     target: Model
     drafter: Drafter
     verification: Verification
     kernels: str
     row_multiple: int  # the number of rows of a matmul is a multiple of this
-    width_multiple: int  # the number of rows per request in a round is, too
+    width_multiple: int  # the number of rows per request in a round is a multiple of this
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
-    windows: tuple[int, ...] = ()  # windows whose layers have separate pages
-    max_deferred_rows: int = 0  # maximum rows kept over all requests, see `deferral`
+    windows: tuple[int, ...] = ()  # sizes of the windows whose layers have separate pages
+    max_deferred_rows: int = 0  # maximum number of kept rows of all requests, see `deferral`
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
@@ -82,8 +82,11 @@ class StepModel(NamedTuple):
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
     def max_deferred(self, batch: int) -> int:
-        """Return the number of rounds without drafts that the drafter observes together; 0 if it
-        observes each round at once. `batch` is the number of requests."""
+        """Return how many rounds without drafts the drafter may observe together.
+
+        Each round has `batch` requests. The result is 0 if the drafter must observe every round at
+        once.
+        """
         count = self.max_deferred_rows // batch
         while count * batch % self.row_multiple:
             count -= 1
@@ -91,5 +94,8 @@ class StepModel(NamedTuple):
 
 
 def page_tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
-    """Return the page tables i32[B, P]: without separate pages, then of each window."""
+    """Return a list of page tables i32[B, P].
+
+    The first page table is for layers without separate pages. One more follows for each window.
+    """
     return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)

@@ -1,7 +1,7 @@
-"""Prefill chunks and a decode round in one pass of the target, which reads its weights once.
+"""Runs prefill chunks and a decode round in one pass of the target, so its weights are read once.
 
-A short chunk, or a small round, takes about the time of reading the weights. If requests arrive
-continuously, most steps have both.
+A short chunk takes about as long as reading the weights, and so does a small round. If requests
+arrive continuously, most steps have both chunks and a round.
 """
 
 from dataclasses import replace
@@ -39,16 +39,16 @@ def joined_step(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, tuple[StepOutputs, StepOutputs]]:
-    """Do `prefill` and `begin` for chunks, and `decode_step` for other requests.
+    """Run `prefill` and `begin` for chunks, and `decode_step` for other requests, in one program.
 
     Args:
-        chunks: chunks of `width` tokens of B prompts.
-        round_: other requests, which draft `k` tokens.
+        chunks: the inputs of the chunks, which are padded to `width` tokens per prompt.
+        round_: the inputs of the round, whose requests have no chunk and draft `k` tokens each.
         chunk_variant: the variant of the chunks.
         variant: the variant of the round.
 
     Returns:
-        The state, and the outputs of the chunks and of the round.
+        The state, and a pair: the outputs of the chunks, and the outputs of the round.
     """
     target, aux_layers = model.target, model.drafter.aux_layers
     with jax.named_scope("draft"):

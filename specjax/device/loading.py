@@ -1,6 +1,7 @@
-"""Loading of checkpoint tensors as parameters: all are checked first, then read in parallel.
+"""Loads checkpoint tensors as parameters.
 
-Tensors are copied to the device unchanged, then merged, transposed and cast there.
+All tensors are checked first, and then read in parallel. They are copied to the device unchanged,
+and merged, transposed and cast there.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,21 +21,21 @@ from specjax.checkpoint.spec import TensorSpec
 from specjax.device.placement import Placement, default_device
 
 Log = Callable[[str], object]  # takes a line
-NUM_READERS = 4  # arrays read concurrently
+NUM_READERS = 4  # number of arrays read concurrently
 _MAX_LISTED = 20
 
 
 def no_log(line: str) -> None:
-    """Drop a line: the default `Log`."""
+    """Drop a line. This is the default `Log`."""
 
 
 def keep_name(name: str) -> str:
-    """Return `name` unchanged: the `rename` for files with the names in the specs."""
+    """Return `name` unchanged. Use this as `rename` if the files have the names in the specs."""
     return name
 
 
 def ignore_none(name: str) -> bool:
-    """Return False: the `ignore` for files whose tensors must all be used."""
+    """Return False. Use this as `ignore` if all tensors in the files must be used."""
     return False
 
 
@@ -47,18 +48,18 @@ def load_params(
     rename: Callable[[str], str] = keep_name,
     ignore: Callable[[str], bool] = ignore_none,
 ) -> Any:
-    """Load the tree `specs` of `TensorSpec` as a tree of `jax.Array` in `dtype`.
+    """Load a tree of `TensorSpec`, `specs`, as a tree of `jax.Array` in `dtype`.
 
-    At most `NUM_READERS` arrays' tensors are in host memory at a time.
+    The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
     Args:
         placement: Where arrays are placed; None for `default_device`.
-        rename: Maps a name in the specs to the name in the files.
-        ignore: Whether a tensor with this name in the files may be unused.
+        rename: A function that returns a tensor's name in the files for its name in the specs.
+        ignore: A function that returns whether a tensor may be unused, for its name in the files.
 
     Raises:
-        CheckpointError: Before any read, listing all missing, wrong or unused tensors; or after
-            reading, listing tensors with NaN or infinity.
+        CheckpointError: Tensors are missing, wrong or unused, which is checked before any is read;
+            or tensors have NaN or infinity. The message lists the tensors.
     """
     leaves, tree = jax.tree.flatten(specs)
     _check(files, leaves, rename, ignore)
@@ -87,11 +88,12 @@ def load_params(
 def lay_out(
     parts: Sequence[Any], spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> jax.Array:
-    """Build the array of a spec from its file tensors `parts`, in newly allocated memory.
+    """Return the array that a spec describes, in newly allocated memory.
 
     Args:
-        parts: NumPy arrays, or JAX arrays on any device.
-        dtype: Dtype of the array, unless the spec has one.
+        parts: The spec's tensors in the files, as NumPy arrays, or JAX arrays on any device.
+        spec: How the array is built from `parts`.
+        dtype: Dtype of the array, unless the spec has a dtype.
         sharding: Where the array is placed.
     """
     dtype = np.dtype(spec.dtype or dtype)
@@ -103,7 +105,10 @@ def lay_out(
 
 
 def _narrowed(tensor: Any) -> Any:
-    """Cast f64, which JAX rejects, to f32; values that are too large become infinite."""
+    """Return `tensor`, cast to f32 if it is f64, which JAX rejects.
+
+    Values that are too large become infinite.
+    """
     if tensor.dtype != np.float64:
         return tensor
     with np.errstate(over="ignore"):
@@ -111,7 +116,7 @@ def _narrowed(tensor: Any) -> Any:
 
 
 def _whole(sharding: Sharding) -> Sharding:
-    """Return a sharding that replicates an array on the same devices."""
+    """Return a sharding that replicates an array on the devices of `sharding`."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)

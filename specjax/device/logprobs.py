@@ -12,16 +12,19 @@ class Logprobs(NamedTuple):
     """Log-probabilities of one token per row, and of the most likely tokens."""
 
     logprobs: jax.Array  # f32[N]
-    ranks: jax.Array  # i32[N], 1 for the most likely
+    ranks: jax.Array  # i32[N], 1 for the most likely token
     top_ids: jax.Array  # i32[N, n], most likely first
     top_logprobs: jax.Array  # f32[N, n]
-    raw: jax.Array | None = None  # f32[N], by the raw logits, if both are wanted
+    raw: jax.Array | None = None  # f32[N], from the raw logits; None if not wanted in addition
 
 
 def token_logprobs(
     logits: jax.Array, tokens: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE
 ) -> Logprobs:
-    """Return the log-softmax of logits f32[N, V] at tokens i32[N], and the `num_top` largest."""
+    """Return the log-probabilities of tokens i32[N], and of each row's `num_top` likeliest tokens.
+
+    The log-probabilities are the log-softmax of logits f32[N, V].
+    """
     all_logprobs = vocabulary.log_softmax(logits)
     logprobs = vocabulary.at(all_logprobs, tokens[:, None])
     ranks = 1 + vocabulary.sum(all_logprobs > logprobs, jnp.int32)
@@ -35,7 +38,10 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, vocabulary: Vocabulary = W
 
 
 def pack_logprobs(found: Logprobs, batch: int) -> jax.Array:
-    """Concatenate the fields of N rows, N / B for each of B requests, as i32[B, ...]."""
+    """Return the fields of `found`, concatenated as i32[B, ...] for B = `batch` requests.
+
+    `found` has N rows, which are N / B consecutive rows for each request.
+    """
 
     def as_ints(x):
         return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -1,7 +1,7 @@
-"""The inputs of a program as one array, which takes one transfer.
+"""Packs the inputs of a program in one array, which takes one transfer to the device.
 
-A row holds the fields of one request as consecutive 32-bit words. The class of the inputs declares
-its fields by `packed`: the host fills views of a packed array, and the device slices it.
+A row of the array holds the fields of one request as consecutive 32-bit words. A class of inputs
+declares its fields by `packed`. The host fills views of a packed array, and the device slices it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) 
         padding: the value in a padding row, or the name of the `Layout` attribute with this value.
             For a tree of arrays, a function that takes the layout and returns one padding row: a
             tree of NumPy arrays [1] or [1, width] of 32-bit numbers.
-        width: the name of the `Layout` attribute with the width.
+        width: the name of the `Layout` attribute with the width; None for a field i32[B].
     """
 
     def row(layout: Any) -> Any:
@@ -34,7 +34,10 @@ def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) 
 
 
 class Packing(Generic[Inputs]):
-    """The packing of one class of inputs: an array i32[B, words] of its leaves in order."""
+    """The packing of one class of inputs.
+
+    A packed array i32[B, words] holds the leaves of the inputs in order.
+    """
 
     def __init__(self, kind: type[Inputs], layout: Any):
         declared: Any = fields(kind)  # pyright: ignore[reportArgumentType]
@@ -52,21 +55,21 @@ class Packing(Generic[Inputs]):
         is_flat = len(self._leaves) == len(rows)
         self._make: Any = kind if is_flat else lambda *leaves: tree.unflatten(leaves)
         self._padding = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in self._leaves])
-        self._empty: dict[int, np.ndarray] = {}  # padding rows, by their number
+        self._empty: dict[int, np.ndarray] = {}  # arrays of padding rows, by number of rows
 
     def shape(self, batch: int) -> tuple[int, int]:
-        """Return the shape of the packed array."""
+        """Return the shape of a packed array for `batch` requests."""
         return batch, len(self._padding)
 
     def rows(self, batch: int) -> tuple[np.ndarray, Inputs]:
-        """Return a new packed array of padding rows, and its fields as writable views."""
+        """Return a new packed array of `batch` padding rows, and writable views of its fields."""
         if batch not in self._empty:
             self._empty[batch] = np.repeat(self._padding[None], batch, axis=0)
         array = self._empty[batch].copy()
         return array, self.views(array)
 
     def views(self, array: np.ndarray) -> Inputs:
-        """Return the fields of a packed array on the host, as views."""
+        """Return views of the fields of a packed array on the host."""
         views = []
         for place, dtype in self._places:
             view = array[place]
@@ -74,7 +77,7 @@ class Packing(Generic[Inputs]):
         return self._make(*views)
 
     def unpack(self, array: jax.Array) -> Inputs:
-        """Return the fields of a packed array, on the device."""
+        """Return the fields of a packed array on the device."""
         count = self._num_numbers
         # One transposition is cheaper than a slice per scalar field.
         values = list(array[:, :count].T) if count > 1 else []

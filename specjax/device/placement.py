@@ -22,8 +22,8 @@ class Placement:
 
     Attributes:
         mesh: the devices; a single device is a mesh of size one.
-        rules: pairs of a logical axis, see `TensorSpec.axes`, and the mesh axis that shards it.
-            Axes without a rule are replicated.
+        rules: pairs of a logical axis (see `TensorSpec.axes`) and the mesh axis that shards it.
+            Arrays are replicated along logical axes without a rule.
     """
 
     mesh: Mesh
@@ -36,11 +36,14 @@ class Placement:
 
     @property
     def device(self) -> Device:
-        """One of the devices; all are of the same kind."""
+        """One of the mesh's devices, which are all of the same kind."""
         return self.mesh.devices.flat[0]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> Sharding:
-        """Return the sharding of an array with these logical axes; replicated without axes."""
+        """Return the sharding of an array with these logical axes.
+
+        Without axes, the array is replicated on every device.
+        """
         memory = self.device.default_memory().kind  # a source array may be in host memory
         if self.mesh.size == 1:
             # Programs over a named mesh have more overhead to compile and to call.
@@ -50,5 +53,8 @@ class Placement:
         return NamedSharding(self.mesh, spec, memory_kind=memory)
 
     def put(self, tree: Any) -> Any:
-        """Replicate a tree of arrays on every device. NumPy arrays must not be modified later."""
+        """Return a tree of arrays, replicated on every device.
+
+        NumPy arrays in `tree` must not be modified later.
+        """
         return jax.device_put(tree, self.sharding())

@@ -1,6 +1,7 @@
-"""The logits processors of requests: the users' functions, in separate programs.
+"""Runs the requests' logits processors, which are functions of users, in separate programs.
 
-They run between the target and `begin` or `settle`, so that a new processor compiles nothing else.
+The programs run after the target and before `begin` or `settle`. So a new logits processor needs no
+other program to be compiled again.
 """
 
 import jax
@@ -19,7 +20,7 @@ def process_first(
     *,
     processors: Processors,
 ) -> Float32[jax.Array, "B 1 V"]:
-    """Apply the processors to the logits of the token after each chunk."""
+    """Return the logits of each chunk's next token, edited by the logits processors."""
     history = History(state.tokens[inputs.slots], inputs.starts + inputs.counts)
     return apply_processors(logits, state.requests.at(inputs.slots), history, processors)
 
@@ -32,7 +33,7 @@ def process_round(
     *,
     processors: Processors,
 ) -> Float32[jax.Array, "B R V"]:
-    """Apply the processors to the logits of a round; row t is after the first t drafts."""
+    """Return a round's logits, edited by the logits processors. Row t follows t drafts."""
     history = History(state.tokens[inputs.slots], state.lengths[inputs.slots] + 1)
     requests = state.requests.at(inputs.slots)
     return apply_processors(logits, requests, history.then(draft.tokens), processors)

@@ -1,4 +1,4 @@
-"""Parameters of requests: arrays indexed by slot, written once, at admission."""
+"""Parameters of requests, in arrays indexed by slot. They are written at admission."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,31 +18,31 @@ from specjax.sampling_params import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters: [S] by slot, or [B] for the rows of a step."""
+    """Sampling parameters in arrays: [S] by slot, or [B] for the requests of a step."""
 
-    temperature: Float32[jax.Array, "B"]  # 0 is greedy
+    temperature: Float32[jax.Array, "B"]  # 0 for greedy sampling
     seeds: UInt32[jax.Array, "B"]
-    top_k: Int32[jax.Array, "B"]  # 0 keeps all
+    top_k: Int32[jax.Array, "B"]  # 0 keeps all tokens
     top_p: Float32[jax.Array, "B"]
     min_p: Float32[jax.Array, "B"]
 
     def repeat(self, count: int) -> "Sampling":
-        """Return the parameters with each request repeated `count` times in a row."""
+        """Return the parameters with `count` adjacent copies of each request's entry."""
         return jax.tree.map(lambda x: jnp.repeat(x, count), self)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Edits:
-    """Edits of logits before tokens are sampled. Ids of -1 are unused entries."""
+    """Edits of logits before tokens are sampled. An id of -1 marks an unused entry."""
 
-    repetition: Float32[jax.Array, "B"]  # 1 for none
+    repetition: Float32[jax.Array, "B"]  # 1 for no penalty
     presence: Float32[jax.Array, "B"]
     frequency: Float32[jax.Array, "B"]
     min_tokens: Int32[jax.Array, "B"]
     bias_ids: Int32[jax.Array, "B biased"]
     bias: Float32[jax.Array, "B biased"]
-    bad_words: Int32[jax.Array, "B bad_words"]  # each word right-aligned
+    bad_words: Int32[jax.Array, "B bad_words"]  # each word is right-aligned
     allowed: Int32[jax.Array, "B mask_words"]  # token v is bit v % 32 of word v // 32
     processor: Int32[jax.Array, "B"]  # index of the request's logits processors; -1 for none
 
@@ -53,7 +53,7 @@ class Requests:
     """All parameters of requests, fixed at admission."""
 
     prompt_lengths: Int32[jax.Array, "B"]
-    limits: Int32[jax.Array, "B"]  # maximum tokens of a request, including the prompt
+    limits: Int32[jax.Array, "B"]  # maximum number of tokens of a request, with its prompt
     stop_ids: Int32[jax.Array, "B stop_ids"]
     sampling: Sampling
     edits: Edits
@@ -63,12 +63,15 @@ class Requests:
         return jax.tree.map(lambda x: x[slots], self)
 
     def put(self, slots: jax.Array, new: "Requests") -> "Requests":
-        """Return the requests with `new` [B] at `slots`; out-of-range slots are dropped."""
+        """Return the requests with `new` [B] written at `slots`; out-of-range slots are dropped."""
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, new)
 
 
 def init_requests(num_slots: int, vocab_size: int, *, xp: Any = jnp) -> Requests:
-    """Return empty slots: greedy sampling, no edits. `xp` is `jax.numpy` or `numpy`."""
+    """Return the parameters of empty slots: greedy sampling without edits.
+
+    `xp` is `jax.numpy` or `numpy`, and determines the type of the arrays.
+    """
 
     def full(value, dtype, width=None):
         return xp.full(num_slots if width is None else (num_slots, width), value, dtype)

@@ -23,10 +23,10 @@ def process(
     vocabulary: Vocabulary = WHOLE,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Edit logits f32[B, T, V], and truncate them for requests with temperature above 0.
+    """Return edited logits f32[B, T, V], truncated for requests with a temperature above 0.
 
-    Row t of a request follows its committed tokens and t drafts (see `edits`). The result is not
-    divided by the temperature, so raw logits can replace it where nothing is edited.
+    Row t of a request follows its committed tokens and its first t drafts (see `edits`). The result
+    is not divided by the temperature, so the raw logits can replace it where nothing is edited.
     """
     edited = edit(logits, requests, history, processors, masks, vocabulary)
     sampling = requests.sampling.repeat(logits.shape[1])
@@ -48,10 +48,10 @@ def through_edits(
     edit: Callable[[jax.Array], jax.Array] | None,
     has_edits: jax.Array | None,
 ) -> Any:
-    """Call `use` on the edited logits, or on the unedited ones if `has_edits` bool[] is False.
+    """Return `use(edit(logits))` if `has_edits` bool[] is true, else `use(logits)`.
 
     The conditional encloses `use`, so that it need not return an array as large as the logits.
-    If `edit` is None nothing is edited, and `has_edits` is not used.
+    If `edit` is None, the result is `use(logits)`, and `has_edits` is not used.
     """
     if edit is None:
         return use(logits)
@@ -59,7 +59,7 @@ def through_edits(
 
 
 def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Divide logits f32[N, V] by the temperature; greedy rows are unchanged."""
+    """Return logits f32[N, V] divided by each row's temperature; greedy rows are unchanged."""
     return logits / _divisor(sampling)[:, None]
 
 
@@ -71,12 +71,12 @@ def choose(
     vocabulary: Vocabulary = WHOLE,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Sample a token i32[N] for each row of logits f32[N, V]: argmax(logits / T + Gumbel).
+    """Return a token i32[N] for each row of logits f32[N, V]: argmax(logits / T + noise).
 
-    This samples from softmax(logits / T) (Gumbel-max) as a function of the request's seed and the
-    token's position; positions i32[B] belong to each request's first row. Rows at
-    temperature 0 take the plain argmax; ties go to the lowest id. A row that leaves no token (all
-    logits are -inf, or one is NaN) gives -1.
+    With Gumbel noise, this samples from softmax(logits / T) (Gumbel-max). The noise is a function
+    of the request's seed and the token's position. `positions` i32[B] are the positions of each
+    request's first row. Rows at temperature 0 take the plain argmax. Ties go to the lowest id. If a
+    row leaves no token (all its logits are -inf, or one is NaN), the result is -1.
     """
     return vocabulary.draw(logits, sampling, Stream.TARGET, (positions,), kernels)
 
@@ -93,12 +93,13 @@ def draw_draft(
     vocabulary: Vocabulary = WHOLE,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Sample a draft token i32[B] for each row of logits f32[B, V_d], as for the target.
+    """Return a draft token i32[B] for each row of logits f32[B, V_d], and its distribution.
 
-    `token_ids` i32[V_d] are the target's ids of a reduced vocabulary; they key the noise, so that
-    a reduced vocabulary shares it too. A row that leaves no token gives token 0. With `wants_probs`
-    also return the distribution sampled from, f32[B, vocab_size]; it is zero in a greedy batch,
-    where it is not used.
+    The token is sampled like the target's tokens. If the drafter has a reduced vocabulary,
+    `token_ids` i32[V_d] are the target's ids of its tokens. These ids key the noise, so that the
+    drafter can share the target's noise. If a row leaves no token, the result is token 0. The
+    distribution f32[B, vocab_size] is None if `wants_probs` is false. It is zero in a greedy batch,
+    which does not use it.
     """
     if token_ids is None:
         token = vocabulary.draw(logits, sampling, stream, counters, kernels)

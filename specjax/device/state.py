@@ -13,29 +13,30 @@ from specjax.device.requests import Requests, init_requests
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineState:
-    """All state that steps read and write. A request owns one of S slots from admission to finish.
+    """All state that steps read and write.
 
-    Only the device knows these values: the host plans with upper bounds and learns results one step
-    later. Between steps a request has `lengths` tokens in the caches. The token at position
-    `lengths` is its last: it was sampled, but the target has not run it yet.
+    A request owns one of the S slots from its admission until it finishes. Only the device knows
+    the values of the state: the host plans with upper bounds and learns results one step later.
+    Between steps a request has `lengths` tokens in the caches. The token at position `lengths` is
+    the request's last token: it was sampled, but the target has not run on it yet.
     """
 
-    caches: tuple[Any, ...]  # of the target, one per cache kind
-    snapshots: tuple[Any, ...]  # per cache kind; None for a kind without snapshots
+    caches: tuple[Any, ...]  # the target's caches, one per cache kind
+    snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
     drafter: Any  # the drafter's state
     deferred: Float[jax.Array, "R F"] | None  # features not yet observed, see `deferral`
     tokens: Int32[jax.Array, "S L"]  # prompt and output
-    progress: Int32[jax.Array, "S 4"]  # the properties below; written by one kernel
+    progress: Int32[jax.Array, "S 4"]  # the four properties below, which one kernel writes
     requests: Requests  # [S]
 
     @property
     def lengths(self) -> jax.Array:
-        """Number of tokens in the caches, i32[S]."""
+        """The number of tokens in the caches, i32[S]."""
         return self.progress[:, 0]
 
     @property
     def pending(self) -> jax.Array:
-        """Number of these tokens, the last ones, that recurrent states lack, i32[S]."""
+        """How many of the last tokens in the caches the recurrent states do not include, i32[S]."""
         return self.progress[:, 1]
 
     @property
@@ -45,7 +46,7 @@ class EngineState:
 
     @property
     def observed(self) -> jax.Array:
-        """Number of tokens that the drafter has observed, i32[S]."""
+        """The number of tokens that the drafter has observed, i32[S]."""
         return self.progress[:, 3]
 
     def with_progress(
@@ -59,7 +60,7 @@ class EngineState:
     ) -> "EngineState":
         """Return the state with these values [B] set at `slots`; out-of-range slots are dropped.
 
-        `is_observed` sets `observed` to `lengths` as well.
+        If `is_observed` is true, `observed` is also set to `lengths`.
         """
         new = [lengths, pending, is_active.astype(jnp.int32), lengths][: 3 + is_observed]
         written = self.progress.at[slots, : len(new)].set(jnp.stack(new, axis=1), mode="drop")
@@ -71,8 +72,10 @@ class EngineState:
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state with no pending tokens at `slots`: after a chunk, recurrent states
-        include all its tokens, as prompt tokens cannot be rejected."""
+        """Return the state with no pending tokens at `slots`.
+
+        Use this after a chunk. Its tokens cannot be rejected, so recurrent states include them all.
+        """
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 
 

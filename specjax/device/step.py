@@ -4,15 +4,16 @@ Read this file first. Each prefill chunk goes through
 
     prefill -> begin
 
-which runs the target and, after the last chunk, samples the first output token. A preempted request
+which run the target and, after the last chunk, sample the first output token. A preempted request
 reruns its prompt and output in the same way, without sampling: its next token is already known. A
-round drafts, runs the target on the drafts, and commits the accepted ones:
+round drafts tokens, runs the target on the drafts, and commits the accepted drafts:
 
     propose -> extend -> settle
 
-in one program, or in three if other work precedes `settle`: the host makes grammar masks, or users'
-logits processors run (`processors.py`; also before `begin`). The parts that run the target do not
-depend on the logit options of requests. Chunks and a round may run in one program, see `joined.py`.
+These three run in one program. They run in separate programs if other work comes before `settle`:
+the host makes grammar masks, or users' logits processors run (see `processors.py`; these may also
+run before `begin`). The parts that run the target do not depend on the requests' options for
+logits. Chunks and a round may run in one program, see `joined.py`.
 
 The inputs of a step contain neither the number of accepted tokens nor the length of a request: the
 host plans with upper bounds, and the device keeps the exact numbers in its state.
@@ -47,28 +48,32 @@ from specjax.device.verification import Draft, Target, Verdict
 
 
 class Extension(NamedTuple):
-    """The target's outputs for T rows of B requests: a chunk, or last token, drafts and padding."""
+    """The target's outputs for T rows of each of B requests.
 
-    features: Features  # [N]
-    logits: Float32[jax.Array, "B R V"]  # of a chunk only its last row
+    The rows of a request are a chunk, or in a round its last token, drafts and padding.
+    """
+
+    features: Features  # of N rows
+    logits: Float32[jax.Array, "B R V"]  # for a chunk only the logits of its last row
 
 
 class StepOutputs(NamedTuple):
-    """Results of a step: the first num_tokens[b] of tokens[b] are new output of request b.
+    """The results of a step.
 
-    If a request's logits leave no possible token, the token is -1 and the request ends.
+    The first `num_tokens[b]` of `tokens[b]` are new output tokens of request b. If a request's
+    logits leave no possible token, the token is -1 and the request ends.
     """
 
     tokens: Int32[jax.Array, "B R"]
     num_tokens: Int32[jax.Array, "B"]
-    num_drafts: Int32[jax.Array, "B"]  # drafts that could have been accepted
-    # Of B R rows, see `logprobs.pack_logprobs`; zeros if no request needs them.
+    num_drafts: Int32[jax.Array, "B"]  # number of drafts that could have been accepted
+    # Packed for B R rows, see `logprobs.pack_logprobs`; zeros if no request needs them.
     logprobs: Int32[jax.Array, "B ..."]
-    prompt_logprobs: jax.Array | None  # of the token after each of N rows of a chunk
+    prompt_logprobs: jax.Array | None  # packed for the tokens after the N rows of the chunks
 
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
-    """Write requests to their slots."""
+    """Return the state with new requests written to their slots."""
     return replace(
         state,
         tokens=state.tokens.at[inputs.slots].set(jnp.maximum(inputs.tokens, 0), mode="drop"),
@@ -78,16 +83,16 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy snapshots to the recurrent states of slots, for target and drafter."""
+    """Copy snapshots to the recurrent states of slots, both the target's and the drafter's."""
     moves = inputs.slots, inputs.ids, inputs.ends
     caches = restore_snapshots(model.target, state.snapshots, state.caches, moves)
     return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *moves))
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy the recurrent states of slots to snapshots; no slot may have pending tokens.
+    """Copy the recurrent states of slots to snapshots. No slot may have pending tokens.
 
-    Run it after `begin`, where the drafter observes the chunk.
+    Run this after `begin`, which lets the drafter observe the chunk.
     """
     moves = inputs.slots, inputs.ids, inputs.ends
     kept = take_snapshots(model.target, state.snapshots, state.caches, moves)
@@ -97,7 +102,7 @@ def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> Eng
 def prefill(
     params: Params, state: EngineState, inputs: PrefillInputs, *, model: StepModel, width: int
 ) -> tuple[EngineState, Extension]:
-    """Run the target over `width` tokens of each prompt; return logits of the last row only."""
+    """Run the target on a chunk of each prompt, padded to `width`; return the last rows' logits."""
     batch = inputs.slots.shape[0]
     rows, tokens = chunk_rows(state, inputs, width, model), chunk_tokens(state, inputs, width)
     features, caches = model.target.extend(
@@ -122,9 +127,9 @@ def begin(
 ) -> tuple[EngineState, StepOutputs]:
     """Let the drafter observe a chunk; after a prompt's last chunk, sample the first output token.
 
-    A request that resumes after preemption samples nothing: its next token is already known.
-    `processed` f32[B, 1, V] are the logits after logits processors, if any request has one; `masks`
-    i32[B, 1, ceil(V/32)] are grammar masks, if any request has a grammar.
+    No token is sampled for a request that resumes after preemption: its next token is known.
+    `processed` f32[B, 1, V] are the logits after logits processors, or None if no request has any.
+    `masks` i32[B, 1, ceil(V/32)] are the grammar masks, or None if no request has a grammar.
     """
     slots, starts = inputs.slots, inputs.starts
     batch = slots.shape[0]
@@ -186,7 +191,7 @@ def decode_step(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, StepOutputs]:
-    """Draft k tokens per request, verify them, commit the accepted ones and one more token.
+    """Draft k tokens per request, verify them, and commit the accepted drafts and one more token.
 
     With k = 0 this is plain decoding.
     """
@@ -254,11 +259,12 @@ def settle(
     variant: Variant,
     may_defer: bool = True,
 ) -> tuple[EngineState, StepOutputs]:
-    """Verify the drafts, commit the accepted ones and one more token, and update the drafter.
+    """Verify the drafts, commit the accepted drafts and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. A round without drafts may do this later, see `deferral`. For `processed`
-    f32[B, K+1, V] and `masks` i32[B, K+1, ceil(V/32)], see `begin`.
+    next round starts. If `may_defer` is true, a round without drafts may leave this for later (see
+    `deferral`). `begin` explains `processed`, here f32[B, K+1, V], and `masks`, here
+    i32[B, K+1, ceil(V/32)].
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
@@ -325,9 +331,10 @@ class _Emitted(NamedTuple):
 
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:
-    """Count the verdict's tokens up to the limit and up to the first that ends the output.
+    """Return the number of the verdict's tokens that are output, and whether the output ends.
 
-    The output ends with a stop id, or with -1 where no token is possible; this token is counted.
+    At most `remaining` tokens are output. The output also ends with a stop id, or with -1 where no
+    token is possible. The token that ends the output is counted.
     """
     num_tokens = jnp.minimum(verdict.num_accepted + 1, remaining)
     is_finished = num_tokens >= remaining
@@ -363,13 +370,13 @@ def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
 
 
 def chunk_tokens(state: EngineState, inputs: PrefillInputs, width: int) -> jax.Array:
-    """Return the tokens i32[B * width] of a chunk's rows."""
+    """Return the tokens i32[B * width] of the chunks' rows."""
     known, places = state.tokens[inputs.slots], _chunk_places(inputs, width)
     return jnp.take_along_axis(known, places, axis=1, mode="clip").reshape(-1)
 
 
 def last_of_chunks(hidden: jax.Array, inputs: PrefillInputs) -> jax.Array:
-    """Return the last row of each chunk, [B, D], from `hidden` [B * width, D]."""
+    """Return the hidden state [B, D] of each chunk's last token, from `hidden` [B * width, D]."""
     batch = inputs.slots.shape[0]
     return hidden.reshape(batch, -1, hidden.shape[1])[jnp.arange(batch), inputs.counts - 1]
 
@@ -377,7 +384,7 @@ def last_of_chunks(hidden: jax.Array, inputs: PrefillInputs) -> jax.Array:
 def chunk_rows(
     state: EngineState, inputs: PrefillInputs, width: int, model: StepModel
 ) -> CachedRows:
-    """Return the rows of a chunk, `width` per request."""
+    """Return the rows of the chunks, `width` rows per request."""
     page_table, *others = page_tables(inputs, model)
     return CachedRows.starting_at(
         inputs.starts,

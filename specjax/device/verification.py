@@ -1,8 +1,8 @@
-"""Verification: which drafts are accepted, and which token follows. Four methods, one signature.
+"""Decides which drafts are accepted, and which token follows them, by one of four methods.
 
 Row t of the target's logits predicts the token at position lengths[b] + t, given the committed
-tokens and the first t drafts. A verdict is drafts[:a] and one more token, which replaces the first
-rejected draft or follows the last.
+tokens and the first t drafts. A verdict has the accepted drafts, drafts[:a], and one more token.
+That token replaces the first rejected draft, or follows the last draft.
 
     seed_exact  the target's tokens are sampled, and drafts that equal them are accepted. The output
                 does not depend on the drafts (Daliri, Musco and Suresh 2024)
@@ -11,7 +11,8 @@ rejected draft or follows the last.
     block       the longest prefix that passes a joint test is accepted (Sun et al. 2024)
     synthetic   drafts are accepted at given rates, right or wrong; only to measure speed
 
-The first three emit tokens with the target's distribution; at temperature 0 they emit the same.
+The first three methods emit tokens with the target's distribution. At temperature 0 all three emit
+the same tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +35,18 @@ class Draft(NamedTuple):
     """Tokens proposed for the K positions after the last committed token."""
 
     tokens: Int32[jax.Array, "B K"]
-    probs: Float32[jax.Array, "B K V"] | None  # sampled from these; None if one-hot or unused
-    counts: Int32[jax.Array, "B"] | None = None  # how many were found; None if always K
+    probs: Float32[jax.Array, "B K V"] | None  # tokens' distributions; None if one-hot or unused
+    counts: Int32[jax.Array, "B"] | None = None  # number of tokens proposed; None if always K
 
     @classmethod
     def stacked(
         cls, tokens: Sequence[jax.Array], probs: Sequence[jax.Array], batch: int
     ) -> "Draft":
-        """Return the draft of tokens i32[B] by position, and their distributions, if any."""
+        """Return the draft with an array of tokens i32[B] per position.
+
+        `probs` has the distributions f32[B, V] from which the tokens of each position were sampled.
+        It is empty if the draft has no distributions.
+        """
         return cls(
             jnp.stack(tokens, axis=1) if tokens else jnp.zeros((batch, 0), jnp.int32),
             jnp.stack(probs, axis=1) if probs else None,
@@ -51,11 +56,11 @@ class Draft(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Target:
-    """The target's logits for K + 1 positions, and those positions."""
+    """The target's logits for K + 1 positions, and how tokens are sampled from them."""
 
-    logits: Float32[jax.Array, "B R V"]  # before `edit`, if there is one
+    logits: Float32[jax.Array, "B R V"]  # not yet edited by `edit`
     sampling: Sampling  # [B]
-    lengths: Int32[jax.Array, "B"]  # committed tokens; row 0 predicts this position
+    lengths: Int32[jax.Array, "B"]  # number of committed tokens; row 0 predicts this position
     num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
     has_edits: Bool[jax.Array, ""] | None = None  # see `sampling.through_edits`
     edit: Callable[[jax.Array], jax.Array] | None = field(default=None, metadata={"static": True})
@@ -63,13 +68,13 @@ class Target:
     kernels: str = field(default="auto", metadata={"static": True})
 
     def choose(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
-        """Sample a token i32[N] for each row of logits f32[N, V], see `sampling.choose`."""
+        """Return a sampled token i32[N] for each row of logits f32[N, V]; see `sampling.choose`."""
         return choose(
             logits, self.sampling, positions, vocabulary=self.vocabulary, kernels=self.kernels
         )
 
     def through_edits(self, use: Callable[["Target"], Any]) -> Any:
-        """Call `use` on the target with its logits processed."""
+        """Return `use(target)` for this target with edited logits; see `sampling.through_edits`."""
         done = replace(self, edit=None, has_edits=None)
         return through_edits(
             lambda logits: use(replace(done, logits=logits)),
@@ -79,25 +84,25 @@ class Target:
         )
 
     def at(self, row: jax.Array) -> jax.Array:
-        """Return the logits [B, V] of one row i32[B] of each request."""
+        """Return the logits [B, V] of one row per request, selected by `row` i32[B]."""
         return jnp.take_along_axis(self.logits, row[:, None, None], axis=1)[:, 0]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a verification: the first `num_accepted` + 1 of `tokens` are emitted."""
+    """The result of a verification. The first `num_accepted` + 1 of `tokens` are emitted."""
 
     tokens: Int32[jax.Array, "B R"]  # -1 where the target's logits leave no token
     num_accepted: Int32[jax.Array, "B"]  # 0..K
 
 
 class Verification(Protocol):
-    """A verification method. Hashable, since it is compiled in."""
+    """A verification method. It is hashable, because programs are compiled for it."""
 
     @property
     def shares_noise(self) -> bool:
-        """Whether drafts are sampled with the target's noise, not separate noise."""
+        """Whether drafts are sampled with the target's noise rather than separate noise."""
         ...
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
@@ -124,7 +129,11 @@ class SeedExact:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Accept draft d with probability min(1, p(d)/q(d)); if rejected, sample from max(p - q, 0)."""
+    """Accept draft d with probability min(1, p(d)/q(d)).
+
+    p is the target's distribution, and q the drafter's. If a draft is rejected, the token that
+    replaces it is sampled from max(p - q, 0).
+    """
 
     shares_noise: bool = False
 
@@ -172,10 +181,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Accept draft i, if those before it are, with probability rates[i] / rates[i-1].
+    """Accept draft i with probability rates[i] / rates[i-1] if all drafts before it are accepted.
 
-    The rates are thus unconditional; they must not increase. Drafts that the target cannot
-    produce, such as those that a grammar forbids, are never accepted.
+    So rates[i] is the unconditional probability that draft i is accepted. The rates must not
+    increase. Drafts that the target cannot produce, for example because a grammar forbids them, are
+    never accepted.
     """
 
     rates: tuple[float, ...]
@@ -197,16 +207,16 @@ class Synthetic:
 
 
 def make_verification(config: SpeculativeConfig) -> Verification:
-    """Return the method that a config names."""
+    """Return the verification method that a config names."""
     if config.verification == "synthetic":
         return Synthetic(config.synthetic_rates)
     return {"seed_exact": SeedExact, "rejection": Rejection, "block": Block}[config.verification]()
 
 
 def target_probs(target: Target) -> jax.Array:
-    """Return softmax(logits / T) f32[B, K+1, V]; one-hot at the argmax where T = 0.
+    """Return the target's probabilities f32[B, K+1, V], softmax(logits / T).
 
-    Rows that leave no token are NaN.
+    Where T = 0, they are one-hot at the argmax. Rows that leave no token are NaN.
     """
     num_rows, num_columns = target.logits.shape[1:]
     rows = target.logits.reshape(-1, num_columns)
@@ -219,18 +229,26 @@ def target_probs(target: Target) -> jax.Array:
 
 
 def acceptance(probs: jax.Array, draft: Draft, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Return min(1, p/q) f32[B, K] of each draft token; `probs` f32[B, K, V] are the target's."""
+    """Return each draft token's probability f32[B, K] of being accepted, min(1, p/q).
+
+    `probs` f32[B, K, V] are the target's probabilities p.
+    """
     return jnp.minimum(_ratios(probs, draft, vocabulary), 1.0)
 
 
 def block_acceptance(
     probs: jax.Array, draft: Draft, num_drafts: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (p_i [B, K+1] for i = 0..K, h_i [B, K] for i = 1..K), Sun et al. 2024, algorithm 2.
+    """Return p_i f32[B, K+1] for i = 0..K, and h_i f32[B, K] for i = 1..K.
 
-    p_i = min(p_{i-1} p(d_i)/q(d_i), 1) with p_0 = 1, and h_i = S_i / (S_i + 1 - p_i) with
-    S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0); h_i = p_i after a request's last draft, and
-    where p_{i+1} leaves no token, as then no draft can follow.
+    h_i is the probability that the test of the first i drafts succeeds (algorithm 2 in Sun et al.
+    2024). Let p(v) be the target's distribution, and q(v) the drafter's:
+
+        p_0 = 1                                     p_i = min(p_{i-1} p(d_i) / q(d_i), 1)
+        S_i = sum_v max(p_i p(v) - q(v), 0)         h_i = S_i / (S_i + 1 - p_i)
+
+    In S_i, the distributions are for the token after draft i. h_i = p_i after a request's last
+    draft, and where p(v) leaves no token after draft i, since then no draft can follow.
     """
     k, num_columns = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]
@@ -250,7 +268,7 @@ def block_acceptance(
 
 
 def draft_probs(draft: Draft, num_columns: int, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Return the distributions the drafts were sampled from, f32[B, K, V]."""
+    """Return the distributions f32[B, K, V] from which the drafts were sampled."""
     if draft.probs is None:
         return vocabulary.one_hot(draft.tokens, num_columns)
     return draft.probs
@@ -268,7 +286,10 @@ def _ratios(probs: jax.Array, draft: Draft, vocabulary: Vocabulary) -> jax.Array
 def _draft_probs_at(
     draft: Draft, row: jax.Array, num_columns: int, vocabulary: Vocabulary
 ) -> jax.Array:
-    """Return the drafts' distribution f32[B, V] at one row per request; undefined past the last."""
+    """Return the distribution f32[B, V] of one draft per request, selected by `row` i32[B].
+
+    The result is undefined for a row past the last draft.
+    """
     if draft.tokens.shape[1] == 0:
         return jnp.zeros((row.shape[0], num_columns))
     row = jnp.minimum(row, draft.tokens.shape[1] - 1)
@@ -283,10 +304,11 @@ def _verify_drawn(
     target: Target,
     drawn: Callable[[Draft, Target], tuple[jax.Array, jax.Array]],
 ) -> Verdict:
-    """Return a verdict: `drawn` gives accepted counts and weights f32[B, V] of the last token.
+    """Return the verdict of a method that accepts drafts at random.
 
-    Negative weights count as 0. In a greedy batch drafts are compared with the argmax, which is
-    equivalent and needs no sampling.
+    `drawn` returns the number of accepted drafts i32[B], and the weights f32[B, V] from which the
+    token after them is sampled. Negative weights count as 0. In a greedy batch, drafts are compared
+    with the argmax, which is equivalent and needs no sampling.
     """
 
     def verify(draft, target):
@@ -313,16 +335,16 @@ def _verify_drawn(
 
 
 def _coins(target: Target, count: int) -> jax.Array:
-    """Return uniform draws [B, count], different in every step.
+    """Return uniform draws f32[B, count], which differ in every step.
 
-    They are not keyed by position alone: with `Block`, later coins and drafts affect how many are
-    accepted, so they would not be independent when the next step reuses their positions.
+    A draw is not keyed by its position alone. With `Block`, later draws and drafts affect how many
+    drafts are accepted. So a draw would not be independent when the next step reuses its position.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 
 
 def _leading(accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
-    """Count the drafts before the first rejected one."""
+    """Return the number i32[B] of drafts before the first rejected draft, at most `num_drafts`."""
     # Column by column, since XLA launches a kernel for every reduction, however small.
     count, is_leading = jnp.zeros_like(num_drafts), num_drafts > 0
     for column in range(accepted.shape[1]):

@@ -1,8 +1,8 @@
-"""Logits [..., V], whose columns are tokens: on one device, or split over several.
+"""Operations on logits [..., V], whose columns are tokens, on one device or split over several.
 
-Everything that reads logits asks a `Vocabulary` for reductions over all tokens, and for the columns
-of given tokens. Where the logits are split, the devices exchange results per row, never the logits;
-only logits processors of users get them whole.
+All code that reads logits calls a `Vocabulary` for reductions over all tokens, and for the columns
+of given tokens. If the logits are split, the devices exchange results per row instead of logits.
+The logits processors of users are an exception: for them, the devices exchange the logits.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,15 @@ ALIGNMENT = 64  # tokens that share words of a mask and calls of the noise's gen
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """All tokens are columns of the logits of one device. Hashable."""
+    """A vocabulary with the logits of all tokens on one device. It is hashable."""
 
     def columns(
         self, ids: jax.Array, num_columns: int, is_used: jax.Array | None = None
     ) -> jax.Array:
-        """Return the columns of tokens i32[...]; `num_columns` for those not used, or not here."""
+        """Return the columns i32[...] of tokens i32[...].
+
+        The result is `num_columns` for tokens that are not used, or not on this device.
+        """
         return ids if is_used is None else jnp.where(is_used, ids, num_columns)
 
     def at(self, x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -39,7 +42,7 @@ class Vocabulary:
         return jnp.take_along_axis(x, ids, axis=-1)
 
     def sum(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """Return the sum [...] of x [..., V]."""
+        """Return the sum [...] of x [..., V] over all tokens."""
         return jnp.sum(x, axis=-1, dtype=dtype)
 
     def all(self, x: jax.Array) -> jax.Array:
@@ -63,28 +66,37 @@ class Vocabulary:
         return argmax(x)
 
     def top_k(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        """Return the `count` largest values of x [..., V] and their tokens i32; ties by token."""
+        """Return the `count` largest values of x [..., V] and their tokens i32.
+
+        Equal values are in the order of their tokens.
+        """
         values, ids = jax.lax.top_k(x, count)
         return values, ids.astype(jnp.int32)
 
     def one_hot(self, ids: jax.Array, num_columns: int) -> jax.Array:
-        """Return f32[..., V] with 1 at tokens i32[...]."""
+        """Return one-hot vectors f32[..., V] with 1 at tokens i32[...]."""
         return jax.nn.one_hot(ids, num_columns)
 
     def bits(self, words: jax.Array, num_columns: int) -> jax.Array:
-        """Return the bits bool[..., V] of i32[..., ceil(V/32)]: bit v % 32 of word v // 32."""
+        """Return a bit for each token, bool[..., V], from `words` i32[..., ceil(V/32)].
+
+        Token v has bit v % 32 of word v // 32.
+        """
         bits = (words[..., None] >> jax.lax.broadcast_to_rank(jnp.arange(32), words.ndim + 1)) & 1
         return bits.reshape(*words.shape[:-1], -1)[..., :num_columns] == 1
 
     def spread(self, logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
-        """Scatter logits f32[N, V_d] of tokens i32[V_d] to the columns of all; -inf elsewhere."""
+        """Return logits f32[N, V] of all tokens, from logits f32[N, V_d] of tokens i32[V_d].
+
+        Tokens that are not in `ids` get -inf.
+        """
         full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
         return full.at[:, ids].set(logits)
 
     def noise(
         self, seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...], num_columns: int
     ) -> jax.Array:
-        """Return Gumbel noise f32[N, V], see `draw_tokens.gumbel_noise`."""
+        """Return Gumbel noise f32[N, V]; see `draw_tokens.gumbel_noise`."""
         return gumbel_noise(seeds, stream, counters, num_columns)
 
     def draw(
@@ -95,7 +107,7 @@ class Vocabulary:
         counters: tuple[jax.Array, ...],
         kernels: str,
     ) -> jax.Array:
-        """Sample a token i32[N] for each row of logits f32[N, V], see `draw_tokens`."""
+        """Return a sampled token i32[N] for each row of logits f32[N, V]; see `draw_tokens`."""
         return draw_tokens(
             logits, sampling.temperature, sampling.seeds, stream, counters, kernels=kernels
         )
@@ -109,11 +121,11 @@ class Vocabulary:
         min_p: jax.Array,
         kernels: str,
     ) -> jax.Array:
-        """Exclude tokens by top-k, top-p and min-p, see `truncation.truncate`."""
+        """Return logits with -inf for tokens that top-k, top-p or min-p exclude; see `truncate`."""
         return truncate(logits, temperature, top_k, top_p, min_p, kernels=kernels)
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-        """Return the columns of `use`, which gets the logits [..., V] of all tokens."""
+        """Return this device's columns of `use(x)`, where x are the logits of all tokens."""
         return use(logits)
 
 
@@ -122,13 +134,14 @@ WHOLE = Vocabulary()
 
 @dataclass(frozen=True)
 class SplitVocabulary(Vocabulary):
-    """Devices along the mesh axis `axis` have the logits of consecutive tokens, `size` each.
+    """A vocabulary split over devices, which hold the logits of `size` consecutive tokens each.
 
-    For use inside `shard_map`, where all devices get the same tokens, seeds and settings. Columns
-    past the last token must hold -inf; they are never drawn.
+    The devices lie along the mesh axis `axis`. Call the methods inside `shard_map`, with the same
+    tokens, seeds and settings on all devices. Columns past the last token must hold -inf, so that
+    they are never drawn.
     """
 
-    total: int  # tokens
+    total: int  # number of tokens
     num_devices: int
     axis: str
 
@@ -139,11 +152,11 @@ class SplitVocabulary(Vocabulary):
 
     @property
     def first(self) -> jax.Array:
-        """The token of the first column, i32[]."""
+        """The token of this device's first column, i32[]."""
         return jax.lax.axis_index(self.axis) * self.size
 
     def without_padding(self, logits: jax.Array) -> jax.Array:
-        """Return logits [..., V] with -inf in the columns that are not tokens."""
+        """Return logits [..., V] with -inf in the columns past the last token."""
         is_token = self.first + jnp.arange(self.size) < self.total
         return jnp.where(jax.lax.broadcast_to_rank(is_token, logits.ndim), logits, -jnp.inf)
 
@@ -257,7 +270,7 @@ class SplitVocabulary(Vocabulary):
         return (ids >= self.first) & (ids < self.first + self.size)
 
     def _part(self, x: jax.Array, size: int, padding: float) -> jax.Array:
-        """Return this device's `size` columns of x [..., all]."""
+        """Return this device's `size` columns of x, which has the columns of all devices."""
         missing = self.num_devices * size - x.shape[-1]
         whole = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=padding)
         return jax.lax.dynamic_slice_in_dim(
@@ -274,14 +287,20 @@ class SplitVocabulary(Vocabulary):
         return largest, jnp.sum(totals * jnp.exp(all_largest - largest[None]), axis=0)
 
     def _best(self, token: jax.Array, score: jax.Array) -> jax.Array:
-        """Return the token i32[...] with the highest score f32[...] of all devices, or -1."""
+        """Return the token i32[...] with the highest score f32[...] on any device.
+
+        The result is -1 if the highest score is -inf or NaN.
+        """
         scores, tokens = self._gather(score, token)
         best = jnp.argmax(scores, axis=0)[None]  # the first NaN, if there is one
         token, score = (jnp.take_along_axis(x, best, axis=0)[0] for x in (tokens, scores))
         return jnp.where(score > -jnp.inf, token, -1)
 
     def _gather(self, scores: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return scores f32 and tokens i32, both [devices, ...], in one exchange."""
+        """Return the scores f32 and tokens i32 of all devices, both [devices, ...].
+
+        The devices exchange both arrays at once.
+        """
         pair = jnp.stack([jax.lax.bitcast_convert_type(scores, jnp.int32), tokens])
         scores, tokens = jax.lax.all_gather(pair, self.axis, axis=1)
         return jax.lax.bitcast_convert_type(scores, jnp.float32), tokens

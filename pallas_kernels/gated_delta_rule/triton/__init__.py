@@ -28,7 +28,7 @@ def gated_delta_rule_triton(
     config: DeltaRuleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """See `gated_delta_rule`. Padding rows give zeros.
+    """See `gated_delta_rule`. The outputs of padding rows are zeros.
 
     Raises:
         UnsupportedError: the kernels do not support a size or dtype.

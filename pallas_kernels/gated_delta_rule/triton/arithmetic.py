@@ -7,10 +7,10 @@ from pallas_kernels.triton_call import dot
 
 
 def dot_f32(a, b, **transposed):
-    """Multiply a b in f32 on tf32 tensor cores.
+    """Return the product a b, computed in f32 on tf32 tensor cores.
 
-    Each operand is split into two tf32 halves. The product of the lower halves, 2^-24 of the whole,
-    is dropped.
+    Each operand is split into two tf32 halves. The product of the lower halves, which is 2^-24 of
+    the whole product, is dropped.
     """
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     small = dot(a_high, b_low, allow_tf32=True, **transposed)
@@ -28,14 +28,16 @@ def _halves(a):
 
 
 def _rounded(a):
-    """Round to tf32, which has ten mantissa bits; the product would truncate instead."""
+    """Return a, rounded to tf32, which has ten mantissa bits. Tensor cores would truncate it."""
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
     return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
 
 
 def invert_unit_lower(lower, i):
-    """Compute `reference.invert_unit_lower`: X - X C X merges all pairs of blocks in place, where C
-    contains the corners of the pairs."""
+    """Return `reference.invert_unit_lower` of `lower`, a single matrix with row numbers `i`.
+
+    X - X C X merges all pairs of blocks of X at once, where C contains the corners of the pairs.
+    """
     i, j = i[:, None], i[None]
 
     def merge(level, inverse):

@@ -19,7 +19,7 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 class Inputs(NamedTuple):
-    """Values of the new tokens that later steps do not need; f32, undefined in padding rows."""
+    """Values of the new tokens that later steps do not need, in f32. Padding rows are undefined."""
 
     q: Any  # [B, T, H_k, D_k]
     v: Any  # [B, T, H_v, D_v]
@@ -101,7 +101,10 @@ def _column(ring, row, t):
 
 
 def _load_raw(x_ref, ring_ref, row, t, kind):
-    """Load some channels of raw inputs: of new token t, or of an earlier token if t < 0."""
+    """Return some channels of token t's raw inputs, loaded from x and from the ring.
+
+    `_pick_raw` selects between them: a token t >= 0 is new, and a token t < 0 is in the ring.
+    """
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)
     new = load(x_ref.at[row.index, jnp.maximum(t, 0), kind], mask=in_x, other=0.0)
@@ -139,7 +142,7 @@ class _Gates(NamedTuple):
         return cls(num_heads, heads, is_head, -jnp.exp(log_decay), bias)
 
     def read_token(self, x_ref, row, t):
-        """Return a and b of a new token."""
+        """Return the decay a and the write gate b of a new token."""
         first = x_ref.shape[2] - 2 * self.num_heads
         places = [first + n * self.num_heads + self.heads for n in (1, 0)]
         at = [x_ref.at[row.index, t, place] for place in places]

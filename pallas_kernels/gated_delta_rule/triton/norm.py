@@ -1,4 +1,4 @@
-"""The output norm: a separate kernel, because several programs compute the rows of a head."""
+"""The output norm, a separate kernel because several programs compute the outputs of a head."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ NUM_WARPS = 4
 
 
 def run_norm(out, x, norm, heads, *, eps, config, interpret):
-    """Normalise outputs [B, T, H_v, D_v], and gate them by z from x."""
+    """Return the outputs [B, T, H_v, D_v], normalised and then gated by z, which is read from x."""
     assert has_one_owner(config.norm_heads * heads.value_dim, NUM_WARPS), config
     (out,) = triton_call(
         partial(_norm_kernel, channels=heads.channels, tile=config.norm_heads, eps=eps),
@@ -30,8 +30,10 @@ def run_norm(out, x, norm, heads, *, eps, config, interpret):
 
 
 def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
-    """Compute `reference.gated_norm` with the same roundings. They do not depend on the shape,
-    because this is a separate kernel."""
+    """Compute `reference.gated_norm` with the same roundings.
+
+    The roundings do not depend on the shape, because this is a separate kernel.
+    """
     num_heads, value_dim = out_ref.shape[2:]
     part, row, t = (pl.program_id(i) for i in range(3))
     head = (part * tile + jnp.arange(tile, dtype=jnp.int32))[:, None]

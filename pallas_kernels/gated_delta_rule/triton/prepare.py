@@ -21,9 +21,9 @@ from pallas_kernels.triton_call import load, triton_call
 
 
 class Chunks(NamedTuple):
-    """State-independent arrays of a prompt's N chunks of C tokens, f32.
+    """State-independent f32 arrays for a prompt's N chunks of C tokens.
 
-    The notation is as in `reference.recur_chunks`, with T = (I + A)^-1. They take
+    The notation is as in `reference.recur_chunks`, with T = (I + A)^-1. The arrays take
     4 (3 D_k + D_v + C) bytes per token and value head.
     """
 
@@ -36,10 +36,10 @@ class Chunks(NamedTuple):
 
 
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
-    """Return the cache's ring, unchanged, and the `Chunks` of `chunk` tokens each.
+    """Return the cache's ring, unchanged, and the `Chunks` for chunks of `chunk` tokens.
 
     `where` is (layer, slots, positions). The ring is an output of this kernel so that the kernel
-    that writes it starts only after all programs here have read it.
+    that writes the ring starts only after all programs of this kernel have read it.
     """
     heads, (batch, length, _) = cache.heads, x.shape
     num_chunks = pl.cdiv(length, chunk)
@@ -62,7 +62,7 @@ def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a chunk: new ones in x, earlier ones in the ring."""
+    """The tokens of a chunk. New tokens are in x, and earlier tokens are in the ring."""
 
     x: Any
     ring: Any
@@ -71,7 +71,7 @@ class _Tokens(NamedTuple):
     places: Any  # i32[C]
 
     def convolved(self, conv_ref, channel):
-        """Return the convolution of all tokens in these channels."""
+        """Return the channels `channel` of all tokens, after the convolution and silu."""
         start = self.row.start
         y = jnp.zeros((len(self.places), len(channel)), jnp.float32)
         num_taps = conv_ref.shape[0]
@@ -89,7 +89,7 @@ class _Tokens(NamedTuple):
         return jnp.where(self.places[:, None] < self.end, silu(y), 0.0)
 
     def read_gates(self, head, log_decay_ref, decay_bias_ref):
-        """Return g and beta of all tokens in one head; zero past the last token."""
+        """Return g and beta of all tokens in one head. They are zero past the last token."""
         is_real, num_heads = self.places < self.end, log_decay_ref.shape[0]
         t = jnp.clip(self.places - self.row.start, 0, self.x.shape[1] - 1)
         first = self.x.shape[2] - 2 * num_heads + head
@@ -103,8 +103,11 @@ class _Tokens(NamedTuple):
 
 
 def _prepare_kernel(*refs, chunk, piece):
-    """Compute the `Chunks` of one chunk and value head. To save registers, channels are processed
-    in pieces, and twice if they are normalised."""
+    """Compute the `Chunks` of one chunk and value head.
+
+    To save registers, channels are processed in pieces. Channels of q and k are processed twice,
+    because they are normalised.
+    """
     _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
     log_decay_ref, decay_bias_ref, ring_ref, *chunks = refs
     chunks = Chunks(*chunks)

@@ -1,9 +1,10 @@
-"""A prompt of the gated delta rule, in chunks of tokens, by three kernels.
+"""Runs a prompt of the gated delta rule in chunks of tokens, by three kernels.
 
-The first kernel prepares the state-independent part of all chunks at once. In the second, each
-program folds the pending tokens, then one chunk after the other, into its rows of a state. The
-third updates the rings after the others are done: earlier, NaN would fill columns that a program
-still has to read. The first two are separate because a joint kernel would need too many registers.
+The first kernel prepares the state-independent part of all chunks at once. In the second kernel,
+each program folds the pending tokens, then one chunk after the other, into its rows of a state. The
+third kernel updates the rings after the other kernels are done, because it writes NaN to columns
+that the other kernels read. The first two kernels are separate because a joint kernel would need
+too many registers.
 """
 
 import math
@@ -70,8 +71,10 @@ def run_prompt(x, weights, cache, where, config, interpret):
 
 
 def _chunk_kernel(*refs, chunk, tile, piece, interpret):
-    """Compute `reference.recur_chunks`. The rows of a state are independent, so each program owns a
-    tile of them."""
+    """Compute `reference.recur_chunks` for one tile of a state's rows.
+
+    The rows of a state are independent, so each program owns one tile.
+    """
     _, _, _, _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
     *chunks, state_ref, u_ref, k_ref, decay_ref, out_ref = refs
     chunks = Chunks(*chunks)
@@ -135,8 +138,11 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
 
 
 def _keep_kernel(*refs, tile):
-    """Write one column of each ring after a prompt: NaN, except the raw inputs of the last W - 1
-    tokens. Tokens from before the call are already there."""
+    """Write one column of each ring after a prompt.
+
+    The column gets NaN, except for the raw inputs of the last W - 1 tokens. The raw inputs of
+    tokens from before the call are already in the ring.
+    """
     x_ref, layer_ref, slots_ref, positions_ref, ring_ref, *kept = refs[4:]
     num_slots, num_columns, channels = ring_ref.shape[1:]
     num_kept, length = num_columns - kept[0].shape[2], x_ref.shape[1]

@@ -1,6 +1,6 @@
 """The rings of u, k and e^g, for a program that owns some rows of a state.
 
-The program holds the rows as arrays [rows, piece], one per piece of D_k.
+The program holds the rows as arrays [rows, piece], one array for each piece of the D_k columns.
 """
 
 from typing import Any, NamedTuple
@@ -24,20 +24,22 @@ class Rings(NamedTuple):
     pieces: list[Any]  # each i32[piece], indices in D_k
 
     def u_at(self, place):
-        """Return the ref of u [rows] of the token at a position."""
+        """Return the ref of u [rows] for the token at position `place`."""
         column = column_of(place, self.u.shape[2])
         return self.u.at[self.row.layer, self.row.slot, column, self.head, self.values]
 
     def read(self, place):
-        """Return e^g and the pieces of k of the token at a position."""
+        """Return e^g, and a list of the pieces of k, for the token at position `place`."""
         at = self.row.layer, self.row.slot, column_of(place, self.k.shape[2])
         num_keys, num_heads = self.k.shape[3], self.decay.shape[3]
         key_head = self.head // (num_heads // num_keys)
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Fold the tokens from position `first` up to the first new one into the states. The loads
-        of `tokens` tokens are in flight together."""
+        """Return the states after folding the tokens from position `first` up to the new tokens.
+
+        The loads of `tokens` tokens are in flight together.
+        """
         start = self.row.start
 
         def fold_some(i, states):
@@ -55,7 +57,7 @@ class Rings(NamedTuple):
 
 
 def correct(states, u, k, *, interpret):
-    """Compute S + u k^T. Folding and verification share it, because they must round equally."""
+    """Return S + u k^T. Folding and verification share this, because they must round equally."""
     return [
         multiply_add(_wide(u[:, None], s), _wide(piece[None], s), s, interpret=interpret)
         for s, piece in zip(states, k, strict=True)
@@ -63,7 +65,7 @@ def correct(states, u, k, *, interpret):
 
 
 def over_keys(states, k, *, interpret):
-    """Compute S k [rows]. Pieces are added first, within threads."""
+    """Return S k [rows]. The pieces of a row are added first, within each thread."""
     sums = states[0] * k[0][None]
     for s, piece in zip(states[1:], k[1:], strict=True):
         sums = multiply_add(s, _wide(piece[None], s), sums, interpret=interpret)

@@ -1,10 +1,10 @@
-"""A decode step of the gated delta rule: fold pending tokens into the state, then run new ones.
+"""Runs a decode step of the gated delta rule: folds pending tokens into the state, runs new tokens.
 
-A program owns some rows of the state of one value head of one request; they are independent of
-other rows. It reads them once, folds the pending tokens in, writes them if there were any, and runs
-the new tokens in registers. Another kernel has prepared the state-independent part (`inputs.py`).
-So programs are short and need few registers: many share a multiprocessor, and some load while
-others compute.
+A program owns some rows of one value head's state, which are independent of the other rows. It
+reads its rows once and folds the pending tokens into them. It writes the rows if there were pending
+tokens, and then runs the new tokens in registers. Another kernel has prepared the state-independent
+part (`inputs.py`). So programs are short and need few registers. Many programs share a
+multiprocessor, and some programs load while other programs compute.
 """
 
 from functools import partial

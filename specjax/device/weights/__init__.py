@@ -1,1 +1,1 @@
-"""Weights as values: only these modules know how a weight is stored."""
+"""Weights as values. Only these modules know how a weight is stored."""

@@ -1,4 +1,4 @@
-"""Weights of experts: a matrix each."""
+"""Weights of experts: one matrix per expert."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,19 +26,28 @@ class ExpertMatrices(Weight):
         targets: jax.Array | None = None,
         kernels: str,
     ) -> jax.Array:
-        """Multiply rows that are sorted by expert; see `grouped_matmul`."""
+        """Return the product of each row with its expert's matrix; see `grouped_matmul`.
+
+        Rows are sorted by expert, and `sizes` are the numbers of rows per expert.
+        """
         return grouped_matmul(x, self.values, sizes, sources, targets, kernels=kernels)
 
 
 def expert_matrices(
     names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
 ) -> ExpertMatrices:
-    """Return the specs of experts whose projections are separate tensors, merged by expert."""
+    """Return the specs for a checkpoint that stores the projections of each expert separately.
+
+    The projections of an expert are merged to one matrix.
+    """
     return ExpertMatrices(experts(names, num_in, num_outs))
 
 
 def fused_expert_matrices(
     name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
 ) -> ExpertMatrices:
-    """Return the specs of experts in one tensor, see `fused_experts`."""
+    """Return the specs for a checkpoint that stores all experts in one tensor.
+
+    `fused_experts` explains the arguments.
+    """
     return ExpertMatrices(fused_experts(name, num_experts, num_in, num_out, is_swapped))

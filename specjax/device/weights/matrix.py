@@ -1,4 +1,4 @@
-"""Weights of projections: matrices as they are loaded, and in blocks of columns for CPUs."""
+"""Weights of projections: matrices as they are loaded, or in blocks of columns for CPUs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ import numpy as np
 from specjax.checkpoint.spec import projection
 from specjax.device.weights.weight import Weight, weight
 
-BLOCK_COLUMNS = 64  # of `Blocks`: 32 and 128 took longer on all CPUs that we tried
-MIN_ROWS, MAX_ROWS = 8, 128  # of a product with `Blocks`
-MAX_COPIED = 2**26  # bytes of rows that one product copies
+BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
+MIN_ROWS, MAX_ROWS = 8, 128  # number of rows in one product with `Blocks`
+MAX_COPIED = 2**26  # maximum bytes of rows that one product copies
 Parts = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Matrix(Weight):
-    """A matrix [in, out]; projections that share their input are parts of its columns, by name."""
+    """A matrix [in, out]. Projections that share an input are named parts of the columns."""
 
     values: jax.Array
-    parts: Parts = ()  # name and number of columns
+    parts: Parts = ()  # name and number of columns of each part
 
     @property
     def num_out(self) -> int:
@@ -31,20 +31,20 @@ class Matrix(Weight):
         raise NotImplementedError
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Multiply rows x [..., in]: [..., out], accumulated in `dtype` if given."""
+        """Return the product [..., out] of rows x [..., in], accumulated in `dtype` if given."""
         raise NotImplementedError
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
-        """Multiply rows x [N, in] by the columns from `first` on: [N, out - first]."""
+        """Return the product [N, out - first] of rows x [N, in] with columns from `first` on."""
         raise NotImplementedError
 
     def start(self, name: str) -> int:
-        """The first column of a part."""
+        """Return the first column of the part called `name`."""
         names, sizes = zip(*self.parts, strict=True)
         return list(accumulate(sizes, initial=0))[names.index(name)]
 
     def split(self, y: jax.Array) -> dict[str, jax.Array]:
-        """Return the parts [N, part] of a product y [N, out] by their names."""
+        """Return the columns of each part in a product y [N, out], by the part's name."""
         bounds = accumulate((size for _, size in self.parts), initial=0)
         return {
             name: y[:, first : first + size]
@@ -67,8 +67,11 @@ class Dense(Matrix):
         return jnp.matmul(x, self.values, preferred_element_type=dtype)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
-        """See `Matrix`. A GPU reads these columns alone. A CPU would copy them, which takes longer
-        than the product with all of them."""
+        """See `Matrix`.
+
+        A GPU reads only the columns from `first` on. A CPU would copy them, which takes longer than
+        the product with all columns.
+        """
         return jax.lax.platform_dependent(
             x,
             self.values,
@@ -82,8 +85,11 @@ class Dense(Matrix):
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
-        """See `Weight`. Arrays in NumPy, while an engine sleeps, and arrays on several devices
-        stay unchanged."""
+        """See `Weight`.
+
+        Arrays on several devices stay unchanged, and so do NumPy arrays, which hold the weights
+        while an engine sleeps.
+        """
         values = self.values
         if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
             return self
@@ -100,8 +106,8 @@ class Dense(Matrix):
 class Blocks(Matrix):
     """A matrix as blocks of columns [out / 64, in, 64], which are multiplied as a batch.
 
-    On a CPU XLA multiplies two to eight rows by a matrix [in, out] in nearly twice the time of one
-    row, and by blocks in up to 1.5 times.
+    On a CPU, two to eight rows take XLA nearly twice as long as one row if the matrix is one array
+    [in, out]. With blocks, they take at most 1.5 times as long.
     """
 
     @property
@@ -121,7 +127,10 @@ class Blocks(Matrix):
         return self._multiply(x, self.values[first // BLOCK_COLUMNS :], None)
 
     def _multiply(self, x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
-        """Multiply rows some at a time, because XLA copies them for each block."""
+        """Return the product of rows x [N, in] with `blocks`, computed for some rows at a time.
+
+        XLA copies the rows for each block, so all rows at once might take too much memory.
+        """
         bytes_per_row = len(blocks) * x.shape[1] * x.dtype.itemsize
         most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
         products = []
@@ -145,7 +154,8 @@ def dense(
     """Return the specs of projections [out, in] that share an input, merged to one matrix.
 
     Args:
-        parts: names of the projections; with their sizes where they are not the tensors'.
+        parts: the names of the matrix's parts, or a mapping from name to number of columns. Use a
+            mapping if the parts are not the tensors.
         interleaved: see `projection`.
         axes: see `TensorSpec.axes`.
     """

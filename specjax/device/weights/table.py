@@ -14,7 +14,10 @@ from specjax.device.weights.weight import Weight, weight
 @weight
 @dataclass(frozen=True)
 class Table(Weight):
-    """A row [D] for each token; as an output head, where it is tied, a column."""
+    """An embedding table with a row [D] for each token.
+
+    A tied output head is the transposed table, so a token's row is also its column in the head.
+    """
 
     values: jax.Array  # [V, D]
 
@@ -23,10 +26,13 @@ class Table(Weight):
         return self.values[ids]
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Multiply rows x [N, D] by the columns: [N, V], accumulated in `dtype` if given."""
+        """Return the product [N, V] of rows x [N, D] with the output head.
+
+        The product is accumulated in `dtype` if it is given.
+        """
         return jnp.matmul(x, self.values.T, preferred_element_type=dtype)
 
 
 def table(names: Sequence[str], size: int, dim: int) -> Any:
-    """Return the specs of a table [V, D]."""
+    """Return the spec of a table with `size` rows of `dim` numbers, from the tensors `names`."""
     return Table(stored(names, (size, dim), axes=("vocab", None)))

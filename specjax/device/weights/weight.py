@@ -9,20 +9,24 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
-# A CPU keeps a second form of at most this many bytes of weights. A larger model has them once.
+# On a CPU, parameters of at most this many bytes may also be kept in a second, faster form.
 MAX_DOUBLED = 2**30
 
 
 class Weight:
-    """A matrix, or several, by which rows are multiplied; a pytree of one array, `values`.
+    """One matrix or several, by which rows are multiplied.
 
-    In a model's `specs()` the array has a `TensorSpec` in its place.
+    A weight is a pytree of one array, `values`. In a model's `specs()`, a `TensorSpec` takes the
+    place of the array.
     """
 
     values: Any
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
-        """Whether devices of `platform` ("cpu", "gpu") multiply by another form in this dtype."""
+        """Return whether `on` would change the form of a weight with this dtype.
+
+        `platform` is "cpu" or "gpu".
+        """
         return False
 
     def on(self, platform: str) -> "Weight":
@@ -31,15 +35,15 @@ class Weight:
 
 
 def is_weight(x: Any) -> bool:
-    """Whether x is a weight."""
+    """Return whether x is a weight."""
     return isinstance(x, Weight)
 
 
 def weights_on(platform: str, params: Any) -> Any:
     """Return a tree of parameters with every weight in its form for `platform` ("cpu", "gpu").
 
-    What need not change is the same array, not a copy. Parameters of more than `MAX_DOUBLED` bytes
-    stay as they are.
+    Arrays that need not change are not copied. Parameters of more than `MAX_DOUBLED` bytes stay as
+    they are.
     """
     if sum(x.nbytes for x in jax.tree.leaves(params)) > MAX_DOUBLED:
         return params
@@ -47,9 +51,9 @@ def weights_on(platform: str, params: Any) -> Any:
 
 
 def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
-    """Return the bytes that `weights_on` adds to parameters in `dtype`, at most.
+    """Return the maximum number of bytes that `weights_on` adds to parameters in `dtype`.
 
-    `tree` has arrays or their `TensorSpec`s.
+    The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """
     itemsize = np.dtype(dtype).itemsize
 
@@ -63,14 +67,17 @@ def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
 
 
 class _Values(GetAttrKey):
-    """The key of a weight's array. It prints as nothing: the array's path is the weight's."""
+    """The key of a weight's array in the paths of a tree.
+
+    The key prints as an empty string, so that the array has the same path as the weight.
+    """
 
     def __str__(self) -> str:
         return ""
 
 
 def weight(cls: W) -> W:
-    """Register a dataclass of `values`, and of static fields, as a pytree."""
+    """Register a dataclass as a pytree with the array `values`. Its other fields are static."""
     static = [field.name for field in fields(cls) if field.name != "values"]
     key = _Values("values")
 
