@@ -16,11 +16,26 @@ from specjax.engine.compiled import Toolchain
 from specjax.engine.compiler import FOR_ALL
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
+
+
+class Kept(dict):
+    """The programs of the last engines, so that an engine finds those of one like it that was
+    closed."""
+
+    def setdefault(self, static: Any, jits: Any) -> Any:
+        """Count an engine as the last one, and forget the first of too many."""
+        self[static] = found = self.pop(static, jits)
+        if len(self) > MAX_KEPT:
+            del self[next(iter(self))]
+        return found
+
+
+MAX_KEPT = 12
+KEPT = Kept()
 # Nothing is kept on disk, as tests change what is compiled, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
-MAX_BYTES = 3 << 29  # resident; a module's programs come on top
+MAX_BYTES = 5 << 28  # resident; the programs of a module come on top
 
 
 def share_compilations(folder: Path) -> None:
