@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import generate, patched
+from support.engines import ANY_SHAPES, generate, patched
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
@@ -28,8 +28,7 @@ LONG = replace(GREEDY, max_tokens=None)
 SETTINGS = {
     "max_model_len": 256,
     "max_num_batched_tokens": 32,
-    "decode_batches": None,
-    "prefill_shapes": None,
+    **ANY_SHAPES,
 }
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -13,9 +13,9 @@ from support.refits import (
     SAMPLED,
     distiller,
     moved,
-    untrained,
 )
 from support.rollouts import copied
+from support.shared_models import llama, parallel_head
 
 from specjax import SamplingParams
 from specjax.train.context import CausalRows
@@ -36,7 +36,7 @@ METHODS = (
 
 
 @pytest.fixture
-def open_engine(checkpoints, build, target, module, tmp_path):
+def open_engine(checkpoints, build, target, module):
     """Engines on tiny checkpoints, by method of drafting."""
 
     def open_one(method):
@@ -46,7 +46,8 @@ def open_engine(checkpoints, build, target, module, tmp_path):
         if method == "mtp":
             folder = module.folder
         elif method in PARALLEL:
-            config["model"] = str(untrained(method, target.folder, tmp_path))
+            folder = llama(checkpoints).folder
+            config["model"] = str(parallel_head(checkpoints, method))
         else:
             config["model"] = str(checkpoints.eagle(target, embedding="own").folder)
         return build(folder, drafts=config)
