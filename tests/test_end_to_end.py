@@ -19,7 +19,7 @@ from support.stopping import (
     some_stops,
     text_between,
 )
-from support.texts import LETTERS_EOS, letters_folder
+from support.texts import LETTERS_EOS
 
 from specjax import SamplingParams
 
@@ -28,20 +28,15 @@ HOT = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
+def llm(letters):
     """With drafts."""
-    with make_llm(folder, "ngram") as llm:
+    with make_llm(letters, "ngram") as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def plain(folder):
-    with make_llm(folder) as plain:
+def plain(letters):
+    with make_llm(letters) as plain:
         yield plain
 
 
@@ -100,7 +95,7 @@ def test_stops(llm, plain):
 
 
 @pytest.mark.slow
-def test_a_logits_processor_that_raises_takes_nobody_along(folder, ragged_prompts):
+def test_a_logits_processor_that_raises_takes_nobody_along(letters, ragged_prompts):
     """The device loses all it knew; the others run their tokens again, and the engine goes on."""
 
     def check(length):
@@ -116,7 +111,7 @@ def test_a_logits_processor_that_raises_takes_nobody_along(folder, ragged_prompt
     params = [HOT, replace(HOT, logits_processors=[processor]), HOT, GREEDY]
     # Rounds of as many rows as requests: processors are computed for every row of a round.
     sizes = {"max_num_seqs": 2, "decode_batches": (1, 2), "max_num_batched_tokens": 32}
-    with make_llm(folder, **sizes, prefill_shapes=((1, 32),)) as llm:
+    with make_llm(letters, **sizes, prefill_shapes=((1, 32),)) as llm:
         pairs = zip(prompts, [HOT, HOT, HOT, GREEDY], strict=True)
         expected = [generate_tokens(llm, *pair)[0] for pair in pairs]
         before = llm.metrics()

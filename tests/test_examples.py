@@ -16,9 +16,9 @@ import numpy as np
 import optax
 import pytest
 from support.params import random_params
+from support.rollouts import made_rollout
 
-from specjax import SamplingParams
-from specjax.rl import Rollout, RolloutBatch
+from specjax.rl import RolloutBatch
 from specjax.train.target import demo_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,20 +123,8 @@ def test_advantages_compare_answers_to_the_same_question(examples):
 def rollouts_of(*samples, prompts=None):
     """A batch of (tokens, log-probabilities)."""
     return RolloutBatch(
-        Rollout(
-            prompt_token_ids=np.array(prompts[i] if prompts else [1], np.int32),
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            raw_logprobs=None,
-            versions=(),
-            finish_reason="stop",
-            text=None,
-            params=SamplingParams(),
-            seed=0,
-            prompt_index=0,
-            sample_index=i,
-        )
-        for i, (tokens, logprobs) in enumerate(samples)
+        made_rollout(prompts[i] if prompts else [1], *sample, sample_index=i)
+        for i, sample in enumerate(samples)
     )
 
 

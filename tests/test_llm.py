@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.engines import generate, generate_tokens, simulated_engines, tokens_of
+from support.engines import ANY_SHAPES, generate, generate_tokens, simulated_engines, tokens_of
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
@@ -18,8 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTINGS = {"max_model_len": MAX_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 32}
 SIMULATED = SETTINGS | {
     "page_size": 16,
-    "decode_batches": None,
-    "prefill_shapes": None,
+    **ANY_SHAPES,
     "script": TextScript(VOCAB),  # the same with drafts and without
 }
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from support.engines import assert_idle, generate, patched
+from support.engines import ANY_SHAPES, assert_idle, generate, patched
 from support.scripts import TextScript
 from support.stopping import (
     FREE,
@@ -32,8 +32,7 @@ EOS, VOCAB, K = 1, 2048, 3
 SETTINGS = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
-    "decode_batches": None,
-    "prefill_shapes": None,
+    **ANY_SHAPES,
     "page_size": 16,
     "num_pages": 9,  # one request at its longest, or two that are short
 }

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.engines import assert_idle, generate, generate_tokens, patched
+from support.engines import ANY_SHAPES, assert_idle, generate, generate_tokens, patched
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,8 +22,7 @@ SETTINGS = {
     "max_model_len": 64,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
-    "decode_batches": None,
-    "prefill_shapes": None,
+    **ANY_SHAPES,
 }
 LETTERS = [i for i in range(26) if i != EOS]
 SCRIPT = TextScript(VOCAB, ids=(*LETTERS, *LETTERS, *range(VOCAB)))

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.engines import generate, patched
+from support.engines import ANY_SHAPES, generate, patched
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
@@ -18,8 +18,7 @@ OPTIONS = {
     "max_model_len": 64,
     "num_pages": 12,
     "page_size": 16,
-    "decode_batches": None,
-    "prefill_shapes": None,
+    **ANY_SHAPES,
 }
 
 

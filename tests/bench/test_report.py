@@ -1,7 +1,6 @@
 """Figures from runs that are made up, so that every figure is known."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,14 +90,6 @@ def test_loops_are_left_out_of_the_low_repeat_length():
     assert "1 of 2 outputs have 10% or more; without them AL is 1.90 (eagle3 K=2)" in line
     only_loops = summarise(K2, runs[1:], [plain_run(1, LOOP)])
     assert only_loops.mean_acceptance_length_low_repeat is None
-
-
-def test_a_shared_step_has_no_low_repeat_length():
-    outputs = {0: DISTINCT, 1: DISTINCT}
-    both = replace(plain_run(), outputs=outputs, num_tokens=38, num_request_steps=38)
-    figures = summarise(PLAIN_ONE, [both], [both])
-    assert figures.mean_acceptance_length_low_repeat is None
-    assert figures.tokens_per_second == 38 and figures.ms_per_token.median == 1e3 / 19
 
 
 def test_identity_turns_false_when_one_token_differs():

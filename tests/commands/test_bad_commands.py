@@ -1,7 +1,8 @@
 """Commands that cannot be carried out end with 2 and one line that names option and value.
 
 What argparse refuses has a usage before it. Engines are simulated, and nothing is trained. A
-command is written as on a command line; MODEL stands for a target with a tokenizer.
+command is written as on a command line; MODEL stands for a target with a tokenizer, and PROFILE for
+a profile.
 """
 
 import json
@@ -10,25 +11,33 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from support.dynamic_k import write_profile
 from support.engines import simulated_engines
 from support.refusals import label
 from support.scripts import TextScript
 from support.texts import VOCAB
 
+from specjax import LLM
 from specjax.cli import main
 from specjax.inspect import compile as compiler
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    return write_profile(tmp_path_factory.mktemp("profile"))
+
+
 @pytest.fixture
-def refused(capsys, letters, monkeypatch):
+def refused(capsys, letters, profile, monkeypatch):
     """Run a command that must fail, before any step is compiled, and look at its last line."""
     monkeypatch.setattr(compiler, "check_tools", lambda: None)
     monkeypatch.setattr(compiler.subprocess, "run", Mock(side_effect=AssertionError("compiled")))
 
     def run(command: str, *words: str) -> None:
-        argv = [str(letters) if one == "MODEL" else one for one in shlex.split(command)]
+        named = command.replace("MODEL", str(letters)).replace("PROFILE", str(profile))
+        argv = shlex.split(named)
         try:
             with simulated_engines(TextScript(VOCAB)):
                 code, has_usage = main(argv), False
@@ -45,6 +54,8 @@ def refused(capsys, letters, monkeypatch):
 
 JSON = "sampling-params", "speculative-config"
 BIAS = """--sampling-params '{"logit_bias": {"KEY": 1}}'"""
+SIZES = ",", "1,", "x", "1.5", "0", "-1,4"
+NO_DRAFTER = ["has no default drafter", "name one with --drafter"]
 LLAMA = CONFIGS / "Llama-3.1-8B"
 INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
 COMMANDS = [
@@ -79,6 +90,8 @@ COMMANDS = [
     ),
     ("profile show", ["FILE"]),
     ("profile show none.json", ["none.json", "cannot be read"]),
+    *((f"profile show PROFILE --batch-size={x}", [f"{x} must"]) for x in SIZES),
+    *((f"{one} --model no/model", NO_DRAFTER) for one in ("bench", "bench sweep", "profile")),
     ("bench simulate", ["--profile, --policy"]),
     ("bench --seed 3 simulate --profile x --policy table", ["--seed precedes simulate"]),
     ("bench --json simulate --profile x --policy table", ["--json precedes simulate"]),
@@ -141,6 +154,36 @@ REPEATED = {
     "bench": ["--k -1", "--batch-size 0", "--num-prompts 0", "--output none/b.json"],
     "bench sweep": ["--plot none/s.png", "--synthetic-rates a"],
 }
+BENCH = [
+    ("bench --k 0", "--k 0 alone drafts nothing; also list a K of at least 1"),
+    ("bench --k two", "--k two must list integers"),
+    ("bench --max-tokens 1", "--max-tokens 1 leaves nothing to time"),
+    ("bench --num-prompts 99", "--num-prompts 99: there are 24"),
+    ("bench --num-prompts 3 --batch-size 2", "does not fill batches"),
+    ("bench --batch-size 0 --num-prompts 2", "--batch-size 0 must be at least 1"),
+    ("bench --rounds 0", "--rounds 0 must be at least 1"),
+    ("bench --temperature=-1", "temperature=-1.0 must be a number"),
+    (f"bench --seed={2**64}", f"--seed={2**64} must be an integer of 64 bits"),
+    ("bench --drafter eagle", "lacks a checkpoint; give --drafter eagle=CHECKPOINT"),
+    ("bench --drafter eagle=/", "--drafter eagle=... is given twice"),
+    ("bench --drafter lookahead=/", "--drafter lookahead=/: 'lookahead' is not a method"),
+    ("bench --drafter medusa=/no/such/head", "no such folder: '/no/such/head'"),
+    ("bench sweep --k 0", "--k 0 alone drafts nothing"),
+    ("bench sweep --max-tokens 1", "--max-tokens 1 leaves nothing to time"),
+    (f"bench sweep --seed={2**64}", f"--seed={2**64} must be"),
+    ("bench sweep --temperature=-1", "temperature=-1"),
+    ("bench sweep --output /no/such/x.json", "--output /no/such/x.json cannot be a file"),
+    ("profile --k 1,2", "--k 1,2 lacks 0"),
+]
+SIMULATE = [
+    ("--policy static:9", ["--policy static:9", "max_num_speculative_tokens=3"]),
+    ("--policy best", ["--policy best is not one of", "adaptive", "static:K"]),
+    ("--seeds 0", ["--seeds=0", "at least 1"]),
+    ("--requests -1", ["--requests=-1", "at least 1"]),
+    ("--acceptance-shift nan", ["--acceptance-shift nan", "-50..50"]),
+    ("--acceptance-shift=-51", ["--acceptance-shift -51.0", "-50..50"]),
+    ("--profile none.json", ["none.json", "cannot be read"]),
+]
 RUN = "generate --model MODEL --max-model-len 64 --json hi"
 ALL = [
     *COMMANDS,
@@ -157,6 +200,10 @@ ALL = [
         for command, options in REPEATED.items()
         for option in options
     ),
+    *(
+        (f"bench simulate --profile PROFILE --policy table {options}", words)
+        for options, words in SIMULATE
+    ),
     ("profile --rounds 0 --drafter ngram --model MODEL", ["--rounds=0"]),
     ("bench sweep --profile none.json --drafter ngram --model MODEL", ["none.json"]),
     ("profile --drafter guess --model MODEL", ["--drafter guess", "no such folder"]),
@@ -167,6 +214,13 @@ NAMES = [command.replace(f"{CONFIGS}/", "").split(" hi ")[-1] for command, _ in 
 @pytest.mark.parametrize("command, words", ALL, ids=NAMES)
 def test_bad_commands(refused, command, words):
     refused(command, *words)
+
+
+@pytest.mark.parametrize("command, words", BENCH, ids=label)
+def test_bad_options_of_what_measures(refused, monkeypatch, command, words):
+    """They are noticed before anything is loaded."""
+    monkeypatch.setattr(LLM, "__init__", None)
+    refused(f"{command} --drafter eagle=MODEL --model MODEL", words)
 
 
 ROWS = [
@@ -181,14 +235,27 @@ ROWS = [
     ("a.jsonl", '{"prompt_token_ids": [96]}', ["96", "0..95"]),
     ("a.jsonl", '{"prompt": ""}', ["prompt 0 is empty: ''"]),
     ("a.jsonl", "\n", ["no prompts"]),
+    ("data.jsonl", "{", ["data.jsonl:2", "is not JSON"]),
+    ("data.jsonl", "5", ["data.jsonl:2", "JSON object", "5"]),
+    ("data.jsonl", '{"text": 5}', ["data.jsonl:2", "text=5"]),
+    ("data.jsonl", '{"question": "a", "answer": 3}', ["data.jsonl:2", "answer=3"]),
+    ("data.jsonl", '{"question": "a"}', ["data.jsonl:2", '"answer"']),
 ]
 
 
 @pytest.mark.parametrize("name, row, words", ROWS, ids=label)
 def test_bad_rows(refused, tmp_path, name, row, words):
-    file = tmp_path / name
-    file.write_bytes(row if isinstance(row, bytes) else b"\n" + row.encode())
-    refused(f"generate --model MODEL --max-model-len 64 --json --prompts-file {file}", *words)
+    """Of prompts, and of data to train on."""
+    command, file = (
+        "generate --model MODEL --max-model-len 64 --json --prompts-file",
+        tmp_path / name,
+    )
+    before = b"\n"
+    if name == "data.jsonl":
+        before = b'{"text": "a"}\n'
+        command = f"train target --out {tmp_path / 'out'} --data"
+    file.write_bytes(row if isinstance(row, bytes) else before + row.encode())
+    refused(f"{command} {file}", *words)
 
 
 def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
@@ -209,6 +276,8 @@ def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
         refused(f"profile show {config}", str(config), word)
     other = checkpoints.eagle3(checkpoints.target(hidden_size=64, vocab_size=300)).folder
     refused(f"info MODEL --drafter {other}", "vocab")
+    without = checkpoints.target(hidden_size=64, vocab_size=300).folder
+    refused(f"bench --model {without} --drafter ngram", "has no tokenizer.json")
 
 
 @pytest.mark.parametrize("command", ["profile --output", "bench --output", "bench sweep --plot"])
@@ -259,18 +328,3 @@ def test_a_place_that_cannot_be_written(refused, data, tmp_path):
     answers = f"train answers --target MODEL --data {data} --out"
     refused(f"{answers} {tmp_path}", f"--out {tmp_path}", "is a folder")
     refused(f"{answers} {data / 'answers' / 'a.jsonl'}", str(data / "answers"), "directory")
-
-
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ("{", ["is not JSON"]),
-        ("5", ["JSON object", "5"]),
-        ('{"text": 5}', ["text=5"]),
-        ('{"question": "a", "answer": 3}', ["answer=3"]),
-        ('{"question": "a"}', ['"answer"']),
-    ],
-)
-def test_bad_rows_of_data(refused, data, tmp_path, row, words):
-    data.write_text('{"text": "a"}\n' + row + "\n")
-    refused(f"train target --data {data} --out {tmp_path / 'out'}", f"{data}:2", *words)

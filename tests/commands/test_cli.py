@@ -209,14 +209,6 @@ def test_profile_show(capsys, profile):
     assert "measured on: model ab12, sizes [1, 2]" in capsys.readouterr().out
 
 
-def test_bad_arguments_of_profile_show(capsys, profile):
-    argv = ["profile", "show", str(profile)]
-    for sizes in ",", "1,", "x", "1.5", "0", "-1,4":
-        assert f"--batch-size {sizes} must" in fail(capsys, *argv, f"--batch-size={sizes}")
-    profile.write_text(json.dumps(PROFILE | {"batch_stats": {"1": {"0": -1}}}))
-    assert 'batch_stats["1"]["0"]=-1' in fail(capsys, *argv)
-
-
 def test_profiles_are_shown_and_simulated_without_jax(profile):
     code = (
         "import sys\nfrom specjax.cli import main\n"

@@ -190,14 +190,6 @@ def test_the_largest_batch_is_the_last_that_fits(reports, sums, name, gpu):
             assert found[key][f"{length} tokens"] == max(0, room // each)
 
 
-def test_weights_that_do_not_fit_are_said_not_to(reports):
-    h200 = reports["Qwen3-Next-80B-A3B"]["h200"]
-    none = {"4096 tokens": 0, "32768 tokens": 0}
-    assert h200["largest_batch"] == h200["largest_batch_with_snapshots"] == none
-    assert h200["reason"] == "the weights alone do not fit; 2 such devices would hold them"
-    assert all(reports[name]["h200"]["reason"] is None for name in MODELS if "80B" not in name)
-
-
 def test_what_each_of_several_devices_would_hold(capsys, sums):
     """DeepSeek-V3, whose 671 billion parameters are more than eight H200s hold in bf16."""
     argv = [str(CONFIGS / "DeepSeek-V3"), "--max-num-seqs", "4", "--devices"]
@@ -337,7 +329,6 @@ def test_a_checkpoint_and_its_eagle3_head_add_up(capsys, checkpoints):
     assert report["model"]["has_tokenizer"] is False and report["weights"]["are_here"] is True
     assert report["weights"]["num_parameters"] == num_parameters
     assert report["weights"]["stored_bytes"] == {"float32": 4 * num_parameters}
-    assert report["weights"]["loaded_bytes"]["bfloat16"] == 2 * num_parameters
     config = target.hf.config
     token = 2 * config.num_key_value_heads * (config.hidden_size // 4) * 4
     kv = report["cache"]["kv_bytes_per_token"]
@@ -345,7 +336,6 @@ def test_a_checkpoint_and_its_eagle3_head_add_up(capsys, checkpoints):
     assert report["requests"]["pages_per_request"] == 7
     device = report["this_device"]
     assert device["num_pages"] == 21 and device["max_full_length_requests"] == 3
-    assert device["pool_bytes"] == 21 * 16 * 4 * token
     assert list(report["h200"]["largest_batch"]) == ["512 tokens"]  # the model's limit
     assert main(["info", *argv]) == 0
     assert f"num parameters                {num_parameters:,}" in capsys.readouterr().out

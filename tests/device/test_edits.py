@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.logits import double
 
 from specjax.device.edits import History, edit
 from specjax.device.vocabulary import WHOLE
@@ -29,10 +30,6 @@ def favour_next_twin(tokens, logits):
 def forbid_sum_twin(tokens, logits):
     i = 1 + sum(tokens) % (len(logits) - 1)
     return [-np.inf if token == i else x for token, x in enumerate(logits)]
-
-
-def double(tokens, length, logits):
-    return 2 * logits
 
 
 def double_twin(tokens, logits):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.compilations import count_maps
 from support.engines import programs_with
+from support.logits import double, halve
 from support.simulated_device import SimulatedPrograms
 from support.tiny import AnyText, tiny_llama
 
@@ -61,14 +62,6 @@ def make_any_engine(request):
     """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
     make = None if request.param == "real" else SimulatedPrograms
     return partial(make_engine, make_programs=make)
-
-
-def double(tokens, length, logits):
-    return 2 * logits
-
-
-def halve(tokens, length, logits):
-    return logits / 2
 
 
 def make_requests(engine, *kinds):

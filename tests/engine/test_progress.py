@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder, simulated_llm
+from support.texts import VOCAB, simulated_llm
 
 from specjax import SamplingParams
 from specjax.engine import progress
@@ -23,24 +23,19 @@ PROMPTS = [[i, i + 1, i + 2] for i in range(len(PARAMS))]
 NUM_SAMPLES, NUM_TOKENS = 7, sum(params.n * params.max_tokens for params in PARAMS)
 
 
-@pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
-
-
-def make(folder, method=None, **options):
-    return simulated_llm(folder, method, script=TextScript(VOCAB), verbose=True, **options)
+def make(letters, method=None, **options):
+    return simulated_llm(letters, method, script=TextScript(VOCAB), verbose=True, **options)
 
 
 @pytest.fixture(scope="module")
-def plain(folder):
-    with make(folder) as llm:
+def plain(letters):
+    with make(letters) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def drafting(folder):
-    with make(folder, "ngram") as llm:
+def drafting(letters):
+    with make(letters, "ngram") as llm:
         yield llm
 
 
@@ -84,13 +79,13 @@ class Bar:
         self.is_closed = True
 
 
-def test_loading_is_told_unless_the_llm_is_quiet(folder, lines, capfd):
-    with simulated_llm(folder, verbose=False) as llm:
+def test_loading_is_told_unless_the_llm_is_quiet(letters, lines, capfd):
+    with simulated_llm(letters, verbose=False) as llm:
         llm.generate(PROMPTS, PARAMS)
     assert lines() == [] and capfd.readouterr() == ("", "")
-    with make(folder):
+    with make(letters):
         begun, done = lines()
-    assert f"loading {folder}: " in begun and "float32" in begun and "kB of weights" in begun
+    assert f"loading {letters}: " in begun and "float32" in begun and "kB of weights" in begun
     assert "ready after " in done and "compiling" in done
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.logits import double
 from support.simulated_device import SimulatedPrograms
 from support.tiny import AnyText
 
@@ -64,10 +65,6 @@ def run(engine):
         engine.step()
     del engine.programs.run
     return launches
-
-
-def double(tokens, length, logits):
-    return 2 * logits
 
 
 GRAMMAR = {"structured_outputs": {"regex": "a"}}

@@ -2,6 +2,8 @@
 
 import itertools
 
+from support.logits import double, halve
+
 from specjax.device.drafters.drafter import Variant
 from specjax.engine import programs
 from specjax.engine.programs import Begin, Decode, Extend, Observe, Prefill, Propose, Settle
@@ -9,14 +11,6 @@ from specjax.engine.variants import covers, first_programs_of, programs_of
 from specjax.host.plans import DecodePlan, PrefillPlan
 
 EVERY = Variant(num_logprobs=20)  # what every engine compiles
-
-
-def double(tokens, length, logits):
-    return 2 * logits
-
-
-def halve(tokens, length, logits):
-    return logits / 2
 
 
 EVERY_VARIANT = [

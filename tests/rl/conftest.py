@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.engines import VOCAB, K
+from support.refits import LENGTHS, shared_steps
 from support.rollouts import SETTINGS, copied
 from support.weights import HeadFiles, TargetFiles
 
@@ -68,6 +69,19 @@ def engine(shared_engine, original) -> Iterator[RolloutEngine]:
     yield shared_engine
     shared_engine.wake_up()
     shared_engine.resume()
+
+
+@pytest.fixture(scope="module")
+def one_step() -> Iterator[None]:
+    """Distillers of equal settings share a compiled step."""
+    with shared_steps():
+        yield
+
+
+@pytest.fixture
+def prompts(ragged_prompts) -> list[list[int]]:
+    """As many as a distiller's batch has rows."""
+    return ragged_prompts(*LENGTHS, vocab_size=VOCAB)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import safetensors.numpy as safetensors
 from support.engines import SIZES, simulated_engines
 from support.refusals import label, refusal
 from support.rollouts import copied
-from support.texts import letters_folder
 
 from specjax import LLM, SamplingParams
 from specjax.device.models.registry import load_model
@@ -29,18 +28,13 @@ PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=5)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
+def weights(letters):
+    return safetensors.load_file(letters / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
-def weights(folder):
-    return safetensors.load_file(folder / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def engine(folder):
-    with simulated_engines(), RolloutEngine(folder, **SIZES) as engine:
+def engine(letters):
+    with simulated_engines(), RolloutEngine(letters, **SIZES) as engine:
         yield engine
 
 
@@ -171,15 +165,15 @@ def test_weights_that_are_traced(engine, weights):
     refusal(lambda: jax.jit(engine.update_weights)(weights), "traced by JAX")
 
 
-def test_every_door_for_arrays_names_them(folder, tmp_path):
-    target, params = load_model(folder, np.dtype(np.float32))
+def test_every_door_for_arrays_names_them(letters, tmp_path):
+    target, params = load_model(letters, np.dtype(np.float32))
     bad = replace(params, norm=torch.ones(32).to_sparse())
     schedule = Schedule(steps=1, batch_size=1, length=8, learning_rate=1e-3, seed=0)
     head = KINDS["eagle1"].make(target, HeadSizes(), [])
     for door in (
         lambda: LLM(target, params=bad, **SIZES),
         lambda: RolloutEngine(target, params=bad, **SIZES),
-        lambda: save_model(tmp_path, target, bad, folder),
+        lambda: save_model(tmp_path, target, bad, letters),
         lambda: PolicyModule(target, bad),
         lambda: hf_named({"norm": bad.norm}, {"norm": "model.norm.weight"}),
         lambda: train_drafter(target, bad, head, [], tmp_path, schedule),

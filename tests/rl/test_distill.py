@@ -5,20 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.engines import VOCAB, K
+from support.engines import K
 from support.refits import (
     LENGTH,
-    LENGTHS,
     NUM_UNROLLED,
     RATE,
     SAMPLED,
-    assert_equal,
     distiller,
     moved,
-    shared_steps,
-    untrained,
 )
 from support.rollouts import copied
+from support.shared_models import llama, parallel_head
 
 from specjax import SamplingParams
 from specjax.train.context import CausalRows
@@ -26,6 +23,8 @@ from specjax.train.data import Document, padded_rows
 from specjax.train.features import Batch
 from specjax.train.losses import drafter_loss, split_frozen
 from specjax.train.teacher import Frozen
+
+pytestmark = pytest.mark.usefixtures("one_step")
 
 CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
 PARALLEL = "dflash", "medusa", "p_eagle"
@@ -36,14 +35,8 @@ METHODS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_step():
-    with shared_steps():
-        yield
-
-
 @pytest.fixture
-def open_engine(checkpoints, build, target, module, tmp_path):
+def open_engine(checkpoints, build, target, module):
     """Engines on tiny checkpoints, by method of drafting."""
 
     def open_one(method):
@@ -53,17 +46,13 @@ def open_engine(checkpoints, build, target, module, tmp_path):
         if method == "mtp":
             folder = module.folder
         elif method in PARALLEL:
-            config["model"] = str(untrained(method, target.folder, tmp_path))
+            folder = llama(checkpoints).folder
+            config["model"] = str(parallel_head(checkpoints, method))
         else:
             config["model"] = str(checkpoints.eagle(target, embedding="own").folder)
         return build(folder, drafts=config)
 
     return open_one
-
-
-@pytest.fixture
-def prompts(ragged_prompts):
-    return ragged_prompts(*LENGTHS, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -139,7 +128,10 @@ def test_a_step_is_optax_on_what_the_current_target_makes_of_the_rollouts(
 def test_refits_after_the_first_compile_nothing(open_engine, prompts, compilations):
     engine = open_engine("eagle3")
     refits = distiller(engine, memory=8, length=LENGTH - 2)  # a shape that no other test has
-    first, second = engine.generate(prompts[:4], SAMPLED), engine.generate(prompts[4:], SAMPLED)
+    first, second = (
+        engine.generate(prompts[:4], SAMPLED),
+        engine.generate(prompts[4:], SAMPLED),
+    )
     refits.refit(first, steps=2)
     weights = moved(engine.params.target)
     engine.update_weights(weights)
@@ -148,25 +140,3 @@ def test_refits_after_the_first_compile_nothing(open_engine, prompts, compilatio
         engine.update_weights(weights)
         assert refits.refit(first, steps=1).num_rollouts == 8  # the newest, and no more
     assert refits.num_steps == 6
-
-
-@pytest.mark.parametrize("method", CHAINS)
-def test_a_restored_run_goes_on_bit_for_bit(open_engine, prompts, method, tmp_path):
-    whole, halves = open_engine(method), open_engine(method)
-    rollouts = whole.generate(prompts, SAMPLED)
-    for engine in whole, halves:
-        engine.update_weights(moved(engine.params.target), version=5)
-    distiller(whole).refit(rollouts, steps=8)
-    first = distiller(halves)
-    first.save(tmp_path)  # an older one, which the next save replaces
-    first.refit(rollouts, steps=4)
-    first.save(tmp_path)
-
-    fresh = open_engine(method)
-    second = distiller(fresh)
-    second.restore(tmp_path)
-    assert fresh.version == 5
-    assert second.num_steps == 4
-    assert_equal(fresh.params, halves.params)
-    second.refit([], steps=4)  # the rollouts are remembered
-    assert_equal(fresh.params, whole.params)

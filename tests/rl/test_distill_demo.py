@@ -3,13 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from specjax import SamplingParams
 from specjax.checkpoint.demo import DRAFTERS, demo_folder
 from specjax.rl.distill import OnlineDistiller
 from specjax.rl.engine import RolloutEngine
+from specjax.train.data import Document, packed_rows
+from specjax.train.loop import begin, make_train_step
+from specjax.train.optimizer import steady_adamw
 from specjax.train.target import next_token_loss
 
 NAMES = "Anna Ben Carla David Emma Frank Grace Henry Ivan Julia Kate Liam".split()
@@ -33,27 +35,20 @@ def problems(seed, count):
 
 def train_on(engine, pairs, steps):
     """Supervised training of the engine's target; the new weights."""
-    tokenizer = engine.tokenizer
-    stream = np.concatenate([[*tokenizer.encode(q + a), *engine.eos_ids] for q, a in pairs])
-    optimizer = optax.adamw(5e-4, b2=0.95)
+    encode, optimizer = engine.tokenizer.encode, steady_adamw(5e-4, warmup=2)
+    texts = [np.array([*encode(q + a), *engine.eos_ids], np.int32) for q, a in pairs]
+    documents = [Document(tokens, 0) for tokens in texts]
 
-    @jax.jit
-    def step(state, rows):
-        params, opt_state = state
-        gradient = jax.grad(lambda p: next_token_loss(engine.target, p, rows))(params)
-        with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-            updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def loss(params, frozen, rows, key):
+        return next_token_loss(engine.target, params, rows), {}
 
+    step = make_train_step(loss, optimizer, 0)
     params = jax.tree.map(lambda x: jnp.array(x, copy=True), engine.params.target)
     # All in one place, as a step leaves it: the second must not compile anew.
-    place = jax.tree.leaves(params)[0].sharding
-    state = jax.device_put((params, optimizer.init(params)), place)
-    rng = np.random.default_rng(0)
-    for _ in range(steps):
-        starts = rng.integers(0, len(stream) - 97, 8)
-        state = step(state, jnp.array(stream[starts[:, None] + np.arange(97)]))
-    return state[0]
+    state = jax.device_put(begin(params, optimizer), jax.tree.leaves(params)[0].sharding)
+    for i in range(steps):
+        state, _ = step(state, None, jnp.array(packed_rows(documents, i, 8, 96, 0)))
+    return state.trainable
 
 
 @pytest.mark.slow

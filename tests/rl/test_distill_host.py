@@ -12,14 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 from support.engines import VOCAB, K
 from support.refits import (
-    LENGTHS,
     SAMPLED,
     assert_equal,
     distiller,
     give_drafter,
     made_up_scores,
     moved,
-    shared_steps,
 )
 from support.rollouts import SETTINGS, copied
 
@@ -27,13 +25,7 @@ from specjax.rl.distill import OnlineDistiller
 from specjax.rl.engine import RolloutEngine
 from specjax.train.data import Document, shuffled_indices, window
 
-pytestmark = pytest.mark.usefixtures("simulated_device")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_step():
-    with shared_steps():
-        yield
+pytestmark = pytest.mark.usefixtures("simulated_device", "one_step")
 
 
 @pytest.fixture
@@ -61,11 +53,6 @@ def open_engine(checkpoints):
     yield open_one
     for engine in opened:
         engine.close()
-
-
-@pytest.fixture
-def prompts(ragged_prompts):
-    return ragged_prompts(*LENGTHS, vocab_size=VOCAB)
 
 
 def give_both(engine):
@@ -105,25 +92,30 @@ def test_a_refit_goes_on_from_the_drafter_that_others_gave_the_engine(
             assert_equal(getattr(trained, name), getattr(given, name))
 
 
-def test_a_drafter_that_others_gave_is_saved_and_steps_are_counted_on(
-    open_engine, prompts, tmp_path
-):
-    engine, fresh = open_engine("eagle"), open_engine("eagle")
-    refits = distiller(engine)
-    rollouts = engine.generate(prompts, SAMPLED)
-    refits.refit(rollouts, steps=2)
-    give_drafter(engine)
-    given = copied(engine.params.drafter)
-    refits.save(tmp_path)
-    assert_equal(engine.params.drafter, given)
-    assert refits.num_steps == 2
-    restored = distiller(fresh)
-    restored.restore(tmp_path)
-    assert_equal(fresh.params, engine.params)  # the embedding, which is not trained, included
-    refits.refit([], steps=2)
-    assert refits.num_steps == 4
-    restored.refit([], steps=2)
-    assert_equal(fresh.params, engine.params)
+@pytest.mark.parametrize("method, is_given", [("eagle", True), ("eagle3", False), ("mtp", False)])
+def test_a_restored_run_goes_on_bit_for_bit(open_engine, prompts, method, is_given, tmp_path):
+    """Also from a drafter that others gave, whose embedding is not trained."""
+    whole, halves, fresh = (open_engine(method) for _ in range(3))
+    rollouts = whole.generate(prompts, SAMPLED)
+    for engine in whole, halves:
+        engine.update_weights(moved(engine.params.target), version=5)
+    uninterrupted, first, second = map(distiller, (whole, halves, fresh))
+    first.save(tmp_path)  # an older one, which the next save replaces
+    first.refit(rollouts, steps=4)
+    uninterrupted.refit(rollouts, steps=4 if is_given else 8)
+    if is_given:
+        give_drafter(halves)
+        give_drafter(whole)
+        uninterrupted.refit([], steps=4)
+    before = copied(halves.params.drafter)
+    first.save(tmp_path)
+    assert_equal(halves.params.drafter, before)
+    second.restore(tmp_path)
+    assert fresh.version == 5 and first.num_steps == second.num_steps == 4
+    assert_equal(fresh.params, halves.params)
+    second.refit([], steps=4)  # the rollouts are remembered
+    assert uninterrupted.num_steps == second.num_steps == 8
+    assert_equal(fresh.params, whole.params)
 
 
 def test_a_drafter_that_comes_during_a_refit_stays(open_engine, prompts, monkeypatch):

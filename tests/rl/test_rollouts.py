@@ -4,28 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.rollouts import made_rollout
 
-from specjax import SamplingParams
-from specjax.rl import Rollout, RolloutBatch, Span
+from specjax.rl import RolloutBatch, Span
 
 PAD = 7
 
 
 def rollout(prompt, output, versions=(), *, raw=True):
     logprobs = -np.arange(1, len(output) + 1, dtype=np.float32)
-    return Rollout(
-        prompt_token_ids=np.array(prompt, np.int32),
-        token_ids=np.array(output, np.int32),
-        logprobs=logprobs,
-        raw_logprobs=2 * logprobs if raw else None,
-        versions=tuple(Span(*span) for span in versions),
-        finish_reason="stop",
-        text=None,
-        params=SamplingParams(),
-        seed=0,
-        prompt_index=0,
-        sample_index=0,
-    )
+    raw_logprobs, versions = 2 * logprobs if raw else None, tuple(Span(*one) for one in versions)
+    return made_rollout(prompt, output, logprobs, raw_logprobs=raw_logprobs, versions=versions)
 
 
 def test_prompts_end_and_outputs_begin_in_one_column():

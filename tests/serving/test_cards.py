@@ -9,19 +9,27 @@ from specjax import LLM
 from specjax.serving import defaults
 from specjax.serving.defaults import DEFAULTS, choose_dtype, choose_kernels
 
+HALVES = "bfloat16", "float16"
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (9, 0)])
-def test_a_card_without_bfloat16(stored, capability, monkeypatch):
-    monkeypatch.setattr(defaults, "device_defaults", lambda: DEFAULTS["gpu"])
-    monkeypatch.setattr(defaults, "compute_capability", lambda: capability)
+
+@pytest.mark.parametrize("stored", [*HALVES, "float32", "float8", None])
+@pytest.mark.parametrize("capability", [None, (7, 0), (7, 5), (8, 0), (9, 0)])
+def test_dtypes_by_device(stored, capability, monkeypatch):
+    """On a CPU, on cards without bfloat16, and on others."""
+    if capability is not None:
+        monkeypatch.setattr(defaults, "device_defaults", lambda: DEFAULTS["gpu"])
+        monkeypatch.setattr(defaults, "compute_capability", lambda: capability)
+    has_bfloat16 = capability is None or capability >= (8, 0)
     chosen = choose_dtype("auto", stored)
-    if capability >= (8, 0):
-        assert chosen.name == choose_dtype("bfloat16", stored).name == "bfloat16"
+    is_half = stored in HALVES and capability is not None and has_bfloat16
+    assert chosen.name == ("bfloat16" if is_half else "float32")
+    assert choose_dtype("float", stored).name == choose_dtype("float32", stored).name == "float32"
+    if has_bfloat16:
+        assert choose_dtype("bfloat16", stored).name == "bfloat16"
         return
-    assert chosen.name == choose_dtype("float32", stored).name == "float32"
-    assert f"7.{capability[1]} has no bfloat16" in chosen.reason
     refusal(lambda: choose_dtype("bfloat16", stored), "capability 7", "'float32'")
+    if stored in HALVES:
+        assert f"7.{capability[1]} has no bfloat16" in chosen.reason
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])

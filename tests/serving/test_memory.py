@@ -22,7 +22,6 @@ from specjax.host.windows import window_pages
 from specjax.serving import memory
 from specjax.serving.defaults import (
     DEFAULTS,
-    choose_dtype,
     device_defaults,
     make_config,
     stored_dtype,
@@ -206,16 +205,6 @@ def test_as_many_requests_as_their_states_fit(monkeypatch):
     assert usual(1, 10) == 1 and usual(100, 10, 500) == 1
     monkeypatch.setattr(memory, "read_memory", lambda: None)
     assert memory.usual_num_seqs(NOTHING, 0, "float32", 0) == 256
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", None])
-def test_the_automatic_dtype(stored, monkeypatch):
-    assert choose_dtype("auto", stored).name == "float32"
-    monkeypatch.setattr("specjax.serving.defaults.device_defaults", lambda: DEFAULTS["gpu"])
-    expected = {"bfloat16": "bfloat16", "float16": "bfloat16"}.get(stored, "float32")
-    assert choose_dtype("auto", stored).name == expected
-    assert choose_dtype("float", stored).name == "float32"
-    assert choose_dtype("bfloat16", stored).name == "bfloat16"
 
 
 def test_the_dtype_that_a_config_says():

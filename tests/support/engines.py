@@ -39,7 +39,8 @@ SIZES: Mapping[str, Any] = {
     "compile_ahead": True,
     "verbose": False,
 }
-EXACT: Mapping[str, Any] = {"exact": True, "decode_batches": None, "prefill_shapes": None}
+ANY_SHAPES: Mapping[str, Any] = {"decode_batches": None, "prefill_shapes": None}
+EXACT: Mapping[str, Any] = {"exact": True, **ANY_SHAPES}
 # Ways to verify drafts but the default one, as `speculative_config` has them.
 VERIFICATIONS: Mapping[str, Mapping[str, Any]] = {
     "rejection": {"verification": "rejection"},

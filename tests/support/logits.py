@@ -29,3 +29,13 @@ def causal_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> n
 def _causal_logits(params, tokens, model):
     features, _ = model.extend(params, tokens.reshape(-1), CausalRows.of(*tokens.shape), None)
     return model.logits(params, features.hidden).reshape(*tokens.shape, -1)
+
+
+def double(tokens, length, logits):
+    """A logits processor."""
+    return 2 * logits
+
+
+def halve(tokens, length, logits):
+    """Another one."""
+    return logits / 2

@@ -6,9 +6,7 @@ distiller compiles its own; here, those of equal settings have the same one.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,19 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.tree_util import keystr, tree_leaves_with_path
-from support.engines import VOCAB, K
 from support.rollouts import copied
 
 from specjax import SamplingParams
-from specjax.checkpoint.save import save_checkpoint
-from specjax.device.models.registry import load_model
 from specjax.rl import OnlineDistiller, RolloutEngine
 from specjax.rl.rollouts import Score
-from specjax.train.data import Document
-from specjax.train.drafter import KINDS, HeadSizes
 from specjax.train.loop import make_train_step
 from specjax.train.optimizer import steady_adamw
-from specjax.train.target import init_params
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
 RATE, LENGTH, NUM_UNROLLED = 3e-3, 24, 2
@@ -57,17 +49,6 @@ def distiller(engine: RolloutEngine, **settings: Any) -> OnlineDistiller:
     """A distiller of the shape that all tests have."""
     shape = {"batch_size": len(LENGTHS), "length": LENGTH, "num_unrolled": NUM_UNROLLED}
     return OnlineDistiller(engine, **shape | {"learning_rate": RATE} | settings)
-
-
-def untrained(kind: str, target: Path, folder: Path) -> Path:
-    """The folder of a head with random weights, as `specjax train` begins with."""
-    model, _ = load_model(target, np.dtype("float32"))
-    sizes = HeadSizes(aux_layers=(0, 1), mask_token_id=0, num_heads=K, draft_vocab_size=16)
-    start = KINDS[kind].make(model, sizes, [Document(np.arange(VOCAB), 0)])
-    params, dtype = init_params(start.head.specs(), jax.random.key(0)), np.dtype("float32")
-    extra = KINDS[kind].vocabulary(start.head, replace(params, **start.frozen))
-    save_checkpoint(folder, start.head.specs(), params, start.config, dtype=dtype, extra=extra)
-    return folder
 
 
 def moved(params: Any, scale: float = 0.05) -> Any:

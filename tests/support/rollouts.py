@@ -19,6 +19,18 @@ PROMPTS = [[4, 9, 1], [7, 2, 2, 8, 11, 3, 5, 1, 6], [30], list(range(20))]
 SAMPLED = SamplingParams(n=2, temperature=1.2, top_p=0.9, max_tokens=20)
 
 
+def made_rollout(prompt: Any, output: Any, logprobs: Any, **fields: Any) -> Rollout:
+    """A rollout of these tokens, which ended by itself, with other fields here and there."""
+    usual = {"raw_logprobs": None, "versions": (), "finish_reason": "stop", "text": None}
+    usual |= {"params": SamplingParams(), "seed": 0, "prompt_index": 0, "sample_index": 0}
+    return Rollout(
+        prompt_token_ids=np.array(prompt, np.int32),
+        token_ids=np.array(output, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        **usual | fields,
+    )
+
+
 def lasting(*lengths: int) -> list[SamplingParams]:
     """Parameters for each prompt, whose outputs have exactly these lengths."""
     return [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
