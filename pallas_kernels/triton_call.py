@@ -50,7 +50,7 @@ plt = _find_plt()  # None if jax has removed it
 
 
 def backend() -> str | None:
-    """Return the backend that compiles kernels for a GPU; None if neither is available.
+    """Return the backend that compiles kernels for a GPU, "pallas" or "jax_triton", or None.
 
     Raises:
         ValueError: the environment names an unknown backend, or one that is not installed.
@@ -126,11 +126,14 @@ def barrier(values: Any) -> Any:
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return a b + c for f32 arrays of one shape, rounded once, after c itself has been rounded.
+    """Return `a * b + c` for f32 arrays of one shape, as one fused multiply-add.
+
+    First c is rounded to f32. Then the product and the sum are rounded together, once.
 
     A compiler may or may not fuse a product into the sum that follows. If the sum has two products,
-    the compiler may fuse either of them. This function is always the same instruction. In interpret
-    mode there is no such instruction, but the barrier ensures that c is rounded first.
+    the compiler may fuse either of them. This function always compiles to the same instruction.
+    Interpret mode lacks the instruction; there an optimisation barrier ensures that c is rounded
+    first.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)

@@ -229,7 +229,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The rates. A given length is split into ones, a remainder and zeros (least variance)."""
+        """The acceptance rate of each draft. A mean length becomes ones, a remainder and zeros."""
         if self.synthetic_acceptance_rates is not None:
             return tuple(self.synthetic_acceptance_rates)
         drafts = (self.synthetic_acceptance_length or 1) - 1

@@ -92,7 +92,7 @@ def write_pages(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """Return the pool with k and v [B, T, H_kv, D] written to the pages of positions i32[B, T]."""
+    """Write k and v [B, T, H_kv, D] to the pages of positions i32[B, T]; return the pool."""
     num_pages, page_size = kv.shape[1:3]
     index = positions // page_size
     page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)

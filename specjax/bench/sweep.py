@@ -116,7 +116,7 @@ def make_policies(
 ) -> dict[str, Callable[[], Policy]]:
     """Return a factory for each policy, by the policy's name.
 
-    Each factory makes the policy in its state after the start of an engine.
+    Each factory returns a new policy, in the state of a policy whose engine has just started.
     """
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured = adaptive_policy(max_k)

@@ -34,7 +34,8 @@ def defer(
     Args:
         slots: i32[B], the slot of each request in the round.
         is_active: bool[B], whether each request is active.
-        features: the features of the round's N rows. A request's first row is its last token.
+        features: the features of the round's N rows. The first row of a request has the features
+            of its latest token.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     batch, width = len(slots), model.max_deferred(len(slots))

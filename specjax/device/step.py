@@ -262,9 +262,9 @@ def settle(
     """Verify the drafts, commit the accepted drafts and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. If `may_defer` is true, a round without drafts may leave this for later (see
-    `deferral`). `begin` explains `processed`, here f32[B, K+1, V], and `masks`, here
-    i32[B, K+1, ceil(V/32)].
+    next round starts. If `may_defer` is true, a round without drafts may postpone the drafter's
+    update (see `deferral`). `begin` explains `processed` and `masks`; their shapes here are
+    f32[B, K+1, V] and i32[B, K+1, ceil(V/32)].
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)

@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return one row of `AdmitInputs`. A list in it may be shorter than the field that it fills."""
+    """Return one row of `AdmitInputs`. Lists in the row may be shorter than their fields."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(

@@ -6,7 +6,7 @@ from specjax.engine.in_flight import InFlight
 
 
 class RoundClock:
-    """Computes how long the parts of steps took, in the order in which they are read.
+    """Computes how long the parts of each step took. The host must pass results as it reads them.
 
     Attributes:
         start: when planning of the current step began, in seconds.

@@ -25,7 +25,7 @@ class Instruction:
         return tuple(shape for element in self.elements for shape in element)
 
     def called(self, attribute: str) -> str | None:
-        """Return the name of the computation in this attribute; None without the attribute."""
+        """Return the name of the computation in this attribute; None if the attribute is absent."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else None
 

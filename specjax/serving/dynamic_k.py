@@ -25,7 +25,7 @@ _LARGEST_LEAF = 2**16  # values; norms and biases have fewer, and training chang
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return the config with its K set, and its profile (None if it names no profile).
+    """Return the config with K filled in, and the profile that the config names, if any.
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.

@@ -116,7 +116,7 @@ class Refinement:
     is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the previous draft
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
-        """Return the additional weights, without the layers' weights, as a tree of `TensorSpec`."""
+        """Return the refinement's weights outside the layers, as a tree of `TensorSpec`."""
 
     def layer_specs(self, shape: Llama, name: str) -> Any:
         """Return the weights of the layer `name` as a `DecoderLayer` of `TensorSpec`s."""

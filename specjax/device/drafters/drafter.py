@@ -263,7 +263,7 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state, in addition to pages, that later rows do not determine.
+        """Whether requests have a state besides their pages that cannot be rebuilt from later rows.
 
         If so, reusing pages is not enough to skip observing tokens: a snapshot of the state is
         needed, too.

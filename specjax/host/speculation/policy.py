@@ -2,8 +2,8 @@
 
 K is the same for all requests of a round, and is chosen when the round is scheduled. A policy sees
 the load of a round and, a step or two later, the outcome of the round. A policy never sees draft
-tokens. If the verification of a draft depended on the draft's value, or on anything drawn after it,
-the output would not have the target's distribution.
+tokens. If the choice whether to verify a draft depended on the draft's token, or on a token drawn
+later, the output would not have the target's distribution.
 """
 
 import math

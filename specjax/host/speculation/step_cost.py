@@ -171,7 +171,7 @@ class _Row:
         self._sum()
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the replayed times; keep the served times."""
+        """Replace the step times from replays by `points`; keep the times measured in service."""
         for served, old, new in zip(self.served, self.points, points, strict=True):
             served.extend([x + math.log(old / new) for x in served])
         self.levels = [median(served) if served else 0.0 for served in self.served]
