@@ -18,14 +18,10 @@ import pytest
 from support.asked import Asked
 from support.checkpoints import Checkpoints
 from support.compilations import (
-    MAX_BYTES,
-    MAX_MAPS,
     TOOLCHAIN,
     CompilationLog,
+    Process,
     compile_quickly,
-    count_bytes,
-    count_maps,
-    forget_programs,
     share_compilations,
 )
 from support.engines import gpu_model, simulated_engines
@@ -83,14 +79,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{VARIABLE}={seed} {test}")
 
 
+@pytest.fixture(scope="session")
+def process() -> Process:
+    """This process."""
+    return Process()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def small_process() -> Iterator[None]:
+def small_process(process) -> Iterator[None]:
     """Long runs forget programs before memory runs out; engines must not hold them."""
     yield
-    if count_maps() > MAX_MAPS or count_bytes() > MAX_BYTES:
-        forget_programs()
-        assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
-        assert count_bytes() < MAX_BYTES, "arrays outlive their tests: close engines"
+    process.keep_small()
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ KEPT = Kept()
 # Nothing is kept on disk, as tests change what is compiled, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
-MAX_BYTES = 5 << 28  # resident; the programs of a module come on top
+MAX_BYTES, ROOM = 5 << 28, 1 << 29  # resident, and above what other libraries hold
 
 
 def share_compilations(folder: Path) -> None:
@@ -74,13 +74,23 @@ def count_bytes() -> int:
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
-def forget_programs() -> None:
-    """Free all programs and what was traced for them, and give their memory back to the system."""
-    KEPT.clear()
-    jax.clear_caches()
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+@dataclass
+class Process:
+    """This process's memory, of which programs take most."""
+
+    max_bytes: int = MAX_BYTES
+
+    def keep_small(self) -> None:
+        """If it is large, free all programs, and give their memory back to the system."""
+        if count_maps() < MAX_MAPS and count_bytes() < self.max_bytes:
+            return
+        KEPT.clear()
+        jax.clear_caches()
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+        assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
+        self.max_bytes = max(MAX_BYTES, count_bytes() + ROOM)
 
 
 @dataclass
