@@ -1,20 +1,25 @@
 """Every family: weights under Hugging Face names, and exports, against transformers."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from support.engines import SIZES, VOCAB, K
 from support.logits import hf_logits
 from support.params import random_params
-from support.refits import untrained
 from support.rollouts import PROMPTS
 
 from specjax import SamplingParams
+from specjax.checkpoint.save import save_checkpoint
 from specjax.device.models.registry import MODELS, load_model
 from specjax.device.models.text_config import WRAPPERS
 from specjax.rl import RolloutEngine, save_model
 from specjax.rl.named import read_named
 from specjax.rl.weights import stage_target
+from specjax.train.data import Document
+from specjax.train.drafter import KINDS, HeadSizes
+from specjax.train.target import init_params
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -72,6 +77,16 @@ def test_updates_and_exports(checkpoints, kind, tmp_path):
     np.testing.assert_array_equal(hf_logits(exported, tokens), hf_logits(two.hf, tokens))
 
 
+def write_new_head(kind, target, folder):
+    """A head with random weights, as `specjax train` begins with."""
+    model, _ = load_model(target, FLOAT32)
+    sizes = HeadSizes(aux_layers=(0, 1), mask_token_id=0, num_heads=K, draft_vocab_size=16)
+    start = KINDS[kind].make(model, sizes, [Document(np.arange(VOCAB), 0)])
+    params = init_params(start.head.specs(), jax.random.key(0))
+    extra = KINDS[kind].vocabulary(start.head, replace(params, **start.frozen))
+    save_checkpoint(folder, start.head.specs(), params, start.config, dtype=FLOAT32, extra=extra)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, drafter",
@@ -80,7 +95,7 @@ def test_updates_and_exports(checkpoints, kind, tmp_path):
 def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
     """Tokens are the target's with a head of its own shape, before an update and after it."""
     one, two = two_targets(checkpoints, kind)
-    untrained(drafter, one.folder, tmp_path)
+    write_new_head(drafter, one.folder, tmp_path)
     speculation = {"method": drafter, "model": str(tmp_path), "num_speculative_tokens": K}
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     with RolloutEngine(one.folder, speculative_config=speculation, **SIZES) as engine:
