@@ -9,6 +9,8 @@ from enum import Enum
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from specjax.vllm_names import SAMPLING, STRUCTURED, take_keys, takes
 
 # Limits per request, because parameters are stored in device arrays of fixed width.
@@ -244,8 +246,9 @@ class SamplingParams:
             *("include_stop_str_in_output", "ignore_eos", "detokenize"),
             *("skip_special_tokens", "spaces_between_special_tokens"),
         ):
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+            value = getattr(self, name)
+            if np.ndim(value) or value not in (True, False):
+                raise ValueError(f"{name}={value!r} must be True or False")
         if not (self.skip_special_tokens or self.spaces_between_special_tokens):
             raise ValueError(
                 "spaces_between_special_tokens=False is not supported with "
@@ -253,9 +256,10 @@ class SamplingParams:
             )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        if self.truncate_prompt_tokens not in (None, -1):
+        limit = self.truncate_prompt_tokens
+        if limit is not None and (np.ndim(limit) or limit != -1):
             remedy = "-1 keeps what leaves room for max_tokens, None all"
-            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, remedy=remedy)
+            _check_int("truncate_prompt_tokens", limit, 1, remedy=remedy)
 
     def _check_collections(self) -> None:
         for name in "stop", "stop_token_ids", "bad_words", "logits_processors":

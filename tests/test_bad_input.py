@@ -79,7 +79,7 @@ def is_unharmed(llm):
 
 NO_COUNT = [1.5, 2.0, True, np.True_, "2", nan, inf, np.array([1, 2])]
 NO_NUMBER = ["1", b"1", None, True, np.True_, nan, inf, 1j, object, 10**400, [0.5], np.ones(2)]
-NO_SWITCH = ["no", "", None, 2]
+NO_SWITCH = ["no", "", None, 2, np.array([1, 2])]
 BAD_FIELDS = {
     "n": [0, -1, None, *NO_COUNT],
     "temperature": [-0.5, -1e-9, 1e39, *NO_NUMBER],
@@ -94,7 +94,7 @@ BAD_FIELDS = {
     "frequency_penalty": [-2.1, 2.1, -inf, -(10**400), *NO_NUMBER],
     "logprobs": [-2, *NO_COUNT],
     "prompt_logprobs": [-2, *NO_COUNT],
-    "truncate_prompt_tokens": [0, -2, 1.0, True, np.True_, "3"],
+    "truncate_prompt_tokens": [0, -2, 1.0, True, np.True_, "3", np.array([1, 2])],
     "ignore_eos": NO_SWITCH,
     "detokenize": NO_SWITCH,
     "include_stop_str_in_output": NO_SWITCH,
