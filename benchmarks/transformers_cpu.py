@@ -6,8 +6,8 @@
 Two comparisons, each in one process with the systems taking turns, never at the same time:
 
 - one prompt at a time, greedy, every system to the same number of tokens;
-- many prompts of mixed lengths with mixed output lengths: transformers in left-padded batches, each
-  of which runs to its longest member, specjax with continuous batching. Only requested tokens
+- many prompts of mixed lengths with mixed output lengths: transformers in left-padded batches
+  that run to their longest member, specjax with continuous batching. Only requested tokens
   count.
 
 The end of sequence is ignored, so that every system generates the same number of tokens.

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # The reader of the output has left; discard what is still in the buffer.
+        # Nobody reads the output any more; discard the rest of the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:

@@ -65,7 +65,7 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """A block of `BLOCK_ROWS` rows, of which the first rows belong to one group."""
+    """A block of `BLOCK_ROWS` rows, whose first rows belong to one group."""
 
     group: jax.Array  # i32[]
     start: jax.Array  # i32[], the first row

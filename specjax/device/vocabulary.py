@@ -28,6 +28,11 @@ ALIGNMENT = 64  # tokens that share words of a mask and calls of the noise's gen
 class Vocabulary:
     """A vocabulary with the logits of all tokens on one device. It is hashable."""
 
+    @property
+    def mesh_axis(self) -> str | None:
+        """The mesh axis over which the columns are split; None on one device."""
+        return None
+
     def columns(
         self, ids: jax.Array, num_columns: int, is_used: jax.Array | None = None
     ) -> jax.Array:
@@ -122,7 +127,8 @@ class Vocabulary:
         kernels: str,
     ) -> jax.Array:
         """Return logits with -inf for tokens that top-k, top-p or min-p exclude; see `truncate`."""
-        return truncate(logits, temperature, top_k, top_p, min_p, kernels=kernels)
+        settings = temperature, top_k, top_p, min_p
+        return truncate(logits, *settings, axis=self.mesh_axis, kernels=kernels)
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
         """Return this device's columns of `use(x)`, where x are the logits of all tokens."""
@@ -144,6 +150,11 @@ class SplitVocabulary(Vocabulary):
     total: int  # number of tokens
     num_devices: int
     axis: str
+
+    @property
+    def mesh_axis(self) -> str:
+        """See `Vocabulary`."""
+        return self.axis
 
     @property
     def size(self) -> int:
@@ -248,18 +259,6 @@ class SplitVocabulary(Vocabulary):
             kernels=kernels,
         )
         return self._best(token, score)
-
-    def truncate(
-        self,
-        logits: jax.Array,
-        temperature: jax.Array,
-        top_k: jax.Array,
-        top_p: jax.Array,
-        min_p: jax.Array,
-        kernels: str,
-    ) -> jax.Array:
-        """See `Vocabulary`."""
-        return truncate(logits, temperature, top_k, top_p, min_p, axis=self.axis, kernels=kernels)
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
         """See `Vocabulary`."""

@@ -146,7 +146,7 @@ class RolloutEngine:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
-            label: the name by which `abort` can find the call.
+            label: a name for the call, which `abort` accepts.
 
         Raises:
             ValueError: a prompt or parameter is not supported; raised before generation.
