@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, cut_rows
 
 BLOCK = 32  # numbers that share a scale
 _VALUES = (
@@ -55,11 +55,22 @@ class MXFP4Spec(TensorSpec):
         return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(self.dtype or dtype)
 
 
-def mxfp4_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
-    """Return the spec of experts [E, in, out] stored as `name`_blocks and `name`_scales."""
+def mxfp4_experts(
+    name: str,
+    num_experts: int,
+    num_in: int,
+    num_out: int,
+    *,
+    rows: str | None = None,
+    columns: str | None = None,
+) -> Any:
+    """Return the spec of experts [E, in, out] stored as `name`_blocks and `name`_scales.
+
+    `rows` and `columns` name an axis that may be divided over devices, as for `projection`.
+    """
     scales = num_experts, num_out, num_in // BLOCK
+    shapes = (*scales, BLOCK // 2), scales
+    cuts = cut_rows(shapes, rows or columns, 2 if rows else 1)
     return MXFP4Spec(
-        (f"{name}_blocks", f"{name}_scales"),
-        ((*scales, BLOCK // 2), scales),
-        axes=("experts", None, None),
+        (f"{name}_blocks", f"{name}_scales"), shapes, cuts=cuts, divides_input=rows is not None
     )

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Sections = tuple[tuple[str | None, int], ...]  # names and numbers of rows
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -36,8 +38,11 @@ class TensorSpec:
         fill: the initial value for training; None for random matrices and for norms of one.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
-        axes: for each axis of the array, the logical name by which a `Placement` may shard it
-            ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never sharded.
+        cuts: for each file tensor, the axis that may be divided over devices, and its sections:
+            pairs of a name such as "heads", or None for rows that all devices have, and a number of
+            rows (see `division`). () for an array that is never divided.
+        divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
+            all devices must be added up.
     """
 
     names: tuple[str, ...]
@@ -49,7 +54,8 @@ class TensorSpec:
     dtype: str | None = None
     fill: float | None = None
     is_buffer: bool = False
-    axes: tuple[str | None, ...] = ()
+    cuts: tuple[tuple[int, Sections], ...] = ()
+    divides_input: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,60 +149,117 @@ def projection(
     num_in: int,
     num_outs: Sequence[int],
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
-    axes: tuple[str | None, str | None] = (None, None),
+    *,
+    rows: str | None = None,
+    columns: str | Sections | None = None,
 ) -> Any:
     """Return the spec that merges projections [out, in] of the same input to [in, sum of outs].
 
-    `interleaved` has, by tensor name, the sizes of the parts whose rows alternate in the file.
-    `axes` are the names of the merged array's axes.
+    Args:
+        interleaved: by tensor name, the sizes of the parts whose rows alternate in the file.
+        rows: the name of the input axis, if it may be divided over devices.
+        columns: the name of all outputs, or the sections of the merged output.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
+    shapes = tuple((n, num_in) for n in num_outs)
     return TensorSpec(
         tuple(names),
-        tuple((n, num_in) for n in num_outs),
+        shapes,
         transpose=True,
         interleaved=sizes if any(sizes) else (),
-        axes=axes,
+        cuts=tuple((1, ((rows, num_in),)) for _ in names) if rows else cut_rows(shapes, columns),
+        divides_input=rows is not None,
     )
+
+
+def cut_rows(
+    shapes: Sequence[tuple[int, ...]], sections: str | Sections | None, axis: int = 0
+) -> tuple[tuple[int, Sections], ...]:
+    """Return `TensorSpec.cuts` for file tensors of these shapes.
+
+    `sections` divide an axis of all tensors, one after the other; a name stands for one section per
+    tensor, and None for no division.
+    """
+    if sections is None:
+        return ()
+    if isinstance(sections, str):
+        return tuple((axis, ((sections, shape[axis]),)) for shape in shapes)
+    left, cuts = list(sections), []
+    for shape in shapes:
+        own, size = [], 0
+        while size < shape[axis]:
+            own.append(left.pop(0))
+            size += own[-1][1]
+        cuts.append((axis, tuple(own)))
+    return tuple(cuts)
 
 
 def stored(
     names: Sequence[str],
     *shapes: tuple[int, ...],
     fill: float | None = None,
-    axes: tuple[str | None, ...] = (),
+    rows: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of tensors that are only concatenated (norms, biases, embeddings)."""
-    return TensorSpec(tuple(names), shapes, fill=fill, axes=axes)
+    """Return the spec of tensors that are only concatenated (norms, biases, embeddings).
+
+    `rows` names the sections of the first axis, if it may be divided over devices.
+    """
+    return TensorSpec(tuple(names), shapes, fill=fill, cuts=cut_rows(shapes, rows))
 
 
-def depthwise(name: str, channels: int, taps: int, axis: str | None = None) -> Any:
+def depthwise(
+    name: str, channels: int, taps: int, sections: str | Sections | None = None
+) -> Any:
     """Return the spec of depthwise convolution weights [taps, channels].
 
-    The file tensor is [channels, 1, taps].
+    The file tensor is [channels, 1, taps]. `sections` are those of the channels.
     """
     shapes = ((channels, 1, taps),)
-    return TensorSpec((name,), shapes, transpose=True, is_squeezed=True, axes=(None, axis))
+    cuts = cut_rows(shapes, sections)
+    return TensorSpec((name,), shapes, transpose=True, is_squeezed=True, cuts=cuts)
 
 
-def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]) -> Any:
-    """Return the spec of all experts' merged projections, stacked to [experts, in, sum of outs]."""
+def experts(
+    names: Sequence[Sequence[str]],
+    num_in: int,
+    num_outs: Sequence[int],
+    *,
+    rows: str | None = None,
+    columns: str | None = None,
+) -> Any:
+    """Return the spec of all experts' merged projections, stacked to [experts, in, sum of outs].
+
+    `rows` and `columns` name an axis that may be divided, as for `projection`.
+    """
+    shapes = tuple((n, num_in) for _ in names for n in num_outs)
     return TensorSpec(
         tuple(name for one in names for name in one),
-        tuple((n, num_in) for _ in names for n in num_outs),
+        shapes,
         transpose=True,
         num_stacked=len(names),
-        axes=("experts", None, None),
+        cuts=cut_rows(shapes, rows, 1) if rows else cut_rows(shapes, columns),
+        divides_input=rows is not None,
     )
 
 
 def fused_experts(
-    name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
+    name: str,
+    num_experts: int,
+    num_in: int,
+    num_out: int,
+    is_swapped: bool = False,
+    *,
+    rows: str | None = None,
+    columns: str | Sections | None = None,
 ) -> Any:
     """Return the spec of experts that are stored in one tensor, as an array [experts, in, out].
 
-    The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`.
+    The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `rows` and `columns`
+    name an axis that may be divided, as for `projection`.
     """
-    sides = (num_in, num_out) if is_swapped else (num_out, num_in)
-    axes = ("experts", None, None)
-    return TensorSpec((name,), ((num_experts, *sides),), transpose=not is_swapped, axes=axes)
+    shape = (num_experts, *((num_in, num_out) if is_swapped else (num_out, num_in)))
+    in_axis, out_axis = (1, 2) if is_swapped else (2, 1)
+    cuts = cut_rows([shape], rows or columns, in_axis if rows else out_axis)
+    return TensorSpec(
+        (name,), (shape,), transpose=not is_swapped, cuts=cuts, divides_input=rows is not None
+    )

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.placement import Placement, default_device
+from specjax.device.placement import DIVIDED, REPLICATED, Placement, assemble, default_device
 
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
@@ -67,7 +68,8 @@ def load_params(
 
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
         parts = [_narrowed(files.read(rename(name))) for name in spec.names]
-        array = lay_out(parts, spec, dtype, placement.sharding(spec.axes))
+        is_divided = isinstance(spec, DividedSpec)
+        array = lay_out(parts, spec, dtype, placement.sharding(DIVIDED if is_divided else REPLICATED))
         is_finite = all_finite(array)
         # Block, so that the host's copy is freed before the next tensors are read.
         return jax.block_until_ready(array), is_finite
@@ -99,9 +101,15 @@ def lay_out(
     dtype = np.dtype(spec.dtype or dtype)
     if spec.is_stored and parts[0].dtype == dtype:
         return jax.device_put(parts[0], sharding, may_alias=False)
-    on_device = tuple(jax.device_put(part, _whole(sharding)) for part in parts)
     # Layers differ only in tensor names; without names, all share one compiled program.
-    return _join(replace(spec, names=("",) * len(parts)), dtype, sharding)(on_device)
+    spec = replace(spec, names=("",) * len(parts))
+    if isinstance(spec, DividedSpec) and isinstance(sharding, NamedSharding):
+        if all(isinstance(part, np.ndarray) for part in parts):
+            each = zip(*(spec.parts(parts, i) for i in range(spec.num_devices)), strict=True)
+            placed = tuple(assemble(own, sharding) for own in each)
+            return _join_each(spec.local, dtype, sharding)(placed)
+    on_device = tuple(jax.device_put(part, _whole(sharding)) for part in parts)
+    return _join(spec, dtype, sharding)(on_device)
 
 
 def _narrowed(tensor: Any) -> Any:
@@ -127,6 +135,14 @@ def _join(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     return jax.jit(partial(spec.join, dtype=dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=32)
+def _join_each(
+    spec: TensorSpec, dtype: np.dtype, sharding: Sharding
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Return a function that joins the parts [devices, ...] of each device, on that device."""
+    return jax.jit(jax.vmap(partial(spec.join, dtype=dtype)), out_shardings=sharding)
 
 
 def _refuse_non_finite(

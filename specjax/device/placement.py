@@ -1,4 +1,4 @@
-"""Placement of arrays: a mesh of devices, and rules that map array axes to mesh axes."""
+"""Placement of arrays on one device, or on a mesh of devices over which a model is divided."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 Device: TypeAlias = Any  # a `jax.Device`, which type checkers reject as a type
+AXIS = "model"  # the mesh axis over which a model is divided
+REPLICATED, DIVIDED = PartitionSpec(), PartitionSpec(AXIS)
 
 
 def default_device() -> Device:
@@ -18,43 +20,57 @@ def default_device() -> Device:
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh of devices, and rules that shard arrays over them.
-
-    Attributes:
-        mesh: the devices; a single device is a mesh of size one.
-        rules: pairs of a logical axis (see `TensorSpec.axes`) and the mesh axis that shards it.
-            Arrays are replicated along logical axes without a rule.
-    """
+    """The devices of an engine: a mesh with one axis, whose size may be one."""
 
     mesh: Mesh
-    rules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def on(cls, device: Device) -> "Placement":
-        """Return a placement of all arrays on one device."""
-        return cls(Mesh(np.array([device]), ("model",)))
+    def on(cls, *devices: Device) -> "Placement":
+        """Return a placement on these devices."""
+        return cls(Mesh(np.array(devices), (AXIS,)))
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return self.mesh.size
 
     @property
     def device(self) -> Device:
         """One of the mesh's devices, which are all of the same kind."""
         return self.mesh.devices.flat[0]
 
-    def sharding(self, axes: Sequence[str | None] = ()) -> Sharding:
-        """Return the sharding of an array with these logical axes.
+    def sharding(self, spec: PartitionSpec = REPLICATED) -> Sharding:
+        """Return the sharding of an array that every device has, or of one that is divided.
 
-        Without axes, the array is replicated on every device.
+        A `DIVIDED` array is [devices, ...], and each device holds its own [1, ...].
         """
         memory = self.device.default_memory().kind  # a source array may be in host memory
         if self.mesh.size == 1:
             # Programs over a named mesh have more overhead to compile and to call.
             return SingleDeviceSharding(self.device, memory_kind=memory)
-        rules = dict(self.rules)
-        spec = PartitionSpec(*(rules.get(axis) if axis else None for axis in axes))
         return NamedSharding(self.mesh, spec, memory_kind=memory)
 
     def put(self, tree: Any) -> Any:
-        """Return a tree of arrays, replicated on every device.
+        """Return a tree of arrays that every device has.
 
         NumPy arrays in `tree` must not be modified later.
         """
         return jax.device_put(tree, self.sharding())
+
+
+def is_divided(x: Any) -> bool:
+    """Return whether an array, or its shape, is divided over several devices."""
+    return isinstance(x.sharding, NamedSharding) and x.sharding.spec == DIVIDED
+
+
+def on_one(x: jax.Array) -> jax.Array:
+    """Return an array of one device, of which all devices hold the same values."""
+    return x.addressable_shards[0].data[0] if is_divided(x) else x
+
+
+def assemble(parts: Sequence[np.ndarray], sharding: NamedSharding) -> jax.Array:
+    """Return the divided array [devices, ...] with these parts, one per device."""
+    devices = sharding.mesh.devices.flat
+    placed = [jax.device_put(x[None], one) for x, one in zip(parts, devices, strict=True)]
+    shape = len(parts), *parts[0].shape
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)

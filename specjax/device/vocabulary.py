@@ -33,6 +33,22 @@ class Vocabulary:
         """The mesh axis over which the columns are split; None on one device."""
         return None
 
+    def num_columns(self, total: int) -> int:
+        """Return the number of logits on each device in a vocabulary of `total` tokens."""
+        return total
+
+    def without_padding(self, logits: jax.Array) -> jax.Array:
+        """Return logits [..., V] with -inf in the columns past the last token."""
+        return logits
+
+    def whole(self, logits: jax.Array) -> jax.Array:
+        """Return the logits of all tokens on every device."""
+        return logits
+
+    def part(self, logits: jax.Array) -> jax.Array:
+        """Return this device's columns [..., V] of logits of all tokens."""
+        return logits
+
     def columns(
         self, ids: jax.Array, num_columns: int, is_used: jax.Array | None = None
     ) -> jax.Array:
@@ -132,7 +148,7 @@ class Vocabulary:
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
         """Return this device's columns of `use(x)`, where x are the logits of all tokens."""
-        return use(logits)
+        return self.part(use(self.whole(logits)))
 
 
 WHOLE = Vocabulary()
@@ -166,8 +182,21 @@ class SplitVocabulary(Vocabulary):
         """The token of this device's first column, i32[]."""
         return jax.lax.axis_index(self.axis) * self.size
 
+    def num_columns(self, total: int) -> int:
+        """See `Vocabulary`. `total` is the number of tokens."""
+        return self.size
+
+    def whole(self, logits: jax.Array) -> jax.Array:
+        """See `Vocabulary`."""
+        gathered = jax.lax.all_gather(logits, self.axis, axis=logits.ndim - 1, tiled=True)
+        return gathered[..., : self.total]
+
+    def part(self, logits: jax.Array) -> jax.Array:
+        """See `Vocabulary`."""
+        return self._part(logits, self.size, -jnp.inf)
+
     def without_padding(self, logits: jax.Array) -> jax.Array:
-        """Return logits [..., V] with -inf in the columns past the last token."""
+        """See `Vocabulary`."""
         is_token = self.first + jnp.arange(self.size) < self.total
         return jnp.where(jax.lax.broadcast_to_rank(is_token, logits.ndim), logits, -jnp.inf)
 
@@ -259,11 +288,6 @@ class SplitVocabulary(Vocabulary):
             kernels=kernels,
         )
         return self._best(token, score)
-
-    def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-        """See `Vocabulary`."""
-        gathered = jax.lax.all_gather(logits, self.axis, axis=logits.ndim - 1, tiled=True)
-        return self._part(use(gathered[..., : self.total]), self.size, -jnp.inf)
 
     def _is_here(self, ids: jax.Array) -> jax.Array:
         return (ids >= self.first) & (ids < self.first + self.size)

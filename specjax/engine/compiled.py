@@ -16,7 +16,7 @@ from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.inputs import StepModel
 from specjax.device.layout import Layout
 from specjax.device.models.model import Model
-from specjax.device.placement import Placement, default_device
+from specjax.device.placement import DIVIDED, Placement, default_device
 from specjax.device.state import EngineState
 from specjax.device.verification import Verification
 from specjax.device.weights.weight import weights_on
@@ -75,7 +75,9 @@ class CompiledPrograms:
         platform = self._placement.device.platform
         self._params: Params | None = None
         self.params = params
-        self.model = toolchain.make_model(config, target, drafter, verification, platform)
+        self.model = toolchain.make_model(
+            config, target.local, drafter.local, verification, platform
+        )
         self.layout = layout
         self._config, self._max_drafts = config, max_drafts
         self.renew()
@@ -212,7 +214,20 @@ class CompiledPrograms:
 
     def renew(self) -> None:
         """See `Programs`."""
-        self.state = self._placement.put(empty_state(self._config, self.model, self._max_drafts))
+        if self._placement.num_devices == 1:
+            self.state = self._placement.put(self._empty_state())
+            return
+        own = jax.shard_map(
+            lambda: jax.tree.map(lambda x: x[None], self._empty_state()),
+            mesh=self._placement.mesh,
+            in_specs=(),
+            out_specs=DIVIDED,
+        )
+        self.state = jax.jit(own)()
+
+    def _empty_state(self) -> EngineState:
+        """Return the state of one device without requests."""
+        return empty_state(self._config, self.model, self._max_drafts)
 
     def close(self) -> None:
         """See `Programs`."""

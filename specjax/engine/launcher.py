@@ -9,6 +9,7 @@ import numpy as np
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.layout import Layout
+from specjax.device.placement import on_one
 from specjax.device.step import Extension
 from specjax.engine.admissions import pack_admissions
 from specjax.engine.batch import EVERY, Part, extras_of, pack, pack_masks, pack_snapshots
@@ -75,7 +76,7 @@ class Launcher:
         outputs, extension = self._prefill(plan, variant, packed)
         step = self._in_flight(plan, variant, outputs, launched)
         if exports_features(plan):
-            step.features = extension.features
+            step.features = jax.tree.map(on_one, extension.features)
         return step
 
     def _launch_joined(
@@ -127,7 +128,7 @@ class Launcher:
             propose = Propose(batch, k, Variant())
         draft = run(propose, packed)
         if variant.masks:
-            draft.tokens.copy_to_host_async()
+            on_one(draft.tokens).copy_to_host_async()
         extension = run(Extend(batch, k), packed, draft)
         logits = extension.logits
         if variant.processors:
@@ -142,7 +143,7 @@ class Launcher:
         """
         plan, variant, masks = step.plan, step.variant, None
         if variant.masks:
-            drafts = np.asarray(step.draft.tokens) if step.has_grammar else None
+            drafts = np.asarray(on_one(step.draft.tokens)) if step.has_grammar else None
             masks = pack_masks(plan, drafts, self._layout)
         program = Settle(plan.batch, plan.k, of_settle(variant))
         arguments = step.packed, step.draft, step.extension, step.logits, masks

@@ -133,6 +133,7 @@ class Begin(Program):
     width: int
     variant: Variant
     inputs = PrefillInputs
+    is_last = True
 
     @property
     def masked_rows(self) -> tuple[int, int]:
@@ -166,6 +167,7 @@ class Decode(Program):
     k: int
     variant: Variant
     inputs = DecodeInputs
+    is_last = True
 
     def run(
         self, params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
@@ -198,6 +200,7 @@ class Joined(Program):
 
     begin: Begin
     decode: Decode
+    is_last = True
 
     @property
     def packed(self) -> tuple[Packed, ...]:
@@ -312,6 +315,7 @@ class Settle(Program):
     k: int
     variant: Variant
     inputs = DecodeInputs
+    is_last = True
 
     @property
     def masked_rows(self) -> tuple[int, int]:

@@ -133,10 +133,12 @@ def _without_context(
 
 def _filled(state: EngineState, vocab_size: int) -> EngineState:
     """Return a state in which each slot has a request of random tokens that never ends."""
-    tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape)
+    # Divided states have the same tokens on every device.
+    tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape[-2:])
+    tokens = np.broadcast_to(tokens.astype(np.int32), state.tokens.shape)
     return replace(
         state,
-        tokens=jax.device_put(tokens.astype(np.int32), state.tokens.sharding),
+        tokens=jax.device_put(tokens, state.tokens.sharding),
         progress=progress_at(state, 0),
         requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
     )
@@ -144,7 +146,7 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 def progress_at(state: EngineState, length: int) -> jax.Array:
     """Return the progress of requests that are all active and have `length` tokens."""
-    values = np.tile(np.array([length, 0, 1, length], np.int32), (state.progress.shape[0], 1))
+    values = np.broadcast_to(np.array([length, 0, 1, length], np.int32), state.progress.shape)
     return jax.device_put(values, state.progress.sharding)
 
 

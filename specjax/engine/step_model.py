@@ -32,6 +32,7 @@ def step_model(
         logprobs_mode=config.logprobs_mode,
         windows=page_windows(target, config),
         max_deferred_rows=MAX_DEFERRED_ROWS.get(platform, 0),
+        vocabulary=target.vocabulary,
     )
 
 

@@ -1,16 +1,18 @@
 """Traces programs: runs their functions on shapes, so that XLA can compile them."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.device.drafters.drafter import Params
 from specjax.device.inputs import StepModel
 from specjax.device.layout import Layout
-from specjax.device.placement import Placement
+from specjax.device.placement import DIVIDED, REPLICATED, Placement, is_divided
 from specjax.device.state import EngineState
 from specjax.device.step import StepOutputs
 from specjax.engine.batch import pack_outputs
@@ -36,6 +38,7 @@ class Program:
 
     __slots__ = ()
     inputs: ClassVar[type]
+    is_last: ClassVar[bool] = False  # whether the result goes to the host
     batch: int
 
     @property
@@ -59,7 +62,22 @@ class Program:
 Trees = tuple[Any, Any]  # structures of parameters and state
 
 
-def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
+class Division(NamedTuple):
+    """The devices that run a program together, and which of its arguments are divided.
+
+    `are_divided` has a value for each leaf of the arguments, in order.
+    """
+
+    mesh: Mesh
+    are_divided: tuple[bool, ...]
+
+
+def jitted(
+    program: Program,
+    static: Static,
+    trees: Trees | None = None,
+    division: Division | None = None,
+) -> Any:
     """Return the jitted function of a program, which takes and returns packed arrays.
 
     The function takes parameters, state and the program's arguments. It returns the next state and
@@ -82,19 +100,56 @@ def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
         return state if trees is None else jax.tree.leaves(state), result
 
     run.__name__ = type(program).__name__.lower()  # profiles show it
+    if division is not None:
+        return _on_devices(run, division, program.is_last)
     return jax.jit(run, donate_argnames="state")
 
 
-class Jits(dict[tuple[Program, Trees], Any]):
-    """The jitted programs of one `Static`, by program and tree structures (see `jitted`)."""
+def _on_devices(run: Callable[..., Any], division: Division, is_last: bool) -> Any:
+    """Return the jitted function that all devices run on their parts of the arguments of `run`.
+
+    Divided arrays are [devices, ...]. Results are divided, too, unless they are for the host: all
+    devices compute the same outputs.
+    """
+
+    def each(*leaves: jax.Array, tree: Any) -> Any:
+        pairs = zip(leaves, division.are_divided, strict=True)
+        own = [x[0] if is_divided else x for x, is_divided in pairs]
+        state, result = run(*jax.tree.unflatten(tree, own))
+        return _leading(state), result if is_last else _leading(result)
+
+    def on_mesh(params: Any, state: Any, *arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten((params, state, *arguments))
+        mapped = jax.shard_map(
+            partial(each, tree=tree),
+            mesh=division.mesh,
+            in_specs=tuple(DIVIDED if one else REPLICATED for one in division.are_divided),
+            out_specs=outputs,
+            check_vma=False,
+        )
+        return mapped(*leaves)
+
+    outputs = DIVIDED, REPLICATED if is_last else DIVIDED
+    on_mesh.__name__ = run.__name__
+    # XLA would replicate arrays without elements.
+    shardings = tuple(NamedSharding(division.mesh, spec) for spec in outputs)
+    return jax.jit(on_mesh, donate_argnames="state", out_shardings=shardings)
+
+
+def _leading(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+class Jits(dict[tuple[Program, Trees, Division | None], Any]):
+    """The jitted programs of one `Static`, by the other arguments of `jitted`."""
 
     def __init__(self, static: Static):
         super().__init__()
         self._static = static
 
-    def __missing__(self, key: tuple[Program, Trees]) -> Any:
-        program, trees = key
-        self[key] = made = jitted(program, self._static, trees)
+    def __missing__(self, key: tuple[Program, Trees, Division | None]) -> Any:
+        program, trees, division = key
+        self[key] = made = jitted(program, self._static, trees, division)
         return made
 
 
@@ -121,7 +176,7 @@ class Traces:
         placement: Placement,
         jits: MutableMapping[Static, Jits] = JITS,
     ):
-        self._layout = static.layout
+        self._layout, self._vocabulary = static.layout, static.model.vocabulary
         self.shapes = jax.tree.map(_shape, (params, state))
         self._leaves = [jax.tree.leaves(shapes) for shapes in self.shapes]
         self._dtype = dtype
@@ -135,16 +190,26 @@ class Traces:
             self._ints(*self._layout.packing(kind).shape(batch)) for kind, batch in program.packed
         ]
         arguments = *packed, *program.handed(self)
+        jit = self._jits[program, self._trees, self._division(arguments)]
         with matmul_precision(self._dtype, self._placement.device.platform):
-            return self._jits[program, self._trees].trace(*self._leaves, *arguments)
+            return jit.trace(*self._leaves, *arguments)
 
     def result(self, program: Program) -> Any:
         """Return the shapes of a program's result, which another program takes as an argument."""
-        return self.trace(program).out_info[1]
+        shapes = self.trace(program).out_info[1]
+        if self._placement.num_devices == 1:
+            return shapes
+        sharding = self._placement.sharding(DIVIDED)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
 
     def logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of logits f32[batch, num_rows, V]."""
-        return self._array((batch, num_rows, self._layout.vocab_size), jnp.float32)
+        """Return the shape of logits f32[batch, num_rows, V], or of each device's part of them."""
+        shape = batch, num_rows, self._vocabulary.num_columns(self._layout.vocab_size)
+        if self._placement.num_devices == 1:
+            return self._array(shape, jnp.float32)
+        return self._array((self._placement.num_devices, *shape), jnp.float32, DIVIDED)
 
     def masks(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
         """Return the shape of grammars' masks i32[batch, num_rows, mask_words]."""
@@ -153,8 +218,17 @@ class Traces:
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(shape, jnp.int32)
 
-    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._placement.sharding())
+    def _array(
+        self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = REPLICATED
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._placement.sharding(spec))
+
+    def _division(self, arguments: tuple[Any, ...]) -> Division | None:
+        """Return how a program with these arguments is divided; None on one device."""
+        if self._placement.num_devices == 1:
+            return None
+        leaves = jax.tree.leaves((*self._leaves, *arguments))
+        return Division(self._placement.mesh, tuple(map(is_divided, leaves)))
 
 
 def _pack(result: Any) -> Any:

@@ -25,6 +25,7 @@ from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, is_unused, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
+from specjax.device.parallel import specs_of
 from specjax.engine.log import get_log
 from specjax.rl.named import Weights, is_deleted, read_named
 
@@ -102,7 +103,7 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
         given = {names.canonical(tensor): array for tensor, array in given.items()}
     elif is_prefixed(given):
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
-    sources = stage(given, current, own.specs, name, own.is_unused)
+    sources = stage(given, current, partial(specs_of, own), name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))
     return sources
 

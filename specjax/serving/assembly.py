@@ -15,6 +15,7 @@ from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
+from specjax.device.parallel import divide_params
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.device.weights.weight import second_form_bytes
@@ -141,7 +142,8 @@ def make_plan(
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     weights = 0 if source.params is not None else weight_bytes(target, chosen.name)
     platform = default_device().platform
-    weights += second_form_bytes(platform, chosen.name, target.specs())
+    if target.num_devices == 1:
+        weights += second_form_bytes(platform, chosen.name, target.specs())
     if max_num_seqs is None:
         max_num_seqs = usual_num_seqs(target, num_drafts, chosen.name, weights)
     config = make_config(
@@ -159,7 +161,8 @@ def make_plan(
     if speculation is None:
         return plan
     drafter, params = open_drafter(speculation, source, chosen.name, placement, log)
-    weights += second_form_bytes(platform, chosen.name, params)
+    if target.num_devices == 1:
+        weights += second_form_bytes(platform, chosen.name, params)
     return replace(plan, drafter=drafter, drafter_params=params, weights=weights)
 
 
@@ -190,8 +193,9 @@ def assemble(
         named = model if isinstance(model, str | Path) else None
         options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
-    placement, log = Placement.on(default_device()), get_log(verbose=verbose)
-    source = open_model(model, params, log=log.info)
+    placement = Placement.on(*jax.local_devices()[:tensor_parallel_size])
+    log = get_log(verbose=verbose)
+    source = open_model(model, params, num_devices=tensor_parallel_size, log=log.info)
     folder, target = source.folder, source.target
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:
@@ -205,7 +209,10 @@ def assemble(
     )
     size = decimal(weight_bytes(target, dtype))
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
-    params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), source.params)
+    params = source.params
+    if tensor_parallel_size > 1 and params is not None:
+        params = divide_params(target, params, placement)
+    params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), params)
     if folder is not None:
         params = load_weights(folder, target, np.dtype(dtype), placement, log.info)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)

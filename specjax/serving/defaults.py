@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import why_not
 from pallas_kernels.rms_norm import add_rms_norm
-from specjax.checks import warn
+from specjax.checks import is_integer, warn
 from specjax.config import (
     DTYPES,
     EngineConfig,
@@ -77,9 +77,11 @@ def check_options(
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.
     """
-    if tensor_parallel_size != 1:
+    num_devices = jax.local_device_count()
+    if not is_integer(tensor_parallel_size) or not 1 <= tensor_parallel_size <= num_devices:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size!r} is not supported; use 1, one device"
+            f"tensor_parallel_size={tensor_parallel_size!r} must be an integer from 1 to "
+            f"{num_devices}, the number of devices"
         )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(

@@ -72,7 +72,7 @@ def target_cache_bytes(
 
     def measure(num_slots: int, num_pages: int, *own: tuple[int, int]) -> int:
         sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, window_pages=own)
-        return _total(lambda: init_caches(target, sizes, np.dtype(dtype)))
+        return _total(lambda: init_caches(target.local, sizes, np.dtype(dtype)))
 
     cache, nothing = _per_page_and_slot(measure), measure(0, 0)
     return cache._replace(windows=tuple((w, measure(0, 0, (w, 1)) - nothing) for w in windows))
@@ -85,14 +85,14 @@ def drafter_cache_bytes(
 
     def measure(num_slots: int, num_pages: int) -> int:
         sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
-        return _total(lambda: drafter.init_state(sizes, np.dtype(dtype)))
+        return _total(lambda: drafter.local.init_state(sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)
 
 
 def weight_bytes(target: Model, dtype: str) -> int:
-    """Return the bytes of a model's parameters in `dtype`."""
-    specs = jax.tree.leaves(target.specs())
+    """Return the bytes of a model's parameters in `dtype` on each device."""
+    specs = jax.tree.leaves(target.local.specs())
     return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
 
 
@@ -121,9 +121,9 @@ class EngineNeeds(NamedTuple):
         rows = config.max_num_seqs * (max_drafts + 1)
         # The largest step holds logits, their sorted copy and noise in f32, and the activations of
         # a layer. These are a few times the model's width per token, and the rows of attention.
-        logits = 3 * 4 * rows * target.vocab_size
+        logits = 3 * 4 * rows * target.local.vocabulary.num_columns(target.vocab_size)
         tokens = max(rows, config.max_num_batched_tokens)
-        row_size = 16 * target.hidden_size + max(kind.row_size for kind in target.cache_kinds)
+        row_size = 16 * target.hidden_size + max(kind.row_size for kind in target.local.cache_kinds)
         activations = tokens * row_size * np.dtype(config.dtype).itemsize
         return cls(
             weights,

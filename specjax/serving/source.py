@@ -1,7 +1,7 @@
 """Opens a model and its drafter from checkpoints, from configs without weights, or as values."""
 
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,13 @@ def open_model(
     params: Any = None,
     *,
     takes_configs: bool = False,
+    num_devices: int = 1,
     log: Log = no_log,
 ) -> ModelSource:
     """Open a checkpoint, or a `Model` value with its parameters.
 
-    `log` is called with lines about differences between config and weights. With `takes_configs`,
+    The weights are to be divided over `num_devices` devices. `log` is called with lines about
+    differences between config and weights. With `takes_configs`,
     `model` may also be a config file, without weights.
 
     Raises:
@@ -68,10 +70,11 @@ def open_model(
         path = Path(model).expanduser()
         if takes_configs and path.suffix == ".json" and not path.is_dir():
             hf = HFConfig(read_json(path.parent, path.name), str(path))
-            return ModelSource(describe_model(hf), stored_dtype(hf), hf)
+            return ModelSource(_on(describe_model(hf), num_devices), stored_dtype(hf), hf)
         folder = resolve(model)
         hf, is_complete = read_config(folder), has_weights(folder)
         target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)
+        target = _on(target, num_devices)
         return ModelSource(target, stored_dtype(hf), hf, folder, is_complete)
     if params is None:
         raise ValueError(
@@ -80,7 +83,12 @@ def open_model(
         )
     params = as_arrays(params, "params")
     check_params(params)
-    return ModelSource(model, params_dtype(params), params=params)
+    return ModelSource(_on(model, num_devices), params_dtype(params), params=params)
+
+
+def _on(model: Any, num_devices: int) -> Any:
+    """Return a model whose weights are divided over `num_devices` devices."""
+    return model if num_devices == 1 else replace(model, num_devices=num_devices)
 
 
 def open_drafter(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
@@ -108,6 +107,7 @@ class DrafterFiles:
             qkv_bias=self.has(f"{attention}.q_proj.bias"),
             out_bias=self.has(f"{attention}.o_proj.bias"),
             qk_norm=self.has(f"{attention}.q_norm.weight"),
+            num_devices=target.num_devices,
         )
 
 
@@ -176,8 +176,7 @@ def without_shared_embedding(
     """Return a head and its parameters, without an embedding that equals the target's."""
     if not head.has_embedding:
         return head, params
-    shared = target.embed(target_params, jnp.arange(target.vocab_size))
-    own = params.embedding.values
+    shared, own = target_params.embedding.values, params.embedding.values
     if shared.shape != own.shape or not bool((shared == own).all()):
         return head, params
     return replace(head, has_embedding=False), replace(params, embedding=None)

@@ -29,7 +29,7 @@ from specjax.device.drafters.checkpoint import (
     embed_tokens,
 )
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
-from specjax.device.drafters.head import HeadDrafter, on_rows
+from specjax.device.drafters.head import HeadDrafter, ShapedHead, on_rows
 from specjax.device.models.decoder import DecoderLayer, decoder_layer
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles
@@ -37,6 +37,7 @@ from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
+from specjax.device.vocabulary import WHOLE
 from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
@@ -166,7 +167,7 @@ class Refinement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashHead:
+class DFlashHead(ShapedHead):
     """The sizes of a DFlash head. `shape` is a decoder with the head's layers."""
 
     shape: Llama
@@ -190,8 +191,8 @@ class DFlashHead:
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
         fc, norm = ENCODER_NAMES.values() if is_encoder else ENCODER_NAMES
-        embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
-        head = dense(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
+        embedding = table(["embed_tokens.weight"], self.shape.table_size, dim)
+        head = dense(["lm_head.weight"], dim, [self.draft_vocab_size])
         return DFlashParams(
             embedding=embedding if self.has_embedding else None,
             context_fc=dense([f"{fc}.weight"], num_in, [dim]),
@@ -221,7 +222,8 @@ class DFlashHead:
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
-        return own.multiply(hidden, jnp.float32)
+        logits = own.multiply(hidden, jnp.float32)
+        return logits if self.target_ids(params.drafter) is not None else target.vocabulary.part(logits)
 
 
 def first_layer(names: Collection[str]) -> str:
@@ -268,11 +270,14 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         if not refinement.is_serial:
             return self.draw_together(target, params, context, logits), DFlashState(kv)
 
-        block = refinement.of_block(own.refinement, hidden, logits)
+        # Refinements read the logits of all tokens.
+        vocabulary = target.vocabulary if self.head.target_ids(own) is None else WHOLE
+        block = refinement.of_block(own.refinement, hidden, vocabulary.whole(logits))
 
         def refined(i: int, drafts: Sequence[jax.Array]) -> jax.Array:
             mine = jax.tree.map(lambda x: x[:, i], block)
-            return refinement.logits(own.refinement, mine, drafts[-1] if drafts else last)
+            logits = refinement.logits(own.refinement, mine, drafts[-1] if drafts else last)
+            return vocabulary.part(logits)
 
         return self.draw_each(target, params, context, k, refined), DFlashState(kv)
 

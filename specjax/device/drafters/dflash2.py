@@ -77,8 +77,8 @@ class DFlash2(Refinement):
         """See `Refinement.specs`."""
         name, codes = "candidate_selector", (vocab_size, self.rank)
         return Selector(
-            previous=stored([f"{name}.predecessor_codebook"], codes, axes=("vocab", None)),
-            candidates=stored([f"{name}.successor_codebook"], codes, axes=("vocab", None)),
+            previous=stored([f"{name}.predecessor_codebook"], codes),
+            candidates=stored([f"{name}.successor_codebook"], codes),
             hidden=dense([f"{name}.hidden_projection.weight"], hidden_size, [self.rank]),
         )
 

@@ -31,6 +31,7 @@ from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.models.windows import FULL, SLIDING
+from specjax.device.parallel import specs_of
 from specjax.device.placement import Placement
 
 # Functions that read an addition to DFlash, by architecture or by speculators' model type.
@@ -72,7 +73,7 @@ def load(
     assert folder is not None, config.method
     files = DrafterFiles(_open(folder), read_config(folder), placement, log)
     head = _read_head(files, config, target)
-    params = files.load(head.specs(files.tensors.names()), dtype, unused=UNUSED)
+    params = files.load(specs_of(head, files.tensors.names()), dtype, unused=UNUSED)
     ids = read_target_ids(files, head.draft_vocab_size, target)
     drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
     return drafter, replace(params, target_ids=ids)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checkpoint.division import Share
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.token_map import TokenMap, match
 from specjax.config import SpeculativeConfig
@@ -75,7 +76,24 @@ class ModelWeights:
         `names` are the tensor names in the draft model's checkpoint, or a map from names to shapes.
         """
         shapes = names if isinstance(names, Mapping) else dict.fromkeys(names, ())
-        return DraftModelParams(named_specs(self.model, shapes))
+        return DraftModelParams(
+            named_specs(self.model, shapes, lambda model, names: model.specs(names))
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """See `Divisible`."""
+        return self.model.num_devices
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """See `Divisible`."""
+        return self.model.shares
+
+    @property
+    def local(self) -> "ModelWeights":
+        """See `Divisible`."""
+        return replace(self, model=self.model.local)
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
@@ -88,7 +106,9 @@ class ModelWeights:
     def logits(self, params: DraftModelParams, hidden: jax.Array) -> jax.Array:
         """Return logits f32[N, V_d] of the common tokens for hidden states [N, D]."""
         logits = self.model.logits(params.model, hidden)
-        return logits if params.tokens is None else logits[:, params.tokens.draft_ids]
+        if params.tokens is None:
+            return logits
+        return self.model.vocabulary.whole(logits)[:, params.tokens.draft_ids]
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,6 @@
 """The interface of drafters, which propose draft tokens and then observe the target's results."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int32
 
 from pallas_kernels.draw_tokens import argmax
+from specjax.checkpoint.division import Share
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.edits import History, Processors
@@ -237,6 +238,21 @@ class DrafterWeights(Protocol):
         """Return whether a checkpoint may contain the tensor `name` although it is not loaded."""
         ...
 
+    @property
+    def num_devices(self) -> int:
+        """See `Divisible`."""
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """See `Divisible`."""
+        ...
+
+    @property
+    def local(self) -> Self:
+        """See `Divisible`."""
+        ...
+
     def target_ids(self, params: Any) -> jax.Array | None:
         """Return the target's token id for each draft logit, i32[V_d].
 
@@ -277,6 +293,11 @@ class Drafter(Protocol):
         If so, the rows of several such rounds are observed at once, like the rows of a chunk. This
         saves time only if `observe` reads weights.
         """
+        ...
+
+    @property
+    def local(self) -> Self:
+        """The drafter that each device runs, with a part of the weights (see `Divisible`)."""
         ...
 
     def draft_slots(self, k: int) -> int:
@@ -366,6 +387,11 @@ class Stateless(NotRecurrent):
     def may_defer(self) -> bool:
         """False: nothing is observed."""
         return False
+
+    @property
+    def local(self) -> Self:
+        """The drafter, because every device drafts the same tokens."""
+        return self
 
     def draft_slots(self, k: int) -> int:
         """Return 0: drafting runs no rows."""

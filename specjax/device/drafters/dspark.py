@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import stored
 from specjax.device.drafters.dflash import Refinement
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.weights.matrix import Matrix, dense
-from specjax.device.weights.table import Table, table
+from specjax.device.weights.table import Table
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +40,8 @@ class Markov(Refinement):
         """See `Refinement.specs`."""
         names = [f"markov_head.markov_{which}.weight" for which in ("w1", "w2")]
         return MarkovParams(
-            previous=table([names[0]], vocab_size, self.rank),
-            bias=dense([names[1]], self.rank, [draft_vocab_size], axes=(None, "vocab")),
+            previous=Table(stored([names[0]], (vocab_size, self.rank))),
+            bias=dense([names[1]], self.rank, [draft_vocab_size]),
         )
 
     def logits(self, params: MarkovParams, block: jax.Array, previous: jax.Array) -> jax.Array:

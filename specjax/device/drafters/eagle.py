@@ -26,6 +26,7 @@ from specjax.device.drafters.checkpoint import (
     embed_tokens,
 )
 from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.head import ShapedHead
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
@@ -33,6 +34,7 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
+from specjax.device.parallel import specs_of
 from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
@@ -52,7 +54,7 @@ class EagleParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleHead:
+class EagleHead(ShapedHead):
     """The EAGLE-1 head. `shape` is a decoder whose first layer has the head's shapes."""
 
     shape: Llama
@@ -78,8 +80,8 @@ class EagleHead:
         `names` is not used, because all checkpoints have the same names.
         """
         dim, layer = self.hidden_size, "layers.0"
-        embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
-        lm_head = dense(["lm_head.weight"], dim, [self.shape.vocab_size], axes=(None, "vocab"))
+        embedding = table(["embed_tokens.weight"], self.shape.table_size, dim)
+        lm_head = dense(["lm_head.weight"], dim, [self.shape.vocab_size])
         return EagleParams(
             embedding=embedding if self.has_embedding else None,
             fc=dense(["fc.weight"], 2 * dim, [dim]),
@@ -119,7 +121,7 @@ class EagleHead:
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
-        return own.multiply(hidden, jnp.float32)
+        return target.vocabulary.part(own.multiply(hidden, jnp.float32))
 
     def target_ids(self, params: EagleParams) -> None:
         """Return None: drafts use the target's full vocabulary."""
@@ -164,7 +166,7 @@ def load(
         has_embedding=files.has("embed_tokens.weight"),
         has_lm_head=files.has("lm_head.weight"),
     )
-    return head, files.load(head.specs(), dtype)
+    return head, files.load(specs_of(head), dtype)
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from specjax.device.drafters.checkpoint import (
     read_target_ids,
 )
 from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.head import ShapedHead
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention
@@ -43,6 +44,7 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
+from specjax.device.parallel import specs_of
 from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
@@ -74,7 +76,7 @@ class Eagle3Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Head:
+class Eagle3Head(ShapedHead):
     """The EAGLE-3 head. `shape` holds the layer's sizes and the target's vocabulary size."""
 
     shape: Llama
@@ -114,8 +116,8 @@ class Eagle3Head:
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide, all_wide = self.target_hidden_size, self.feature_size
-        lm_head = dense(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
-        embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
+        lm_head = dense(["lm_head.weight"], dim, [self.draft_vocab_size])
+        embedding = table(["embed_tokens.weight"], self.shape.table_size, dim)
         return Eagle3Params(
             embedding=embedding if self.has_embedding else None,
             fc=dense(["fc.weight"], all_wide, [dim]) if num_aux else None,
@@ -179,7 +181,8 @@ class Eagle3Head:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
         if own.lm_head is None:
             return target.logits(params.target, hidden)
-        return own.lm_head.multiply(hidden, jnp.float32)
+        logits = own.lm_head.multiply(hidden, jnp.float32)
+        return logits if own.target_ids is not None else target.vocabulary.part(logits)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
         """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
@@ -336,7 +339,7 @@ def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np
                 f"{files.tensors.folder}: not used by the drafter, which reads no auxiliary "
                 f"layers: {', '.join(fusing)}"
             )
-    params = files.load(head.specs(files.tensors.names()), dtype, unused=tuple(unused))
+    params = files.load(specs_of(head, files.tensors.names()), dtype, unused=tuple(unused))
     ids = read_target_ids(files, head.draft_vocab_size, target)
     if ids is not None and files.has("t2d"):  # t2d is the mask of the ids that d2t lists
         mask = files.tensors.read(files.stored_name("t2d"))

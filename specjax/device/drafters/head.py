@@ -1,12 +1,13 @@
 """The base of drafters with weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from specjax.checkpoint.division import Share
 from specjax.device.drafters.checkpoint import without_shared_embedding
 from specjax.device.drafters.drafter import DraftContext, DrafterWeights, NotRecurrent, Params
 from specjax.device.models.model import Model
@@ -28,6 +29,28 @@ class DraftHead(DrafterWeights, Protocol):
         `HeadDrafter.share` removes an embedding that equals the target's embedding.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ShapedHead:
+    """Base of heads that have the layers of a decoder, `shape`, and are divided like it."""
+
+    shape: Any
+
+    @property
+    def num_devices(self) -> int:
+        """See `Divisible`."""
+        return self.shape.num_devices
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """See `Divisible`."""
+        return self.shape.shares
+
+    @property
+    def local(self) -> Self:
+        """See `Divisible`."""
+        return replace(self, shape=self.shape.local)
 
 
 HeadT = TypeVar("HeadT", bound=DraftHead)
@@ -57,6 +80,11 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         The keys and values of a row depend only on this row and earlier rows.
         """
         return True
+
+    @property
+    def local(self) -> Self:
+        """See `Drafter.local`."""
+        return replace(self, head=self.head.local)
 
     def draft_slots(self, k: int) -> int:
         """Return 0: drafting runs no more rows than the target's round."""

@@ -7,16 +7,17 @@ the token at p + i + 2; the target itself predicts the token at p + 1. So a draf
 the drafts before it, and the only state is f_p.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checkpoint.division import Share
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint, open_file
 from specjax.checkpoint.spec import stored
@@ -28,6 +29,7 @@ from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.loading import Log
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
+from specjax.device.parallel import specs_of
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 from specjax.device.weights.matrix import Matrix, dense
@@ -93,6 +95,21 @@ class MedusaHeads:
             None,
         )
 
+    @property
+    def num_devices(self) -> int:
+        """1: every device has all heads, which are small."""
+        return 1
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """Empty: nothing is divided."""
+        return {}
+
+    @property
+    def local(self) -> Self:
+        """The heads."""
+        return self
+
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
         return name == TOKEN_MAP
@@ -146,7 +163,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         # One head at a time: stacking the logits of all heads would copy them.
         def logits_of(i: int, drafts: Sequence[jax.Array]) -> jax.Array:
             head = partial(self.head.logits_of, params.drafter, i)
-            return on_rows(head, hidden, context.row_multiple)
+            logits = on_rows(head, hidden, context.row_multiple)
+            return logits if params.drafter.target_ids is not None else target.vocabulary.part(logits)
 
         return self.draw_each(target, params, context, k, logits_of), state
 
@@ -184,7 +202,7 @@ def load(
         are_offsets=False,
         size="truncated_vocab_size",
     )
-    params = replace(files.load(heads.specs(names), dtype, unused=(TOKEN_MAP,)), target_ids=ids)
+    params = replace(files.load(specs_of(heads, names), dtype, unused=(TOKEN_MAP,)), target_ids=ids)
     return MedusaDrafter(heads, is_greedy=config.draft_sample_method == "greedy"), params
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.rms_norm import rms_norm
 from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.head import ShapedHead
 from specjax.device.models.decoder import decoder_layer
 from specjax.device.models.deepseek_v3 import DeepSeek
 from specjax.device.models.glm4_moe import Glm4Moe
@@ -86,10 +87,9 @@ NAMES: dict[type, ModuleNames] = {
 
 
 @dataclass(frozen=True)
-class MTPHead:
+class MTPHead(ShapedHead):
     """An MTP module as the head of a chain drafter. `shape` is the target model."""
 
-    shape: Any
     number: int = 0  # index of the module in the target
     has_embedding: bool = False
     aux_layers: tuple[int, ...] = ()

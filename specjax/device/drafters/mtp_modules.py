@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checkpoint.division import Share
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter
@@ -45,6 +46,21 @@ class ModulesHead:
     def prefix_in_target(self) -> str:
         """The name prefix of the first module's tensors."""
         return self.modules[0].prefix_in_target
+
+    @property
+    def num_devices(self) -> int:
+        """See `Divisible`."""
+        return self.modules[0].num_devices
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """See `Divisible`."""
+        return self.modules[0].shares
+
+    @property
+    def local(self) -> "ModulesHead":
+        """See `Divisible`."""
+        return replace(self, modules=tuple(module.local for module in self.modules))
 
     @property
     def copies(self) -> Mapping[str, str]:

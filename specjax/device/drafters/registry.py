@@ -28,6 +28,7 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model
+from specjax.device.parallel import specs_of
 from specjax.device.placement import Placement, default_device
 
 Load = Callable[..., tuple[Drafter, Any]]  # (folder, config, target, dtype, placement, log)
@@ -114,5 +115,5 @@ def drafter_from_config(
 def _shapes(drafter: Drafter, dtype: str) -> Any:
     assert drafter.weights is not None
     return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), drafter.weights.specs()
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs_of(drafter.weights)
     )

@@ -3,15 +3,16 @@
 Each model family adds its sizes, its cache kinds, and the weights of a layer.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rms_norm import rms_norm
+from specjax.checkpoint.division import Share, even, first_only
 from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheKind
 from specjax.device.models.layers.mlp import MLP, SWIGLU, Activation, mlp_specs
@@ -20,6 +21,8 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles, Rope
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features
+from specjax.device.placement import AXIS
+from specjax.device.vocabulary import WHOLE, SplitVocabulary, Vocabulary
 from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
@@ -85,6 +88,8 @@ class Decoder:
     norms: LayerNorms = PRE_NORMS
     embedding_scale: float = 1.0  # multiplies the embeddings that enter the first layer
     logit_cap: float | None = None  # c in c tanh(logit / c), which bounds logits
+    num_devices: int = 1  # number of devices over which the weights are divided
+    vocabulary: Vocabulary = WHOLE  # of the logits that `logits` returns
 
     @property
     def has_centred_norms(self) -> bool:
@@ -110,6 +115,55 @@ class Decoder:
     def ignored_prefixes(self) -> tuple[str, ...]:
         """Empty: a checkpoint has only the model's tensors."""
         return ()
+
+    @property
+    def table_size(self) -> int:
+        """The number of rows of the embedding: the vocabulary's size, or a device's part of it."""
+        return self.vocabulary.num_columns(self.vocab_size)
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """See `Model.shares`."""
+        count, experts = self.num_devices, self.experts
+        size = SplitVocabulary(self.vocab_size, count, AXIS).size
+        shares = {
+            "vocab": even(self.vocab_size, count, size),
+            "mlp": even(self.intermediate_size, count),
+            "first": first_only(count),
+        }
+        if experts is not None:
+            shares["inner"] = even(experts.intermediate_size, count, self.inner_multiple)
+            shares["shared"] = even(experts.shared_intermediate_size, count)
+        return shares
+
+    @property
+    def inner_multiple(self) -> int:
+        """The experts' inner width on each device is a multiple of this number."""
+        return 1
+
+    @property
+    def local(self) -> Self:
+        """See `Model.local`."""
+        if self.num_devices == 1:
+            return self
+        shares, experts = self.shares, self.experts
+        if experts is not None:
+            experts = experts._replace(
+                intermediate_size=shares["inner"].size,
+                shared_intermediate_size=shares["shared"].size,
+            )
+        return replace(
+            self,
+            num_devices=1,
+            vocabulary=SplitVocabulary(self.vocab_size, self.num_devices, AXIS),
+            intermediate_size=shares["mlp"].size,
+            experts=experts,
+            **self.local_heads(shares),
+        )
+
+    def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
+        """Return the fields with the numbers of heads of the model of one device."""
+        raise NotImplementedError
 
     def attention_specs(self, prefix: str, kind: int) -> Any:
         """Return the attention weights of a layer as `TensorSpec`s.
@@ -162,7 +216,7 @@ class Decoder:
         dim = self.hidden_size
         has_experts = self.experts is not None
         return DecoderParams(
-            embedding=table(["model.embed_tokens.weight"], self.vocab_size, dim),
+            embedding=table(["model.embed_tokens.weight"], self.table_size, dim),
             layers=tuple(
                 self.layer_specs(
                     f"model.layers.{i}",
@@ -175,7 +229,7 @@ class Decoder:
             norm=self.norm_spec("model.norm"),
             lm_head=None
             if self.tie_word_embeddings
-            else dense(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
+            else dense(["lm_head.weight"], dim, [self.table_size], columns="vocab"),
         )
 
     def extend(
@@ -211,10 +265,11 @@ class Decoder:
         return params.embedding.rows(tokens)
 
     def logits(self, params: DecoderParams, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] for hidden states [N, D]."""
+        """See `Model.logits`."""
         head = params.embedding if params.lm_head is None else params.lm_head
         logits, cap = head.multiply(hidden, jnp.float32), self.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return self.vocabulary.without_padding(logits)
 
 
 # Traced once per kind of layer, because the layer's index in its cache is an operand; XLA inlines

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
+from specjax.checkpoint.division import Share, even
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.cache.latent import LatentAttention
 from specjax.device.models.decoder import Decoder
@@ -37,6 +38,15 @@ class DeepSeek(Decoder):
     def layer_kinds(self) -> tuple[int, ...]:
         """0 for every layer, because there is only one kind."""
         return (0,) * self.num_layers
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """See `Model.shares`."""
+        return {**super().shares, "heads": even(self.attention.num_heads, self.num_devices)}
+
+    def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
+        """See `Decoder.local_heads`."""
+        return {"attention": replace(self.attention, num_heads=shares["heads"].size)}
 
     def with_layers(self, num_layers: int) -> "DeepSeek":
         """See `Model.with_layers`."""

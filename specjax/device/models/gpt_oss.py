@@ -13,13 +13,13 @@ import jax
 from pallas_kernels.route import Rule
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.mxfp4 import BLOCK, mxfp4_experts
-from specjax.checkpoint.spec import stored
+from specjax.checkpoint.spec import TensorSpec, cut_rows, stored
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.mlp import ClampedSwiGLU
 from specjax.device.models.layers.moe import Experts, MoE
 from specjax.device.models.llama import Llama
 from specjax.device.models.windows import read_windows
-from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.experts import ExpertMatrices, fused_expert_matrices
 from specjax.device.weights.matrix import Matrix, dense
 
 _ROPE = {  # default of `rope_parameters`
@@ -68,27 +68,32 @@ class BiasedRouter:
 class GptOss(Llama):
     """A Llama whose experts have biases and other tensor names than usual."""
 
+    @property
+    def inner_multiple(self) -> int:
+        """The number of packed inputs that share a scale."""
+        return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
+
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
         """See `Decoder.mixture_specs`. The specs unpack weights if `names` has packed tensors."""
         assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_experts, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
 
-        def weights(name: str, num_in: int, num_out: int) -> Any:
+        def weights(name: str, num_in: int, num_out: int, **axis: str) -> Any:
             if f"{name}_blocks" in names:
-                return ExpertMatrices(mxfp4_experts(name, num, num_in, num_out))
-            shape = num, num_in, num_out
-            return ExpertMatrices(stored([name], shape, axes=("experts", None, None)))
+                return ExpertMatrices(mxfp4_experts(name, num, num_in, num_out, **axis))
+            return fused_expert_matrices(name, num, num_in, num_out, is_swapped=True, **axis)
 
-        def bias(name: str, num_out: int) -> Any:
-            return stored([f"{name}_bias"], (num, num_out), axes=("experts", None))
+        def bias(name: str, num_out: int, axis: str) -> Any:
+            shape = num, num_out
+            return TensorSpec((f"{name}_bias",), (shape,), cuts=cut_rows([shape], axis, 1))
 
         return MoE(
             router=self.experts.router.specs(prefix, dim, num),
-            gate_up=weights(gate_up, dim, 2 * inner),
-            down=weights(down, inner, dim),
-            gate_up_bias=bias(gate_up, 2 * inner),
-            down_bias=bias(down, dim),
+            gate_up=weights(gate_up, dim, 2 * inner, columns="inner"),
+            down=weights(down, inner, dim, rows="inner"),
+            gate_up_bias=bias(gate_up, 2 * inner, "inner"),
+            down_bias=bias(down, dim, "first"),
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specjax.checkpoint.division import Share, grouped
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import stored
 from specjax.device.cache.paged import PagedAttention
@@ -86,6 +87,16 @@ class Llama(Decoder):
             soft_cap=self.score_cap,
         )
 
+    @property
+    def shares(self) -> dict[str, Share]:
+        """See `Model.shares`."""
+        heads, keys = grouped(self.num_heads, self.num_kv_heads, self.num_devices)
+        return {**super().shares, "heads": heads, "kv_heads": keys}
+
+    def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
+        """See `Decoder.local_heads`."""
+        return {"num_heads": shares["heads"].size, "num_kv_heads": shares["kv_heads"].size}
+
     def with_layers(self, num_layers: int) -> "Llama":
         """See `Model.with_layers`."""
         return replace(self, num_layers=num_layers, windows=self.windows[:num_layers])
@@ -121,6 +132,7 @@ def head_shape(target: Decoder, num_heads: int, num_kv_heads: int, head_dim: int
         rms_norm_eps=target.rms_norm_eps,
         rope=Rope(head_dim=head_dim, theta=target.rope.theta),
         max_position=target.max_position,
+        num_devices=target.num_devices,
     )
 
 
@@ -133,6 +145,7 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
     )
     inputs, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [q, kv, kv]
     parts = dict(zip("qkv", sizes, strict=True))
+    sections = ("heads", q), ("kv_heads", kv), ("kv_heads", kv)
     if model.is_merged:
         inputs, sizes = [f"{prefix}.qkv_proj"], [q + 2 * kv]
     return Attention(
@@ -141,11 +154,11 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
             num_in,
             sizes,
             parts=parts,
-            axes=(None, "heads"),
+            columns=sections,
         ),
-        out=dense([f"{prefix}.o_proj.weight"], q, [model.hidden_size], axes=("heads", None)),
+        out=dense([f"{prefix}.o_proj.weight"], q, [model.hidden_size], rows="heads"),
         qkv_bias=stored(
-            [f"{name}.bias" for name in inputs], *((n,) for n in sizes), axes=("heads",)
+            [f"{name}.bias" for name in inputs], *((n,) for n in sizes), rows=sections
         )
         if model.qkv_bias
         else None,
@@ -154,7 +167,7 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         else None,
         q_norm=model.norm_spec(f"{prefix}.q_norm", head) if model.qk_norm else None,
         k_norm=model.norm_spec(f"{prefix}.k_norm", head) if model.qk_norm else None,
-        sinks=stored([f"{prefix}.sinks"], (model.num_heads,), axes=("heads",))
+        sinks=stored([f"{prefix}.sinks"], (model.num_heads,), rows="heads")
         if model.has_sinks
         else None,
     )

@@ -1,16 +1,18 @@
 """The interface of models to the engine. Any hashable value with these methods is a model."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from specjax.checkpoint.division import Share
 from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.models.layers.rows import Rows
+from specjax.device.vocabulary import Vocabulary
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +54,26 @@ class Model(Protocol):
     @property
     def layer_kinds(self) -> tuple[int, ...]:
         """Each layer's index into `cache_kinds`."""
+        ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of the logits that `logits` returns."""
+        ...
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices over which the weights are divided."""
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """The division of each axis that `TensorSpec.cuts` name."""
+        ...
+
+    @property
+    def local(self) -> Self:
+        """The model that each device runs, with a part of the heads. On one device, the model."""
         ...
 
     def with_layers(self, num_layers: int) -> "Model":
@@ -108,7 +130,10 @@ class Model(Protocol):
         ...
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] for hidden states [N, D]."""
+        """Return the next-token logits f32[N, V] for hidden states [N, D].
+
+        If `vocabulary` is split, each device returns the columns of its tokens.
+        """
         ...
 
 

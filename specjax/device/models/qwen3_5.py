@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pallas_kernels.gated_delta_rule import Heads
+from specjax.checkpoint.division import Share, grouped
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import TensorSpec, depthwise, stored
+from specjax.checkpoint.spec import TensorSpec, cut_rows, depthwise, stored
 from specjax.device.cache.kind import CacheKind
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.recurrent import DeltaRule
@@ -83,6 +84,29 @@ class Qwen35(Decoder):
         """Each layer's index into `cache_kinds`, which depends on `layer_types`."""
         return tuple(map(KINDS.index, self.layer_types))
 
+    @property
+    def shares(self) -> dict[str, Share]:
+        """See `Model.shares`."""
+        heads, keys = grouped(self.num_heads, self.num_kv_heads, self.num_devices)
+        shares = {**super().shares, "heads": heads, "kv_heads": keys}
+        delta = self.delta_heads
+        values, keys = grouped(
+            delta.num_values,
+            delta.num_keys,
+            self.num_devices,
+            may_copy=not self.is_interleaved,  # the file has a key head beside its value heads
+        )
+        return {**shares, "value_heads": values, "key_heads": keys}
+
+    def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
+        """See `Decoder.local_heads`."""
+        keys, values = shares["key_heads"].size, shares["value_heads"].size
+        return {
+            "num_heads": shares["heads"].size,
+            "num_kv_heads": shares["kv_heads"].size,
+            "delta_heads": self.delta_heads._replace(num_keys=keys, num_values=values),
+        }
+
     def with_layers(self, num_layers: int) -> "Qwen35":
         """See `Model.with_layers`."""
         return replace(self, layer_types=self.layer_types[:num_layers])
@@ -116,9 +140,9 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
             [2 * q, kv, kv],
             parts={"q": q, "gate": q, "k": kv, "v": kv},
             interleaved={inputs[0]: (head, head)},
-            axes=(None, "heads"),
+            columns=(("heads", 2 * q), ("kv_heads", kv), ("kv_heads", kv)),
         ),
-        out=dense([f"{prefix}.o_proj.weight"], q, [dim], axes=("heads", None)),
+        out=dense([f"{prefix}.o_proj.weight"], q, [dim], rows="heads"),
         q_norm=stored([f"{prefix}.q_norm.weight"], (head,), fill=0.0),
         k_norm=stored([f"{prefix}.k_norm.weight"], (head,), fill=0.0),
     )
@@ -127,6 +151,8 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
 def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
     heads, dim = model.delta_heads, model.hidden_size
     inner, num_values = heads.num_values * heads.value_dim, heads.num_values
+    keys = heads.num_keys * heads.key_dim
+    channels = ("key_heads", keys), ("key_heads", keys), ("value_heads", inner)
     if model.is_interleaved:
         group = num_values // heads.num_keys  # value heads per key head
         qkvz, ba = f"{prefix}.in_proj_qkvz.weight", f"{prefix}.in_proj_ba.weight"
@@ -136,24 +162,27 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
             dim,
             [heads.channels + inner, 2 * num_values],
             interleaved={qkvz: (heads.key_dim, heads.key_dim, wide, wide), ba: (group, group)},
-            axes=(None, "heads"),
+            columns="key_heads",
         )
     else:
         names = [f"{prefix}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
         in_proj = dense(
-            names, dim, [heads.channels, inner, num_values, num_values], axes=(None, "heads")
+            names,
+            dim,
+            [heads.channels, inner, num_values, num_values],
+            columns=(*channels, *(("value_heads", n) for n in (inner, num_values, num_values))),
         )
 
     def exact(name: str) -> Any:
-        return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32", axes=("heads",))
+        return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32", cuts=cut_rows([(num_values,)], "value_heads"))
 
     return GatedDeltaNet(
         in_proj=in_proj,
-        conv=depthwise(f"{prefix}.conv1d.weight", heads.channels, model.conv_width, "heads"),
+        conv=depthwise(f"{prefix}.conv1d.weight", heads.channels, model.conv_width, channels),
         log_decay=exact("A_log"),
         decay_bias=exact("dt_bias"),
         norm=stored([f"{prefix}.norm.weight"], (heads.value_dim,)),
-        out=dense([f"{prefix}.out_proj.weight"], inner, [dim], axes=("heads", None)),
+        out=dense([f"{prefix}.out_proj.weight"], inner, [dim], rows="value_heads"),
     )
 
 

@@ -1,10 +1,10 @@
 """The registry of models by the `model_type` of their config."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from specjax.device.models.tensor_names import (
     other_part,
 )
 from specjax.device.models.text_config import WRAPPERS, read_text
+from specjax.device.parallel import Divisible, specs_of
 from specjax.device.placement import Placement
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
@@ -104,7 +105,9 @@ def load_model(
     folder: Path, dtype: np.dtype, placement: Placement | None = None, log: Log = no_log
 ) -> tuple[Model, Any]:
     """Load a checkpoint folder's model and its parameters in `dtype`; see `load_weights`."""
-    model = describe_checkpoint(folder, read_config(folder), log)
+    model: Any = describe_checkpoint(folder, read_config(folder), log)
+    if placement is not None:
+        model = replace(model, num_devices=placement.num_devices)
     return model, load_weights(folder, model, dtype, placement, log)
 
 
@@ -163,13 +166,13 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
     origin, folder = resolve(source), Path(folder)
     hf = read_config(origin)
     config = plain_config(hf, is_tied=is_tied(model))
-    if describe_checkpoint(origin, hf) != model:
+    if describe_checkpoint(origin, hf) != replace(model, num_devices=1):  # pyright: ignore
         raise CheckpointError(
             f"{origin} is not the checkpoint of the model to save; name the model's own checkpoint"
         )
     params = as_arrays(params, "params")
     dtype = np.dtype(params.embedding.values.dtype)
-    save_checkpoint(folder, model.specs(), params, config | {"dtype": dtype.name}, dtype=dtype)
+    save_checkpoint(folder, specs_of(model), params, config | {"dtype": dtype.name}, dtype=dtype)
     copy_tokenizer(origin, folder)
 
 
@@ -197,22 +200,20 @@ def is_tied(model: Any) -> bool:
     return getattr(model, "tie_word_embeddings", False)
 
 
-class HasSpecs(Protocol):
-    """A model, or a part of a model."""
-
-    def specs(self, names: Collection[str] = ()) -> Any:
-        """See `Model.specs`."""
-        ...
-
-
-def named_specs(model: HasSpecs, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+def named_specs(
+    model: Divisible,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[Any, Mapping[str, tuple[int, ...]]], Any] = specs_of,
+) -> Any:
     """Return a model's specs with the tensor names of a checkpoint or a trainer.
 
     Args:
+        model: a model, or a part of a model.
         shapes: the shapes of all tensors, by name. They determine the layout of experts.
+        read: a function that returns the specs of `model` for such shapes.
     """
     names = TensorNames.of(shapes)
-    specs = model.specs({names.canonical(name): shape for name, shape in shapes.items()})
+    specs = read(model, {names.canonical(name): shape for name, shape in shapes.items()})
     # A tied embedding may be stored only as the output head.
     lacks = (
         is_tied(model) and names.stored(EMBEDDING) not in shapes and names.stored(HEAD) in shapes

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -16,6 +17,7 @@ class ExpertMatrices(Weight):
     """A matrix [in, out] for each of E experts."""
 
     values: jax.Array  # [E, in, out]
+    axis: str | None = None  # see `Weight`
 
     def multiply(
         self,
@@ -34,20 +36,20 @@ class ExpertMatrices(Weight):
 
 
 def expert_matrices(
-    names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
+    names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int], **axis: str
 ) -> ExpertMatrices:
     """Return the specs for a checkpoint that stores the projections of each expert separately.
 
-    The projections of an expert are merged to one matrix.
+    The projections of an expert are merged to one matrix. `axis` is explained in `experts`.
     """
-    return ExpertMatrices(experts(names, num_in, num_outs))
+    return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 
 
 def fused_expert_matrices(
-    name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
+    name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False, **axis: Any
 ) -> ExpertMatrices:
     """Return the specs for a checkpoint that stores all experts in one tensor.
 
     `fused_experts` explains the arguments.
     """
-    return ExpertMatrices(fused_experts(name, num_experts, num_in, num_out, is_swapped))
+    return ExpertMatrices(fused_experts(name, num_experts, num_in, num_out, is_swapped, **axis))

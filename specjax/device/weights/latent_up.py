@@ -49,4 +49,4 @@ class LatentUp(Weight):
 def latent_up(name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> Any:
     """Return the specs of a tensor [H (D_n + D_v), R] that holds all heads."""
     shape = num_heads * (key_dim + value_dim), rank
-    return LatentUp(stored([name], shape, axes=("heads", None)), num_heads, key_dim)
+    return LatentUp(stored([name], shape, rows="heads"), num_heads, key_dim)

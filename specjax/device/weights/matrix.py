@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.spec import projection
+from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
@@ -24,6 +24,7 @@ class Matrix(Weight):
 
     values: jax.Array
     parts: Parts = ()  # name and number of columns of each part
+    axis: str | None = None  # see `Weight`
 
     @property
     def num_out(self) -> int:
@@ -32,6 +33,10 @@ class Matrix(Weight):
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """Return the product [..., out] of rows x [..., in], accumulated in `dtype` if given."""
+        return self.total(self.multiply_part(x, dtype))
+
+    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """Return this device's part of the product (see `Weight.total`)."""
         raise NotImplementedError
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
@@ -62,7 +67,7 @@ class Dense(Matrix):
         """See `Matrix`."""
         return self.values.shape[1]
 
-    def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """See `Matrix`."""
         return jnp.matmul(x, self.values, preferred_element_type=dtype)
 
@@ -115,7 +120,7 @@ class Blocks(Matrix):
         """See `Matrix`."""
         return self.values.shape[0] * self.values.shape[2]
 
-    def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """See `Matrix`."""
         y = self._multiply(x.reshape(-1, x.shape[-1]), self.values, dtype)
         return y.reshape(*x.shape[:-1], self.num_out)
@@ -149,18 +154,18 @@ def dense(
     *,
     parts: Mapping[str, int] | Iterable[str] = (),
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
-    axes: tuple[str | None, str | None] = (None, None),
+    rows: str | None = None,
+    columns: str | Sections | None = None,
 ) -> Any:
     """Return the specs of projections [out, in] that share an input, merged to one matrix.
 
     Args:
         parts: the names of the matrix's parts, or a mapping from name to number of columns. Use a
             mapping if the parts are not the tensors.
-        interleaved: see `projection`.
-        axes: see `TensorSpec.axes`.
+        interleaved: see `projection`, also for `rows` and `columns`.
     """
     sizes = parts if isinstance(parts, Mapping) else dict(zip(parts, num_outs, strict=False))
     return Dense(
-        projection(names, num_in, num_outs, interleaved, axes),  # pyright: ignore
+        projection(names, num_in, num_outs, interleaved, rows=rows, columns=columns),
         tuple(sizes.items()),
     )

@@ -20,10 +20,15 @@ class Table(Weight):
     """
 
     values: jax.Array  # [V, D]
+    axis: str | None = None  # the mesh axis whose devices hold consecutive tokens
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """Return the rows [N, D] of tokens i32[N]."""
-        return self.values[ids]
+        if self.axis is None:
+            return self.values[ids]
+        places = ids - jax.lax.axis_index(self.axis) * len(self.values)
+        is_here = (places >= 0) & (places < len(self.values))
+        return self.total(jnp.where(is_here[:, None], self.values[places], 0))
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """Return the product [N, V] of rows x [N, D] with the output head.
@@ -35,4 +40,4 @@ class Table(Weight):
 
 def table(names: Sequence[str], size: int, dim: int) -> Any:
     """Return the spec of a table with `size` rows of `dim` numbers, from the tensors `names`."""
-    return Table(stored(names, (size, dim), axes=("vocab", None)))
+    return Table(stored(names, (size, dim), rows="vocab"))

@@ -17,10 +17,16 @@ class Weight:
     """One matrix or several, by which rows are multiplied.
 
     A weight is a pytree of one array, `values`. In a model's `specs()`, a `TensorSpec` takes the
-    place of the array.
+    place of the array. If a model is divided over devices, `values` is one device's part.
     """
 
     values: Any
+    # The mesh axis over which products are added up, if the devices hold parts of the inputs.
+    axis: str | None = None
+
+    def total(self, part: jax.Array) -> jax.Array:
+        """Return the product [..., out] of which each device has computed the `part` [..., out]."""
+        return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
         """Return whether `on` would change the form of a weight with this dtype.

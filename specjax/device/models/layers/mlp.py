@@ -99,10 +99,14 @@ class MLP:
         """Return the layer's output [N, D] for x [N, D]. `rows` is not used."""
         return mlp(self, x, model.activation)
 
+    def feed_part(self, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
+        """Return this device's part of the output (see `Weight.total`)."""
+        return self.down.multiply_part(activation(self.gate_up.multiply(x)))
+
 
 def mlp(params: MLP, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
     """Compute down(activation(gate_up x)) for x [N, D]."""
-    return params.down.multiply(activation(params.gate_up.multiply(x)))
+    return params.down.total(params.feed_part(x, activation))
 
 
 def mlp_specs(
@@ -111,17 +115,19 @@ def mlp_specs(
     inner: int,
     activation: Activation = SWIGLU,
     is_merged: bool = False,
+    name: str = "mlp",
 ) -> MLP:
     """Return the weights as `TensorSpec`s with Hugging Face's names.
 
     `prefix` is the layer's name in checkpoints, `dim` is D and `inner` is F. `is_merged` says
-    whether the checkpoint stores gate and up in one tensor.
+    whether the checkpoint stores gate and up in one tensor. `name` is the name of the inner axis,
+    which may be divided over devices (see `TensorSpec.cuts`).
     """
     inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]
     sizes = [inner] * len(inputs)
     if is_merged:
         inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [sum(sizes)]
     return MLP(
-        gate_up=dense(inputs, dim, sizes, axes=(None, "mlp")),
-        down=dense([f"{prefix}.down_proj.weight"], inner, [dim], axes=("mlp", None)),
+        gate_up=dense(inputs, dim, sizes, columns=((name, inner),) * len(activation.inputs)),
+        down=dense([f"{prefix}.down_proj.weight"], inner, [dim], rows=name),
     )

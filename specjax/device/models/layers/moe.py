@@ -87,12 +87,12 @@ def moe(
         outputs += params.down_bias[routes.experts.reshape(-1)]
     outputs = outputs.reshape(*routes.experts.shape, -1)
     mixed = jnp.einsum("nc,ncd->nd", routes.weights.astype(x.dtype), outputs)
-    if params.shared is None:
-        return mixed
-    shared = mlp(params.shared, x)
-    if params.shared_gate is None:
-        return mixed + shared
-    return mixed + jax.nn.sigmoid(params.shared_gate.multiply(x)) * shared
+    if params.shared is not None:
+        shared = params.shared.feed_part(x)
+        if params.shared_gate is not None:
+            shared = jax.nn.sigmoid(params.shared_gate.multiply(x)) * shared
+        mixed = mixed + shared
+    return params.down.total(mixed)
 
 
 def moe_specs(
@@ -126,17 +126,17 @@ def moe_specs(
             names.get(fused[0]) == (num_experts, dim, 2 * inner)
             and names.get(fused[1]) == (num_experts, inner, dim)
         )
-        gate_up = fused_expert_matrices(fused[0], num_experts, dim, 2 * inner, is_swapped)
-        down = fused_expert_matrices(fused[1], num_experts, inner, dim, is_swapped)
+        gate_up = fused_expert_matrices(fused[0], num_experts, dim, 2 * inner, is_swapped, columns=(("inner", inner),) * 2)
+        down = fused_expert_matrices(fused[1], num_experts, inner, dim, is_swapped, rows="inner")
     else:
         pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
-        gate_up = expert_matrices(pairs, dim, [inner, inner])
-        down = expert_matrices([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
+        gate_up = expert_matrices(pairs, dim, [inner, inner], columns="inner")
+        down = expert_matrices([(f"{one}.down_proj.weight",) for one in single], inner, [dim], rows="inner")
     return MoE(
         router=mixture.router.specs(prefix, dim, num_experts),
         gate_up=gate_up,
         down=down,
-        shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared) if shared else None,
+        shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared, name="shared") if shared else None,
         shared_gate=dense([f"{prefix}.{mixture.shared_name}_gate.weight"], dim, [1])
         if mixture.has_shared_gate
         else None,

@@ -1,0 +1,73 @@
+"""Specs of models and draft heads whose weights are divided over devices."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+import jax
+import numpy as np
+
+from specjax.checkpoint.division import DividedSpec, Share, divide
+from specjax.checkpoint.spec import TensorSpec
+from specjax.device.loading import lay_out
+from specjax.device.placement import AXIS, DIVIDED, Placement
+from specjax.device.weights.table import Table
+from specjax.device.weights.weight import Weight, is_weight
+
+
+class Divisible(Protocol):
+    """A model or draft head whose weights may be divided over devices."""
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices over which the weights are divided."""
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """The division of each axis that `TensorSpec.cuts` name."""
+        ...
+
+    @property
+    def local(self) -> Self:
+        """The model or head that each device runs. On one device, this is the whole."""
+        ...
+
+    def specs(self, names: Collection[str] = ()) -> Any:
+        """Return the weights of the whole, or of `local`, as a tree of `TensorSpec`."""
+        ...
+
+
+def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
+    """Return the weights of a model or head as a tree of `TensorSpec`.
+
+    The specs of weights that are divided over devices are `DividedSpec`s. `names` are the
+    checkpoint's tensor names; see `Model.specs`.
+    """
+    whole = one.specs(names)
+    if one.num_devices == 1:
+        return whole
+    tree = divide(whole, one.local.specs(names), one.shares, one.num_devices)
+    return jax.tree.map(lambda x: _summed(x) if is_weight(x) else x, tree, is_leaf=is_weight)
+
+
+def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
+    """Return parameters of the whole model, divided over the devices of `placement`."""
+    whole, (specs, tree) = jax.tree.leaves(one.specs()), jax.tree.flatten(specs_of(one))
+
+    def divided(x: Any, spec: TensorSpec, own: TensorSpec) -> jax.Array:
+        if not isinstance(own, DividedSpec):
+            return placement.put(x)
+        parts = [*spec.split(np.asarray(x)).values()]
+        return lay_out(parts, own, x.dtype, placement.sharding(DIVIDED))
+
+    leaves = zip(jax.tree.leaves(params), whole, specs, strict=True)
+    return jax.tree.unflatten(tree, [divided(*each) for each in leaves])
+
+
+def _summed(weight: Weight) -> Weight:
+    """Return a weight that adds up its products over devices, if they are partial sums."""
+    spec: Any = weight.values
+    if not isinstance(spec, DividedSpec) or not (spec.divides_input or isinstance(weight, Table)):
+        return weight
+    return replace(weight, axis=AXIS)  # pyright: ignore[reportArgumentType]
