@@ -30,7 +30,8 @@ class GroupedMatmulTuning:
     num_stages: int
 
 
-# Keys are the maximum of twice the average rows per group. Few rows are bound by reading weights.
+# A key is the upper limit of twice the average number of rows per group; None is for all other
+# sizes. With few rows, reading the weights takes the most time.
 BFLOAT16 = {
     16: GroupedMatmulTuning(16, 64, 128, 4, 4),
     64: GroupedMatmulTuning(64, 128, 64, 4, 4),

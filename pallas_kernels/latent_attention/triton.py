@@ -43,8 +43,8 @@ class LatentTuning:
 
 
 # Bytes per element of q -> block_rows: (block_tokens, num_warps, num_stages), for a rank of 512.
-# The registers and the shared memory do not hold the f32 accumulator [block_rows, rank] and the
-# queries of 128 rows.
+# Blocks of 128 rows are impossible: the f32 accumulator [block_rows, rank] and the queries would
+# not fit in the registers and the shared memory.
 TILES = {
     2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
     4: {16: (16, 8, 2), 32: (16, 8, 2)},

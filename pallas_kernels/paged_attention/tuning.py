@@ -17,7 +17,7 @@ class AttentionTuning:
     block_tokens: int  # keys and values per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
-    num_stages: int  # Triton's; page ids and tokens take two each, so 5 stages are 2 blocks
+    num_stages: int  # of Triton's pipeline; a block's loads take about two, so 5 hold 2 blocks
 
 
 # Bytes per element of q -> D -> block_rows: (block_tokens, num_warps, num_stages).

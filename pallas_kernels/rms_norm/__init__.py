@@ -31,7 +31,7 @@ def add_rms_norm(
     Args:
         x: [N, D], the residual.
         delta: [N, D], added to the residual.
-        weight: [D], w.
+        weight: [D], the weight w.
         eps: added to the mean square.
         is_centred: whether the weight is stored minus one.
         kernels: implementation to use, see `dispatch`.

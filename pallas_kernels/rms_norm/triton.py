@@ -55,7 +55,8 @@ def _kernel(x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, eps, is
     def read(ref, *index):
         return load(ref.at[(*index, i)], mask=mask, other=0.0).astype(jnp.float32)
 
-    # Load the weight before the sum, which waits for the row: in a step it is in no cache any more.
+    # Load the weight before computing the sum, which waits for the row: other work of the step has
+    # evicted the weight from all caches.
     weight = read(weight_ref)
     rounded = (read(x_ref, row) + read(delta_ref, row)).astype(y_ref.dtype)
     store(y_ref.at[row, i], rounded, mask=mask)

@@ -1,9 +1,9 @@
-"""A Triton kernel for routes, with one program for all rows. A warp has whole rows if possible.
+"""A Triton kernel for routes. One program computes all rows; if possible, warps have whole rows.
 
-Scores are mapped to sortable integers, called keys. A choice takes the maximum key and replaces it
-by one of the lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an
-expert at most once, so an entry's place within its expert is the number of earlier rows that chose
-the same expert.
+Scores are mapped to sortable integers, called keys. To choose an expert, the kernel takes the
+maximum key of a row. It then replaces this key by one of the lowest keys, which encodes the rank of
+the choice. No sort is needed: a row chooses an expert at most once, so an entry's place within its
+expert is the number of earlier rows that chose the same expert.
 """
 
 from collections.abc import Callable
@@ -153,15 +153,15 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
 
 
 def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Return x [pieces, N, LANES] reduced over all experts, [N, 1]."""
+    """Reduce x [pieces, N, LANES] over all experts, and return the result [N, 1]."""
     return reduce(reduce(x, axis=0), axis=1, keepdims=True)
 
 
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each expert's number of rows [pieces, 1, LANES], and how many of them precede a row.
+    """Return the number of rows that chose each expert, and of those before each row.
 
-    The latter is [pieces, N, LANES]. Rows are counted as bits of words, which takes one sum over
-    rows. A cumulative sum would exchange the rows of all warps.
+    The arrays are [pieces, 1, LANES] and [pieces, N, LANES]. Rows are counted as bits of words,
+    which takes one sum over rows. A cumulative sum would exchange the rows of all warps.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
@@ -173,7 +173,7 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """Return keys i32 in the order of x f32.
+    """Map floats x f32 to keys i32 that have the same order.
 
     The keys exceed the reserved keys, even if their low 16 bits are replaced.
     """

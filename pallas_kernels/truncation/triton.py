@@ -35,15 +35,15 @@ MAX_ELEMENTS = 2**31  # offsets into an array are i32
 class TruncationTuning:
     """Sizes (powers of two) and numbers of warps."""
 
-    tile: int = 8192  # logits of a program that reads them: 19 tiles of a row of 152k
-    columns: int = 512  # per tile, whose maxima are kept; a thread loads four logits at a time
+    tile: int = 8192  # logits per tile; each tile has a program, so a row of 152k has 19 programs
+    columns: int = 512  # columns per tile, for maxima; a thread loads four logits at a time
     summarise_warps: int = 4
     mask_columns: int = 1024  # per tile in `mask`, with fewer rows because it needs more registers
     mask_warps: int = 8
     tile_room: int = 2048  # candidates per tile: in some models, frequent tokens share a few tiles
     few: int = 2048  # candidates that `select` holds in registers, so that two programs fit
     many: int = 16384  # candidates that `rest` holds in registers
-    bound_warps: int = 8  # hold a row's maxima in registers, which two rows share
+    bound_warps: int = 8  # per row; they hold the row's maxima, and two rows share the registers
     row_warps: int = 16
 
 
@@ -148,7 +148,7 @@ def _mask_kernel(
     columns: int,
     tile_room: int,
 ):
-    # From the last row on: the cache still holds those that `summarise` read last.
+    # Start with the last row: the cache still holds the rows that `summarise` read last.
     row, number = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     asked = Asked.read(refs[:4], row, vocab_size)
     out_ref, candidates_ref, tokens_ref, count_ref = refs[4:]

@@ -42,10 +42,10 @@ class Draft(NamedTuple):
     def stacked(
         cls, tokens: Sequence[jax.Array], probs: Sequence[jax.Array], batch: int
     ) -> "Draft":
-        """Return the draft with an array of tokens i32[B] per position.
+        """Return the draft whose `tokens` are given as an array i32[B] for each of K positions.
 
         `probs` has the distributions f32[B, V] from which the tokens of each position were sampled.
-        It is empty if the draft has no distributions.
+        It is empty if the draft has no distributions. `batch` is B.
         """
         return cls(
             jnp.stack(tokens, axis=1) if tokens else jnp.zeros((batch, 0), jnp.int32),
@@ -337,8 +337,9 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    A draw is not keyed by its position alone. With `Block`, later draws and drafts affect how many
-    drafts are accepted. So a draw would not be independent when the next step reuses its position.
+    The draws are keyed by the step's start, not only by position. With `Block`, later draws and
+    drafts affect how many drafts are accepted. So if the next step used the same draw for the same
+    position, this draw would depend on the outcome of the previous step.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -1,4 +1,4 @@
-"""The output norm, a separate kernel because several programs compute the outputs of a head."""
+"""The kernel of the output norm. It is separate because several programs compute each output."""
 
 from functools import partial
 

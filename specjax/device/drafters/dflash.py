@@ -42,7 +42,7 @@ from specjax.device.weights.table import Table, table
 
 # Tensors of a head that are not loaded as weights.
 UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
-# The tensor with a separate embedding of the mask token, which replaces its row in the embedding.
+# The tensor that holds the mask token's embedding, used instead of a row of the embedding table.
 MASK_EMBEDDING = "mask_embedding"
 # transformers' names of the tensors that other layouts call fc and hidden_norm.
 ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
@@ -185,7 +185,7 @@ class DFlashHead:
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
         """Return the float weights as `TensorSpec`s.
 
-        They have transformers' names if these are among `names`, else the authors' names.
+        The names are those in transformers' layout if `names` has them, else those in the authors'.
         """
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names

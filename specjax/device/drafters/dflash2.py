@@ -4,6 +4,7 @@ layers    before and after attention, and before and after the MLP, each group o
           with the previous rows of the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
 drafts    are chosen from a row's most likely tokens. The score of token j adds a term for the
           previous token to the logit l_j:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
+          where h is the row's hidden state
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): drafting with an additional layer that the target comes with.
+"""Multi-token prediction (MTP): drafting with an additional layer in the target's checkpoint.
 
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
@@ -45,9 +45,9 @@ class MTPParams:
 
 
 class ModuleNames(NamedTuple):
-    """Names of a module's tensors in a family of targets, to be appended to the prefix."""
+    """Names of an MTP module's tensors in one family of targets, without the module's prefix."""
 
-    prefix: Callable[[Any, int], str]  # gives the prefix for a target and a module's number
+    prefix: Callable[[Any, int], str]  # returns the prefix, given a target and a module's number
     embedding_norm: str
     hidden_norm: str
     fc: str
@@ -141,7 +141,7 @@ class MTPHead:
         )
 
     def is_unused(self, name: str) -> bool:
-        """Return True for the target's tensors and copies of them.
+        """Return whether the tensor `name` belongs to the target or is a copy of a target tensor.
 
         See `DrafterWeights.is_unused`.
         """

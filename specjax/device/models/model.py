@@ -1,4 +1,4 @@
-"""The interface of models to the engine. Any hashable value with these methods is a model."""
+"""The interface that the engine needs of a model, which is any hashable value with these methods."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -17,7 +17,8 @@ class Wrapper(NamedTuple):
 
     text: str  # type of the text model, if it is not in `text_config`
     is_tied: bool = False  # default of `tie_word_embeddings`
-    # Whether `tie_word_embeddings` in `text_config` ties the output head without the outer field.
+    # Whether `tie_word_embeddings` in `text_config` ties the output head even if the outer field
+    # is false.
     counts_inner: bool = False
     defaults: Mapping[str, Any] = {}  # values of fields that `text_config` lacks
 
@@ -99,8 +100,8 @@ _MROPE = "mrope_section", "mrope_interleaved"
 def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
-    The config has the type of the model's family, and the fields that all parts share. Defaults of
-    the model's type are set where they differ from the family's defaults.
+    Its `model_type` is that of the model's family. It includes the fields that all parts share.
+    Defaults of the model's own type are filled in where they differ from the family's defaults.
 
     Raises:
         CheckpointError: `text_config` is not an object.
