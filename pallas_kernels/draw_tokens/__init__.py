@@ -3,10 +3,9 @@
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
 where u is uniform in (0, 1). This samples from softmax(logits / T) (the Gumbel-max trick). At
-temperature 0 the token is the plain argmax.
-Ties go to the first token. A row without a possible token gives -1. The noise is counter-based:
-a token's noise does not depend on the row, the batch, or the number of other tokens drawn. One call
-of threefry makes the noise of two tokens.
+temperature 0 the token is the plain argmax. Ties go to the first token. A row without a possible
+token gives -1. The noise is counter-based: a token's noise does not depend on the row, the batch,
+or the number of other tokens drawn. One call of threefry makes the noise of two tokens.
 
 XLA puts the sampling in a branch of a conditional, and launches a kernel for every small array in
 the computation of the noise. The Triton version reads the logits once, and launches two kernels.

@@ -127,7 +127,7 @@ def as_gumbel(bits: jax.Array) -> jax.Array:
 
 
 def keys(seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...]) -> jax.Array:
-    """Return one JAX random key per row."""
+    """Return a JAX random key for each row, derived from its seed, the stream and its counters."""
 
     def row(seed, *counters):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), int(stream))

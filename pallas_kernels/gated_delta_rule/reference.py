@@ -316,8 +316,8 @@ def invert_unit_lower(lower: jax.Array) -> jax.Array:
     n must be a power of two. Pairs of inverted diagonal blocks are merged until one block is left.
     The corner of the inverse of [[P, 0], [C, Q]] is -Q^-1 C P^-1.
 
-    A batched triangular solve would touch fewer elements, but
-    on the CPU, XLA calls BLAS for every matrix in such a solve, and may hang there.
+    A batched triangular solve would touch fewer elements. But on the CPU, XLA calls BLAS for every
+    matrix in such a solve, and may hang there.
     """
     *batch, n, _ = lower.shape
     inverse = jnp.ones((*batch, n, 1, 1), lower.dtype)

@@ -41,7 +41,7 @@ FLOAT32 = {16: GroupedMatmulTuning(16, 64, 32, 4, 3), None: GroupedMatmulTuning(
 
 
 def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """Return the tiles for `num_rows` rows in `num_groups` groups."""
+    """Return the tile sizes for `num_rows` rows in `num_groups` groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
     # Twice the average, so that a popular expert's rows fit in one block.
     fits = [

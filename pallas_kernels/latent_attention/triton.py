@@ -54,7 +54,7 @@ TILES = {
 def choose_config(
     batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
 ) -> LatentTuning:
-    """Return the tiles for `num_rows` rows per request that attend to at most `context` tokens."""
+    """Return the tiling for `num_rows` rows per request that attend to up to `context` tokens."""
     tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]

@@ -29,7 +29,7 @@ LOW_BITS = 0xFFFF  # mask for a key's low bits
 
 
 def fits(num_rows: int, num_experts: int, num_chosen: int, rule: Rule) -> bool:
-    """Return whether the kernel supports this number of logits and choices, and the rule."""
+    """Return whether the kernel supports inputs of these sizes, and this rule."""
     num_logits = _padded(num_rows) * _num_pieces(num_experts) * LANES
     is_small = num_rows > 0 and num_experts <= MAX_EXPERTS and num_logits <= MAX_LOGITS
     return is_small and num_chosen <= MAX_CHOSEN and rule.num_chosen_groups == rule.num_groups
@@ -158,9 +158,9 @@ def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the number of rows that chose each expert, and of those before each row.
+    """Return two counts of rows that chose each expert: of all rows, and of the rows before a row.
 
-    The arrays are [pieces, 1, LANES] and [pieces, N, LANES]. Rows are counted as bits of words,
+    The counts are [pieces, 1, LANES] and [pieces, N, LANES]. Rows are counted as bits of words,
     which takes one sum over rows. A cumulative sum would exchange the rows of all warps.
     """
     sizes = before = jnp.int32(0)

@@ -5,7 +5,7 @@ rules before it keep:
 
     min_p keeps p >= min_p max(p)
     top_k keeps the k largest p; 0 keeps all
-    top_p keeps the largest p, only until they sum to top_p of the remaining mass; 1 keeps all
+    top_p keeps the largest p, until they sum to at least top_p of the remaining mass; 1 keeps all
 
 A logit that ties with the smallest kept logit is kept, too. So the result does not depend on the
 order of equal logits, and one threshold per row determines the result.

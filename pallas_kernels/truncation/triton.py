@@ -4,8 +4,8 @@
    few logits each, and the sum of the tile's probabilities.
 2. `bound` finds a lower bound of each row's threshold. For top_k, the bound is the k-th largest of
    the maxima: at least k logits are not below it, and not many more. For top_p, the bound is where
-   the maxima alone reach the required mass. In a flat row, it is a logit so low that all logits
-   below it together have less than the mass to exclude.
+   the maxima alone reach the required mass. In a flat row, the bound is so low that all logits
+   below it together have less mass than top_p excludes.
 3. `mask` reads the tiles again, and writes the result as if the bound were the threshold. It
    gathers the candidates, which are the logits that are not below the bound.
 4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.

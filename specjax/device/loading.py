@@ -55,11 +55,12 @@ def load_params(
     Args:
         placement: Where arrays are placed; None for `default_device`.
         rename: A function that maps a tensor's name in the specs to its name in the files.
-        ignore: A function of a tensor's name in the files: whether the tensor may be unused.
+        ignore: A function that takes a tensor's name in the files, and returns whether the tensor
+            may be unused.
 
     Raises:
-        CheckpointError: Tensors are missing, wrong or unused, or have NaN or infinity. The message
-            lists the tensors. Only values are checked after reading.
+        CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
+            read. Or tensors have NaN or infinity. The message lists the tensors.
     """
     leaves, tree = jax.tree.flatten(specs)
     _check(files, leaves, rename, ignore)

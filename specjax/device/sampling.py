@@ -26,7 +26,7 @@ def process(
     """Return edited logits f32[B, T, V], truncated for requests with a temperature above 0.
 
     Row t of a request follows its committed tokens and its first t drafts (see `edits`). The result
-    is not divided by the temperature, so if nothing is edited, it equals the given logits.
+    is not divided by the temperature, so without edits and truncation it equals the given logits.
     """
     edited = edit(logits, requests, history, processors, masks, vocabulary)
     sampling = requests.sampling.repeat(logits.shape[1])
@@ -50,7 +50,7 @@ def through_edits(
 ) -> Any:
     """Return `use(edit(logits))` if `has_edits` bool[] is true, else `use(logits)`.
 
-    The conditional encloses `use`, so that it need not return an array as large as the logits.
+    `use` runs inside the conditional, which then need not return an array as large as the logits.
     If `edit` is None, the result is `use(logits)`, and `has_edits` is not used.
     """
     if edit is None:

@@ -38,7 +38,7 @@ class Pass:
     shape: str
     num_bytes: int
     branches: tuple[tuple[str, int], ...]  # enclosing conditionals and branches, outermost first
-    times: int
+    times: int  # number of runs, see `Kernel`
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Launch:
     scope: str
     num_read: int  # bytes per run
     num_written: int  # bytes per run
-    branches: tuple[tuple[str, int], ...]
-    times: int
-    layer: int | None  # see `launches`
+    branches: tuple[tuple[str, int], ...]  # as in `Pass`
+    times: int  # as in `Pass`
+    layer: int | None  # the layer it belongs to; see the argument `layer_of` of `launches`
     pallas: str | None = None  # the Pallas kernel's name
     shape: str = ""  # shapes of its outputs
     parameters: tuple[str, ...] = ()  # JAX's names of the module parameters it reads
@@ -120,7 +120,7 @@ def launches(
     layer_of: Callable[[str], int | None] = lambda _: None,
     is_inside: Callable[[str], bool] = lambda _: True,
 ) -> list[Launch]:
-    """Return every kernel with its traffic, in launch order.
+    """Return every kernel of a module with its traffic, in launch order.
 
     Args:
         load_of: a function that takes a scope, and returns the context that the scope's Pallas
@@ -175,7 +175,7 @@ def launches(
 
 
 def large_copies(found: list[Launch]) -> list[Launch]:
-    """Return the kernels, except GEMMs and Pallas, that write more than `LARGE_COPY` bytes."""
+    """Return the kernels that write over `LARGE_COPY` bytes, except GEMMs and Pallas kernels."""
     return [
         one
         for one in found

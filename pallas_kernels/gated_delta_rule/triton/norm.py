@@ -1,4 +1,4 @@
-"""The kernel of the output norm. It is separate because several programs compute each output."""
+"""The output norm. It has a separate kernel, because several programs compute a head's outputs."""
 
 from functools import partial
 

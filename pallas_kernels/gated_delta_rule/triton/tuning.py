@@ -10,8 +10,8 @@ class DeltaRuleTuning:
     # Lanes span the keys of one piece only. Sums over keys first add the pieces, within each
     # thread, so that threads exchange less.
     piece: int = 32
-    # Rows of a state per program: 32 registers of state per thread. Many programs then share a
-    # multiprocessor, and some load while others compute.
+    # Rows of a state per program. With 32 rows, a thread holds 32 registers of the state. Then many
+    # programs share a multiprocessor, and some programs load while other programs compute.
     values: int = 32
     num_warps: int = 4
     fold_tokens: int = 2  # pending tokens loaded at a time

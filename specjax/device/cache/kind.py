@@ -78,7 +78,7 @@ class CacheKind(Protocol):
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
-        """Allocate snapshots of the states outside pages; return None if there are no states."""
+        """Allocate snapshots of recurrent states; return None if the kind has no such states."""
         ...
 
     def take(
@@ -140,7 +140,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0: queries, keys and values are about as wide as the model."""
+        """0, because queries, keys and values are about as wide as the model."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:

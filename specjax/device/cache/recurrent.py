@@ -76,7 +76,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0: inputs are about as wide as the model."""
+        """0, because the inputs are about as wide as the model."""
         return 0
 
     @property

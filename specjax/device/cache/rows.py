@@ -114,7 +114,7 @@ class JoinedRows:
 
     @property
     def attends(self) -> bool:
-        """Whether any part attends."""
+        """Whether the output of attention is used in any part."""
         return any(rows.attends for rows in self.parts)
 
     @property

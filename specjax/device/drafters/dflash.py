@@ -185,7 +185,8 @@ class DFlashHead:
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
         """Return the float weights as `TensorSpec`s.
 
-        The names are those in transformers' layout if `names` has them, else those in the authors'.
+        They name tensors as in transformers' layout if `names` has such names, else as in the
+        authors' layout.
         """
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
@@ -330,8 +331,8 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
         """Return kv after writing keys and values of the context at `rows`.
 
-        They are computed from the target's hidden states `states` [N, A D_target].
-        Only keys and values are used: JAX or XLA removes the rest of each layer as dead code.
+        They are computed from the target's hidden states `states` [N, A D_target]. Only keys and
+        values are used: JAX or XLA removes the rest of each layer as dead code.
         """
         shape = self.head.shape
         fused = params.context_fc.multiply(states)

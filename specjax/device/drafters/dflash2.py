@@ -55,7 +55,7 @@ class Selector:
 
 
 class Candidates(NamedTuple):
-    """The C candidates of each draft."""
+    """The C candidates for each draft, which are the most likely tokens."""
 
     logits: jax.Array  # f32[B, K, C]
     ids: jax.Array  # i32[B, K, C]
@@ -140,7 +140,7 @@ class DFlash2(Refinement):
         return out
 
     def of_block(self, params: Selector, hidden: jax.Array, logits: jax.Array) -> Candidates:
-        """Return the most likely tokens of all rows at once; see `Refinement.of_block`."""
+        """Return the candidates for the drafts of all rows at once; see `Refinement.of_block`."""
         best, ids = jax.lax.top_k(logits, self.num_candidates)
         best = best * self.multiplier
         if self.soft_cap is not None:

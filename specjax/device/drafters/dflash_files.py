@@ -1,4 +1,4 @@
-"""Reads DFlash heads in three layouts: the authors', that of speculators, that of transformers."""
+"""Reads the files of DFlash heads, in the layout of the authors, speculators or transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -70,7 +70,7 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return rows at `counts[b]` positions from `starts[b]` on for each request b, and padding.
+        """Return `counts[b]` rows of each request b, at positions from `starts[b]` on, and padding.
 
         `most` is the largest count. Inactive requests have only padding rows. `pending` i32[B] and
         `writes` are explained in `CachedRows`. Only recurrent states need `pending`.

@@ -5,7 +5,7 @@
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         over a reduced vocabulary
 
-Three or more residual streams are read. The head may apply a norm to each of them before fc
+The hidden states are residual streams, sometimes more than three. The head may apply a norm to each
 (EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. For the next
 draft, g is y, or norm(y) if `recycle_normed` is true. A head with the full vocabulary may use the
 target's output head.

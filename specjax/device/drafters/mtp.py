@@ -106,7 +106,7 @@ class MTPHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from module tensors that are copies to the target's tensors that they copy."""
+        """A map from the names of copied tensors in the module to their names in the target."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

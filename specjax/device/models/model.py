@@ -1,4 +1,4 @@
-"""The interface that the engine needs of a model, which is any hashable value with these methods."""
+"""The interface of models. Engines can run any hashable value that has the methods of `Model`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -100,7 +100,7 @@ _MROPE = "mrope_section", "mrope_interleaved"
 def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
-    Its `model_type` is that of the model's family. It includes the fields that all parts share.
+    Its `model_type` names the model's family. It includes the fields that all parts share.
     Defaults of the model's own type are filled in where they differ from the family's defaults.
 
     Raises:
@@ -142,7 +142,7 @@ def _nested(hf: HFConfig, wrapper: Wrapper, nested: Any) -> dict[str, Any]:
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a rotary embedding that concern text, not positions in images."""
+    """Return a rotary embedding's fields, without the fields for positions in images."""
     plain = {name: value for name, value in fields.items() if name not in _MROPE}
     for name in "rope_type", "type":
         if plain.get(name) == "mrope":

@@ -38,7 +38,7 @@ def expert_matrices(
 ) -> ExpertMatrices:
     """Return the specs for a checkpoint that stores the projections of each expert separately.
 
-    The projections of an expert are merged to one matrix.
+    The projections of an expert are merged into one matrix.
     """
     return ExpertMatrices(experts(names, num_in, num_outs))
 

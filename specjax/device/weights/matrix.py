@@ -20,7 +20,10 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Matrix(Weight):
-    """A matrix [in, out]. Projections that share an input are named parts of the columns."""
+    """A matrix [in, out], which may merge several projections of one input.
+
+    Each projection is a named part of the columns.
+    """
 
     values: jax.Array
     parts: Parts = ()  # name and number of columns of each part
@@ -151,11 +154,14 @@ def dense(
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
     axes: tuple[str | None, str | None] = (None, None),
 ) -> Any:
-    """Return the specs of projections [out, in] that share an input, merged to one matrix.
+    """Return the specs of projections [out, in] that share an input, merged into one matrix.
 
     Args:
+        names: the names of the tensors, which hold one projection each.
+        num_in: the width of the input.
+        num_outs: the width of each tensor's output.
         parts: the names of the matrix's parts, or a mapping from name to number of columns. Use a
-            mapping if the parts are not the tensors.
+            mapping if a part is not exactly one tensor.
         interleaved: see `projection`.
         axes: see `TensorSpec.axes`.
     """

@@ -16,7 +16,7 @@ class GPU:
     """A GPU, given by its description."""
 
     name: str  # like "h200"
-    target_config: str
+    target_config: str  # the text of the GPU's .txtpb file
 
     @classmethod
     def named(cls, name: str) -> "GPU":
