@@ -225,7 +225,10 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row: the sum of its splits' results [splits, rank], weighted by their maxima."""
+    """Write one row of the output, the weighted sum of its splits' results [splits, rank].
+
+    A split's weight follows from the maximum of its scores.
+    """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]
     split = jnp.arange(width, dtype=jnp.int32)

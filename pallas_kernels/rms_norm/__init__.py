@@ -3,8 +3,8 @@
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
 with 1 + w instead of w if the checkpoint stores weights minus one. XLA compiles a norm without a
-sum to one kernel, so a norm alone needs no operation here. For sum and norm, XLA makes two kernels
-or recomputes the sum.
+sum to one kernel, so there is no Triton kernel for a norm alone. For a sum and its norm, XLA makes
+two kernels or recomputes the sum.
 """
 
 import jax

@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 
 MAX_DIM = 16384  # a row must fit in the registers of one program
-ELEMENTS_PER_WARP = 256  # 16-byte loads per thread, and little code: a step has few rows
+ELEMENTS_PER_WARP = 256  # 16 bytes per load, and short code, because a step has few rows
 
 
 def add_rms_norm_triton(

@@ -15,7 +15,8 @@ from specjax.device.requests import Requests
 from specjax.device.vocabulary import WHOLE, Vocabulary
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-# Pairs of a number and the logits processors of the requests whose `Edits.processor` is the number.
+# Pairs of a number and a tuple of logits processors, which run for the requests whose
+# `Edits.processor` is the number.
 Processors = tuple[tuple[int, tuple[Callable, ...]], ...]
 
 

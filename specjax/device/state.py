@@ -36,7 +36,7 @@ class EngineState:
 
     @property
     def pending(self) -> jax.Array:
-        """The number of tokens at the end of the caches that recurrent states lack, i32[S]."""
+        """The number of tokens that the caches have but recurrent states do not yet, i32[S]."""
         return self.progress[:, 1]
 
     @property

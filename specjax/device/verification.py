@@ -35,7 +35,8 @@ class Draft(NamedTuple):
     """Tokens proposed for the K positions after the last committed token."""
 
     tokens: Int32[jax.Array, "B K"]
-    probs: Float32[jax.Array, "B K V"] | None  # tokens' distributions; None if one-hot or unused
+    # The distributions from which the tokens were drawn; None if they are one-hot or not used.
+    probs: Float32[jax.Array, "B K V"] | None
     counts: Int32[jax.Array, "B"] | None = None  # number of tokens proposed; None if always K
 
     @classmethod

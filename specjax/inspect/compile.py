@@ -63,7 +63,7 @@ class Compiled:
     device_kind: str  # the name of the GPU that kernels see
     hlo: str  # text of the optimized module
     thunks: tuple[Thunk, ...]  # the thunks after command buffers were formed
-    memory: Mapping[str, int]  # bytes: argument, output, alias, temp
+    memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
     seconds: Mapping[str, float]  # durations: trace, compile
     resources: tuple[Resources, ...] | None  # per kernel; None if not requested
 

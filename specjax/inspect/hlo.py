@@ -2,13 +2,12 @@
 
 A pass is one kernel's read or write of at least `num_elements` elements of an array that has a
 dimension of size `columns`. For example, a GEMM that writes the logits is one pass, an argmax that
-reads the logits is another pass, and a copy of the logits is two passes. kernels.py explains how
-accesses are counted. In addition:
+reads the logits is another pass, and a copy of the logits is two passes. An access to a parameter
+of the module (a weight, the state) is not a pass. An access to a copy or a conversion of the
+parameter is a pass.
 
-- The traffic of a Pallas kernel in `pallas_bytes.TOUCHED` comes from that table, because the
-  kernel's operands are whole pools.
-- An access to a parameter of the module (a weight, the state) is not a pass. An access to a copy or
-  a conversion of the parameter is a pass.
+kernels.py explains how accesses are counted. But `launches` counts the bytes of Pallas kernels with
+`pallas_bytes.touched`, because some operands of these kernels are whole pools.
 """
 
 from collections.abc import Callable
@@ -48,9 +47,9 @@ class Launch:
     name: str
     kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
     source: str  # the JAX operation that the kernel was compiled from
-    # The named scopes in which that operation was traced. For a kernel in a loop or conditional,
-    # the scopes of the loop or conditional: XLA may share a body between two of these, and the
-    # names in the body are then right for only one of the two.
+    # The named scopes in which that operation was traced. A kernel inside a loop or conditional has
+    # the scopes of the loop or conditional instead, because XLA may share one body between two
+    # loops, and the names in the body are then right for only one of the loops.
     scope: str
     num_read: int  # bytes per run
     num_written: int  # bytes per run

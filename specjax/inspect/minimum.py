@@ -53,8 +53,8 @@ class Minimum:
     weights: int  # the target's weights, read once
     keys_and_values: int  # the target's keys and values, read once, and new rows, written once
     states: int  # the target's recurrent states, read once and written once
-    draft: int
-    observe: int
+    draft: int  # all bytes of drafting
+    observe: int  # all bytes of the drafter's observation
     activations: int  # the target's activations, not included in `verify`
 
     @property

@@ -20,8 +20,8 @@ class Rings(NamedTuple):
     decay: Any
     row: BatchRow
     head: Any  # value head
-    values: Any  # i32[rows], the numbers of the owned rows, indices in D_v
-    pieces: list[Any]  # each i32[piece], indices in D_k
+    values: Any  # i32[rows], the numbers of the owned rows, in 0..D_v - 1
+    pieces: list[Any]  # an array i32[piece] of column numbers for each piece, in 0..D_k - 1
 
     def u_at(self, place):
         """Return the ref of u [rows] for the token at position `place`."""

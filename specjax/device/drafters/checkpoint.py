@@ -18,7 +18,7 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement, default_device
 
-# Published names of tensors, and their names in early EAGLE-3 exports.
+# Maps the published names of tensors to their names in early EAGLE-3 exports.
 LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))

@@ -160,7 +160,7 @@ class Refinement:
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
         """Return the logits that training fits to the target's distributions.
 
-        Here these are only the refined logits.
+        This base class returns only the refined logits.
         """
         return (refined,)
 

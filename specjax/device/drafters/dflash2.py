@@ -70,8 +70,8 @@ class DFlash2(Refinement):
     group_size: int
     rank: int
     num_candidates: int
-    multiplier: float  # scales logits
-    soft_cap: float | None  # caps logits
+    multiplier: float  # multiplies the candidates' logits
+    soft_cap: float | None  # c in c tanh(logit / c), which bounds the candidates' logits
     is_serial: ClassVar[bool] = True
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Selector:

@@ -5,7 +5,7 @@
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         over a reduced vocabulary
 
-The hidden states are residual streams, sometimes more than three. The head may apply a norm to each
+The hidden states are three or more residual streams. The head may apply a norm to each before fc
 (EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. For the next
 draft, g is y, or norm(y) if `recycle_normed` is true. A head with the full vocabulary may use the
 target's output head.
@@ -61,7 +61,7 @@ class Eagle3Params:
     embedding: Table | None  # [V, D]
     fc: Matrix | None  # [A D_target, D]
     input_norm: jax.Array | None  # [A D_target], over all auxiliary states before fc
-    aux_norms: tuple[jax.Array, ...]  # [D_target] for each auxiliary state, before fc; or ()
+    aux_norms: tuple[jax.Array, ...]  # [D_target] for each auxiliary state, before fc; () for none
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
     attention: Attention  # its input is 2 D wide

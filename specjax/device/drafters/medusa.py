@@ -33,7 +33,7 @@ from specjax.device.verification import Draft
 from specjax.device.weights.matrix import Matrix, dense
 
 FIRST_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # in the authors' releases
-TOKEN_MAP = "token_map"  # the target's token id of each draft logit, in vLLM's layout
+TOKEN_MAP = "token_map"  # the tensor in vLLM's layout with the target's id of each draft token
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 
 class _Defaults(NamedTuple):
-    """Default values of a config's fields."""
+    """Default values of the fields that describe experts in a config."""
 
     num_experts: int
     num_chosen: int

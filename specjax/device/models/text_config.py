@@ -24,7 +24,7 @@ class Wrapper(NamedTuple):
 
 
 _VOXTRAL = {"max_position_embeddings": 131072, "rope_theta": 1e8, "head_dim": 128}
-# By the model type of the outer config.
+# The wrappers by the model type of the outer config.
 WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_5": Wrapper("qwen3_5_text"),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
@@ -41,7 +41,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", is_tied=True),
     "voxtral": Wrapper("llama", defaults={**_VOXTRAL, "rms_norm_eps": 1e-5}),
 }
-# The model type of the family, by the type of a text model.
+# Maps the types of text models to the model types of their families.
 FAMILIES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -75,7 +75,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "glm4v_moe_text": {"max_position_embeddings": 65536, "attention_bias": True},
 }
-# Values that hold for a type regardless of its fields.
+# Values of fields that hold for a type even if its config has other values.
 _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 # Fields of the other parts and of their connection.
 OTHER_PARTS = frozenset(

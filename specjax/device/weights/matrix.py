@@ -90,8 +90,8 @@ class Dense(Matrix):
     def on(self, platform: str) -> Matrix:
         """See `Weight`.
 
-        Arrays on several devices stay unchanged, and so do NumPy arrays, which hold the weights
-        while an engine sleeps.
+        Arrays on several devices stay unchanged. NumPy arrays also stay unchanged: the weights are
+        NumPy arrays while an engine sleeps.
         """
         values = self.values
         if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
