@@ -98,8 +98,8 @@ def draw_draft(
     The token is sampled like the target's tokens. If the drafter has a reduced vocabulary,
     `token_ids` i32[V_d] holds the target's id of each draft token; else it is None. These ids key
     the noise, so that the drafter can share the target's noise. If no token is possible in a row,
-    the result is token 0. The distribution f32[B, vocab_size] is None if `wants_probs` is false. It
-    is zero in a greedy batch, which does not use it.
+    the result is token 0. The distribution f32[B, vocab_size] is None if `wants_probs` is false. In
+    a greedy batch it is zero, because verification does not use it.
     """
     if token_ids is None:
         token = vocabulary.draw(logits, sampling, stream, counters, kernels)

@@ -9,7 +9,8 @@ That token replaces the first rejected draft, or follows the last draft.
     rejection   a draft is accepted with probability min(1, p/q) (Leviathan et al. 2023, Chen et al.
                 2023)
     block       the longest prefix that passes a joint test is accepted (Sun et al. 2024)
-    synthetic   drafts are accepted at given rates, right or wrong; only to measure speed
+    synthetic   drafts are accepted at given rates, whether right or wrong. This is only for
+                measuring speed
 
 The first three methods emit tokens with the target's distribution. At temperature 0 all three emit
 the same tokens.

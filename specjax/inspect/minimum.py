@@ -117,8 +117,8 @@ def minimum_bytes(
 def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
     """Return the bytes that a draft model moves when it drafts k tokens, one token per pass.
 
-    The model's states are read in each pass. They are written once, as they include only accepted
-    tokens.
+    The model's states are read in each pass. They are written once, because they include only
+    accepted tokens.
     """
     new, read, state = _cache_bytes(model, dtype, context)
     per_request = k * (read + new) + (k + 1) * state

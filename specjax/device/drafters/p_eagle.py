@@ -2,7 +2,7 @@
 
     rows      (g_p, e(x_{p+1})) at the positions p that the target has run, as in EAGLE-3,
               then (g_mask, e(MASK)) at the next K - 1 positions, from n on
-    layers    the first as in EAGLE-3, the others as in a decoder; causal
+    layers    the first layer is as in EAGLE-3, the others are decoder layers; all are causal
     drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
 
 g_mask is fc of `mask_hidden`, which replaces the target's hidden states; x_n is the last token.
