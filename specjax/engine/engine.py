@@ -2,11 +2,11 @@
 
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
-While the device runs step N, the host plans step N + 1. The state never leaves the device: each
-program takes one packed array from the host and returns one. A step may have two parts, prefill
-chunks and a decode round. Both are launched before either is read. If such steps are frequent, both
-parts run as one program. A round with grammars is launched as several programs, so that the host
-computes masks while the target runs over the drafts.
+While the device runs step N, the host plans step N + 1. The state never leaves the device. Each
+program takes one packed array from the host, and returns its results as one packed array. A step
+may have two parts, prefill chunks and a decode round. Both are launched before either is read. If
+such steps are frequent, both parts run as one program. A round with grammars is launched as several
+programs, so that the host computes masks while the target runs over the drafts.
 """
 
 import os
@@ -123,8 +123,8 @@ class Engine:
         """Let `policy` choose K from the next step on, and compile the shapes that it may choose.
 
         Raises:
-            ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
-                states were sized for.
+            ValueError: the policy may choose more drafts than the token budgets allow, or than the
+                cache of recurrent states has room for.
         """
         self.config.check_budgets(k := max(policy.choices), self.drafter.draft_slots(k))
         if self._is_recurrent and k > self._max_drafts:
@@ -138,7 +138,7 @@ class Engine:
             shapes = Shapes.all_of(self.config, policy.choices)
         has_all = self.repertoire.compile_first(shapes, show_progress=show_progress)
         ((batch, max_k),) = shapes.first.decode
-        # If some shapes are not compiled yet, time the first now, and the others once they are.
+        # If some shapes are not compiled yet, time the first shape now, and the others later.
         self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
         if policy.is_learning and not has_all:  # it must not guess how times grow with K
@@ -176,7 +176,7 @@ class Engine:
         return self.scheduler.add(request, is_held=True)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
+        """End a request now, and return its unfinished samples (none if the id is unknown)."""
         aborted = self.scheduler.abort(request_id)
         self._recorder.record_finished(aborted)
         return aborted
@@ -280,7 +280,10 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Report the outcome of a part, and its time if known, to the repertoire and the policy."""
+        """Report the outcome of a step's part to the repertoire and the policy.
+
+        `milliseconds` is the time of the part; None if unknown.
+        """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
         if isinstance(plan, PrefillPlan):
@@ -369,7 +372,7 @@ class Engine:
         self.programs.close()
 
     def reset(self) -> None:
-        """Drop all requests and replace the state, as after an interrupt."""
+        """Drop all requests and replace the state, for example after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
         self._replace_state()
@@ -379,9 +382,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure the times of rounds with `ks`, in every shape if `has_all`.
+        """Measure the times of rounds with the Ks in `ks`.
 
-        Measuring every shape clears the prefix cache.
+        If `has_all`, every shape is measured, which clears the prefix cache. Otherwise, only the
+        largest shape is measured.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape
