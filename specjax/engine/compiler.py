@@ -124,7 +124,7 @@ class Compiler:
                 self._changed.wait(seconds)
 
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
-        """Wait until the programs of `keys` are ready. Call `tell` with the number of ready programs.
+        """Wait until the programs of `keys` are ready. Pass the number of ready programs to `tell`.
 
         The keys must have been passed to `ask` as urgent. On KeyboardInterrupt, keys whose programs
         no thread compiles yet are removed from the queue.

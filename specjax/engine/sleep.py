@@ -20,7 +20,7 @@ class Sleep:
     def __init__(self, engine: Engine):
         self._engine = engine
         self.level = 0
-        self._homes: list[Sharding] = []  # of weights that are on the host now
+        self._homes: list[Sharding] = []  # shardings to restore, if the weights are on the host
 
     def home(self, number: int, leaf: Any) -> Sharding:
         """Return the sharding that parameter array `number` has while the engine is awake."""

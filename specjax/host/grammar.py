@@ -59,7 +59,7 @@ class GrammarVocabulary:
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
         """Return a mask i32[W] of text tokens that may come next, and whether the output may end.
 
-        If llguidance's limits are used up, the mask is empty and the output may not end.
+        If llguidance's limits are used up, no bit is set and the output may not end.
         """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)

@@ -27,7 +27,7 @@ class Replicas(Protocol):
         ...
 
     def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
-        """Return the loads of all replicas; only the leader needs them."""
+        """Return the loads of all replicas. Only the leader uses the result."""
         ...
 
     def broadcast(self, k: int) -> int:
@@ -99,7 +99,7 @@ class LockstepPolicy:
 
 
 def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
-    """Return the joint load of a step on all replicas."""
+    """Return the load from which the leader's policy chooses (see `LockstepPolicy`)."""
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
     budgets = [load.max_tokens for load in loads if load.max_tokens is not None]
     return DecodeLoad(

@@ -113,14 +113,14 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """The outcome of a simulated run. Regret is the loss of expected goodput.
+    """The outcome of a simulated run. Regret is the fraction of expected goodput that is lost.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
         regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
-        ms_by_batch: time spent in rounds, by padded batch size.
+        ms_by_batch: milliseconds spent in rounds, by padded batch size.
         lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
-        trace: (start in milliseconds, number of sequences, K) of each round.
+        trace: a tuple (start in milliseconds, number of sequences, K) for each round.
     """
 
     makespan_ms: float = 0.0
