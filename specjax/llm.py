@@ -69,7 +69,7 @@ class LLM(VllmMethods):
         num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, or for as many as fit.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
-        compile_ahead: compile the programs that requests need, in all shapes, before they run. Speed and
+        compile_ahead: compile what requests need, in all shapes, before they run. Speed and
             rounding are then as in a warm engine. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:

@@ -98,7 +98,7 @@ class Prefill(Program):
 class ProcessFirst(Program):
     """Runs logits processors between `Prefill` and `Begin`.
 
-    Takes the chunks and their logits, and returns the processed logits.
+    Takes the inputs and the logits of the chunks, and returns the processed logits.
     """
 
     batch: int

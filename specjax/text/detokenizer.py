@@ -50,13 +50,16 @@ class StopStrings:
     def text(self) -> str:
         """The text so far, without an incomplete character.
 
-        If a stop text was found, the text is cut there.
+        If a stop text was found, the text ends before it, or with it if `include_in_output`.
         """
         return "".join(self._text.characters)
 
     @property
     def stable(self) -> str:
-        """The part of the text that no later token can change, by its bytes or by a stop text."""
+        """The part of the text that no later token can change.
+
+        A later token may complete a character, or a stop text that is cut off.
+        """
         if self.stop_reason is not None:
             return self.text
         text = "".join(self._text.characters[: self._text.num_stable])
@@ -68,7 +71,7 @@ class StopStrings:
         return any(word.startswith(text) for word in self._stop)
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens, and return how many are kept if one completes a stop text; else None.
+        """Append tokens. If one completes a stop text, return how many are kept; else None.
 
         The token that completes a stop text is kept. Nothing may be appended after a stop.
         """
@@ -81,7 +84,7 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Return whether a stop text ends after the index `new`. If so, cut the output at it."""
+        """Return whether a stop text ends after the index `new`. If so, cut the output there."""
         characters = self._text.characters
         first = max(0, new + 1 - self._longest)
         found = find_stop("".join(characters[first:]), self._stop, new - first)

@@ -69,8 +69,8 @@ class ChatTokenizer(TokenizerNames):
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
         """Return the text of one token as in vLLM's logprobs. Special tokens have a text, too.
 
-        If several tokens form a character, the last one has the character as its text, and the
-        others have no text. `before` are the previous tokens. Only the last
+        If several tokens form a character, the last of these tokens has the character as its text,
+        and the earlier tokens have no text. `before` are the previous tokens. Only the last
         `MAX_TOKENS_PER_CHARACTER` of them matter.
         """
         text = self._decode_all([token_id])
@@ -91,7 +91,7 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character that token names have in place of a space, if `decode` may strip spaces.
+        """The character that token names have for a space, if `decode` may strip spaces.
 
         None for other tokenizers.
         """
@@ -221,7 +221,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a checkpoint.
 
-    They come from generation_config.json, or else config.json, and in addition from the tokenizer.
+    They come from generation_config.json (if it has none, from config.json) and the tokenizer.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

@@ -105,7 +105,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape are ready. `time` measures such a round in milliseconds."""
+        """Note that rounds of this shape are compiled. `time` measures the milliseconds of one."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -360,8 +360,8 @@ class GoodputPolicy:
     def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if, in view of the uncertainty of its time, its goodput may be the best. If no K
-        was tried for `PROBE_EVERY` rounds, the neighbour of `best` with the fewest rounds is tried.
+        A K is tried if its time is so uncertain that its goodput may be the best. If no K was tried
+        for `PROBE_EVERY` rounds, the neighbour of `best` with the fewest rounds is tried.
         """
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
         if self._learns_cost and tried:

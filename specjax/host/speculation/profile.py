@@ -85,7 +85,7 @@ class Profile:
     def of(cls, content: Any, where: str) -> "Profile":
         """Return the profile that `content`, a parsed JSON file, describes.
 
-        `where` is the file's name in error messages.
+        `where` is the name of the profile in error messages.
 
         Raises:
             ValueError: an entry is invalid; the message names the entry.

@@ -165,7 +165,7 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add `surprise`, the log ratio of a served time to the replayed time, to a point."""
+        """Add `surprise`, the log ratio of a served time to its point's time, to point `column`."""
         self.served[column].append(surprise)
         self.levels[column] = median(self.served[column])
         self._sum()
