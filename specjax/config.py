@@ -269,8 +269,8 @@ class EngineConfig:
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps are compiled for; None for widths
-            that double up to the budget, each for 1, 4, 16, ... prompts. The largest must hold
-            max_num_batched_tokens.
+            that double up to the token budget, each for 1, 4, 16, ... prompts. The largest must
+            hold max_num_batched_tokens.
         page_size: tokens per page of the KV cache.
         num_pages: number of pages for layers without a window, and the maximum for other layers.
         max_window_pages: maximum number of pages per window size; None for as many as are needed.
@@ -285,7 +285,7 @@ class EngineConfig:
         exact: run every step in one shape, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
-            tokens are drawn from. "both" is "processed", with "raw" for the token itself as well.
+            tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.
         seed: seed of requests without a seed, any integer of 64 bits.
     """
 

@@ -59,7 +59,7 @@ class LLM(VllmMethods):
         decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
-            that double up to the budget, each for 1, 4, 16, ... prompts.
+            that double up to the token budget, each for 1, 4, 16, ... prompts.
         num_pages: number of pages of the KV cache; None for the pages of all requests at full
             length, or for fewer if the device's memory holds fewer.
         page_size: tokens per page.
@@ -77,7 +77,7 @@ class LLM(VllmMethods):
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
-            "both" is "processed", with the model's log-probability in `Logprob.raw_logprob`.
+            "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
         tensor_parallel_size: number of devices that hold the model; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache

@@ -1,4 +1,4 @@
-"""Accepts names of vLLM 0.33 if their values match the behaviour here, and refuses all others."""
+"""Accepts vLLM 0.33's names if their values match the behaviour here, or else refuses them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps

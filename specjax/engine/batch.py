@@ -104,7 +104,7 @@ def unpack_outputs(
 ) -> list[RowOutput]:
     """Return the output of each row of `plan`.
 
-    `has_raw` means that `packed` has raw log-probabilities in addition to processed ones.
+    `has_raw` means that `packed` has raw log-probabilities in addition to the processed values.
     """
     decoding = isinstance(plan, DecodePlan)
     sequences = plan.sequences

@@ -146,7 +146,7 @@ class Compiler:
         tell(num_there)
 
     def get(self, key: Hashable) -> Any:
-        """Return the program of a key. If the program is not ready, compile it at once.
+        """Return the program of a key. If the program is not ready, compile it as urgent.
 
         Raises:
             Exception: the program failed to compile.

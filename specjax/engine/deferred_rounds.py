@@ -11,10 +11,10 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds of the same requests, and runs `Observe` before any other step.
+    """Counts deferred rounds, which all have the same requests. Runs `Observe` before other steps.
 
-    The drafter must observe the deferred rounds before such a step, because the step may draft, or
-    reuse pages that the requests have freed.
+    The drafter must observe the deferred rounds before another step, because this step may draft,
+    or reuse pages that the requests have freed.
     """
 
     def __init__(self, programs: Programs, layout: Layout):

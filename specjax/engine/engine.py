@@ -320,7 +320,7 @@ class Engine:
         return list(suspects)
 
     def _replace_state(self) -> None:
-        """Replace the state with an empty one."""
+        """Replace the state with an empty state."""
         self.programs.release()
         self.programs.renew()
 
@@ -331,7 +331,7 @@ class Engine:
                 self.step()
 
     def land(self) -> list[Sequence]:
-        """Read the steps in flight, and launch none. Return samples that gained tokens or ended."""
+        """Read all steps in flight without launching another. Return samples that have changed."""
         launched, self._in_flight = self._in_flight, []
         try:
             return [sequence for step in launched for sequence in self._read(step)]
@@ -339,7 +339,7 @@ class Engine:
             return self._recover([step.plan for step in launched], error)
 
     def use(self, params: Params, *, has_new_target: bool, has_new_drafter: bool) -> None:
-        """Use other weights of the same shapes from the next step on.
+        """Use the weights `params`, which have the same shapes as before, from the next step on.
 
         No step may be in flight. The caches were computed with the old weights, so they are
         dropped, and resident requests recompute their tokens. `has_new_target` and

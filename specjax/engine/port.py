@@ -67,7 +67,7 @@ class Programs(Protocol):
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
         """Compile programs in the background, in order.
 
-        `is_urgent` means that requests wait for these programs. They are then compiled at once.
+        `is_urgent` means that requests wait for these programs. They are then compiled first.
         """
         ...
 

@@ -230,8 +230,9 @@ class Joined(Program):
 class Propose(Program):
     """Runs the drafter, the first part of a round.
 
-    Takes the round's inputs, and returns a `Draft`. `Propose`, `Extend` and `Settle` are compiled
-    only if a variant needs them (see `variants.is_in_pieces`), or until `Decode` is ready.
+    Takes the round's inputs, and returns a `Draft`. Rounds run as `Propose`, `Extend` and `Settle`
+    before `Decode` is compiled, or if their variant is never compiled as one program (see
+    `variants.is_in_pieces`).
     """
 
     batch: int
@@ -247,7 +248,7 @@ class Propose(Program):
 
 @dataclass(frozen=True, slots=True)
 class Extend(Program):
-    """Runs the target, the second part of a round. The host makes masks meanwhile.
+    """Runs the target, the second part of a round. The host makes grammars' masks at this time.
 
     Takes the round's inputs and the `Draft`, and returns an `Extension`.
     """

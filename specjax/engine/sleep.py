@@ -52,7 +52,7 @@ def check_level(level: object) -> None:
 
 
 def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
-    """Replace the engine's weights array by array, so that at most one array exists twice.
+    """Replace the engine's weights array by array, so that only one array takes memory twice.
 
     `change(i, array)` returns the array that replaces array number i.
     """

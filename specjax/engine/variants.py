@@ -99,7 +99,8 @@ def of_drafts(variant: Variant) -> Variant:
 def covers(variant: Variant, asked: Variant) -> bool:
     """Return whether `variant` does everything that `asked` does.
 
-    Both must have masks, or neither, because a step with masks waits for the host.
+    `variant` must have masks if and only if `asked` has masks, because a step with masks waits for
+    the host.
     """
     return (
         set(variant.processors) >= set(asked.processors)

@@ -7,9 +7,9 @@ compiled.
 Three tasks are done here because llguidance 1.9.1 does not do them as needed:
 
 - Ends of sequence: llguidance gets an artificial end token, which masks replace with the model's
-  end-of-sequence tokens. So a model may have several of them, none, or one that reads as text.
-- Drafts: they are tried on a copy of the state, because llguidance's `rollback` keeps an outdated
-  mask and refuses some grammars.
+  end-of-sequence tokens. So a model may have several such tokens, none, or one that spells a text.
+- Drafts: each draft is tried on a copy of the state, because llguidance's `rollback` keeps an
+  outdated mask and refuses some grammars.
 - Spelling: where a grammar forces a text, llguidance allows only the tokenizer's own spelling,
   which turns a "</s>" in the text into the end of the sequence. Here, any tokens that spell the
   text are allowed.
@@ -192,7 +192,7 @@ class GrammarMatcher:
 
     @property
     def dead_end(self) -> str | None:
-        """The reason why the output can neither go on nor end; None if it can do either."""
+        """The reason why the output can neither go on nor end; None if it can go on or end."""
         text, may_end = self._vocabulary.read(self._state)
         return None if may_end or text.any() else _reason(self._state)
 

@@ -117,7 +117,7 @@ class PrefixCache:
 class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
-    Later prompts may continue at these points. Snapshots and window pages are kept only there.
+    Later prompts may continue at these points, so snapshots and window pages are kept there only.
     """
 
     def __init__(self):

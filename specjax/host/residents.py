@@ -23,7 +23,7 @@ class Residents:
         free_slots: slots without a sequence.
         pages: allocator of pages for layers without a window, and for drafters.
         windows: for each window size, the pages of layers with this window.
-        page_tables: i32[slots, 1 + windows, P], the pages of each slot's sequence; -1 for no page.
+        page_tables: array i32[slots, 1 + windows, P] of each slot's pages; -1 for no page.
     """
 
     def __init__(

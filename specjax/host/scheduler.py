@@ -145,7 +145,7 @@ class Scheduler:
         return aborted
 
     def drop_all(self) -> list[Sequence]:
-        """End every request and free all pages, even if an interrupt left inconsistent state.
+        """End every request and free all pages, even if an interrupt left an inconsistent state.
 
         Return the samples that were unfinished.
         """
@@ -430,7 +430,7 @@ class Scheduler:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Count one round or chunk of each sequence as no longer in flight."""
+    """Note that a round or chunk of each of the sequences is no longer in flight."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

@@ -1,4 +1,4 @@
-"""Shapes of steps. One program is compiled for each shape, and smaller steps are padded to it."""
+"""Shapes of steps. A program is compiled for each shape, and smaller steps run padded in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Shapes:
     def chunks(self, count: int, width: int) -> Shape:
         """Return the smallest shape of this width that holds `count` chunks.
 
-        If none holds them, return the largest.
+        If no shape of this width holds them, return the largest.
         """
         batches = self._batches[width]
         return next((batch for batch in batches if batch >= count), batches[-1]), width

@@ -46,7 +46,7 @@ def parse_drafter(
 
     Args:
         option: the option's name in errors.
-        method: the method that another option sets; None if none does.
+        method: the method, if another option sets it; None to find it.
         target: the model that the drafter drafts for.
         takes_shapes: whether methods whose shapes follow from the target's shapes may be named
             without a checkpoint.
@@ -103,8 +103,8 @@ def _method_of(text: str, option: str, target: str | Path | None) -> str:
 def find_method(model: str | Path, target: str | Path | None = None) -> str:
     """Return the method of a drafter's checkpoint, from its config and tensor names.
 
-    The method is "mtp" if the checkpoint is the target's own. A checkpoint of another complete
-    model is a "draft_model".
+    If the checkpoint is not a drafting head but a complete model, the method is "draft_model". The
+    target's own checkpoint has the method "mtp".
 
     Raises:
         CheckpointError: there is no such checkpoint, or its files do not indicate the method.

@@ -50,7 +50,7 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
 def policy_of(
     config: SpeculativeConfig | None, profile: Profile | None, batches: Sequence[int]
 ) -> Policy:
-    """Return the policy of a config.
+    """Return the policy that chooses K according to a speculative_config.
 
     `profile` is the profile that the config names. `batches` are the sizes to which rounds are
     padded.

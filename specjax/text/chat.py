@@ -93,8 +93,8 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
     """Return a call's arguments as a mapping.
 
-    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call is part of
-    the conversation's history, so an error would refuse all further turns.
+    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call stays in the
+    conversation's history, so raising an error would make all further turns fail.
     """
     found = given or {}
     if isinstance(found, str):

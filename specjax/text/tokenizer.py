@@ -91,7 +91,7 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character that token names have for a space, if `decode` may strip spaces.
+        """The character that replaces spaces in token names, if `decode` may strip spaces.
 
         None for other tokenizers.
         """
@@ -122,8 +122,8 @@ class ChatTokenizer(TokenizerNames):
             continue_final_message: whether to end with the content of the last message, which the
                 model then continues.
             tools: functions that the model may call, as JSON schemas. If tools are given, the
-                default template is the one named tool_use, if there is one.
-            chat_template: a template in Jinja, or the name of one of the checkpoint's templates.
+                default template is the template tool_use, if the checkpoint has it.
+            chat_template: a template in Jinja, or the name of a template in the checkpoint.
             variables: further variables of the template, like enable_thinking.
 
         Raises:
@@ -160,10 +160,10 @@ class ChatTokenizer(TokenizerNames):
         """Return the text of a chat template.
 
         `chosen` is the name of a template, the text of a template, or None for the default. With
-        `has_tools`, the default is the template named tool_use, if there is one.
+        `has_tools`, the default is the template tool_use, if the checkpoint has it.
 
         Raises:
-            CheckpointError: there is no chat template, or no default one.
+            CheckpointError: there is no chat template, or no default template.
             ValueError: `chosen` is neither a name nor a template.
         """
         named = dict(self.named_templates)

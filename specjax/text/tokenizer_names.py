@@ -35,7 +35,9 @@ class TokenizerNames:
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any
     ) -> Encoding:
-        """Return "input_ids" and "attention_mask" of a text. For several texts, both hold lists.
+        """Return the "input_ids" and "attention_mask" of a text.
+
+    For several texts, each of these is a list with one list per text.
 
         Raises:
             ValueError: an option would change the result, like padding or return_tensors.

@@ -23,7 +23,7 @@ class Replicas(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this replica decides. Exactly one replica does."""
+        """Whether this replica is the leader. Exactly one replica is."""
         ...
 
     def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
@@ -94,7 +94,7 @@ class LockstepPolicy:
         self._policy.target_changed()
 
     def drafter_changed(self) -> None:
-        """Notify the wrapped policy."""
+        """Notify the wrapped policy. All replicas change their weights at the same step."""
         self._policy.drafter_changed()
 
 

@@ -105,7 +105,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape are compiled. `time` measures the milliseconds of one."""
+        """Note that rounds of this shape are ready. `time` measures and returns milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:

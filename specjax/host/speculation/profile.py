@@ -29,7 +29,7 @@ _OPTIONAL = "measured"
 
 
 class Comparison(NamedTuple):
-    """Time per output token of each K, and the K with the shortest time."""
+    """The time per output token of each K, and the K with the shortest time, per batch size."""
 
     tpot_ms: dict[int, dict[int, float]]  # by batch size and K
     best_k: dict[int, int]  # by batch size; the smallest of equally good Ks

@@ -73,8 +73,8 @@ class Workload:
     Attributes:
         lengths: number of tokens that each request decodes.
         arrivals: arrival time of each request, in milliseconds.
-        effects: for each request, the difference between its log-odds of acceptance and the typical
-            ones.
+        effects: for each request, the difference between its log-odds of acceptance and the
+            log-odds of a typical request.
     """
 
     lengths: Sequence[int]

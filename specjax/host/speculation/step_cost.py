@@ -210,7 +210,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight of a point's served rounds, from 0 (use the prior) to 1 (ignore it)."""
+    """Return the weight of a point's served times, from 0 to 1. The prior has the rest."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 
