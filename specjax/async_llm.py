@@ -148,9 +148,9 @@ class AsyncLLM(Refusing):
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
-        """Abort a request, and return whether it was unfinished.
+        """Abort a request. The request's last output has the tokens generated so far.
 
-        Its last output has the tokens so far.
+        Return False if no unfinished request has this id.
         """
         return await self._ask(self._abort, request_id)
 

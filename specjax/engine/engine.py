@@ -176,7 +176,7 @@ class Engine:
         return self.scheduler.add(request, is_held=True)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now, and return its unfinished samples (none if the id is unknown)."""
+        """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
         aborted = self.scheduler.abort(request_id)
         self._recorder.record_finished(aborted)
         return aborted
@@ -240,13 +240,16 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Use programs that became ready. Return samples whose programs failed to compile."""
+        """Let requests use the programs that have become ready.
+
+        Return the samples that have ended because one of their programs failed to compile.
+        """
         scheduler, repertoire, failed = self.scheduler, self.repertoire, []
         for request in list(scheduler.held.values()):
             try:
                 if repertoire.admits({*scheduler.demands, request.demands}):
                     scheduler.let_in(request)
-            except Exception as error:  # its own program, e.g. its logits processor, failed
+            except Exception as error:  # the request's own program failed, e.g. logits processors
                 failed += scheduler.fail_all(request, error)
         self._recorder.record_finished(failed)
         scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))

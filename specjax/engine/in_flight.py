@@ -56,7 +56,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round that was launched up to the program `Extend`. `Settle` still needs its masks."""
+    """A round whose programs up to `Extend` were launched. Its last program, `Settle`, was not."""
 
     plan: DecodePlan
     variant: Variant

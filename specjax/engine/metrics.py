@@ -41,8 +41,8 @@ class Metrics:
         num_compiling: number of programs being compiled in the background.
         host_ms: host time per step for planning, packing, launching and handing out tokens.
         wait_ms: time per step that the host waits for the device.
-        host_gap_ms: time from reading a step to launching the next. During this time the device may
-            be idle, unless another step is in flight.
+        host_gap_ms: time from reading a step to launching the next step. During this time, the
+            device may be idle unless another step is in flight.
     """
 
     num_requests_running: int

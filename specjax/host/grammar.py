@@ -152,7 +152,7 @@ class Grammar:
     _vocabulary: GrammarVocabulary
 
     def matcher(self) -> "GrammarMatcher":
-        """Return a matcher at the start of an output."""
+        """Return a matcher for a new output."""
         return GrammarMatcher(self._root.deep_copy(), self._vocabulary)
 
     @property

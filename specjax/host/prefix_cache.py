@@ -146,8 +146,8 @@ class PromptIndex:
 class SnapshotIndex:
     """Finds snapshots of recurrent states by prefix, and evicts the least recently used snapshot.
 
-    A state takes as much memory as the keys and values of thousands of tokens. So there are few
-    snapshots: where a prompt ends and where two prompts branch, not after every page.
+    A state takes as much memory as the keys and values of thousands of tokens. So snapshots are
+    taken only where a prompt ends or two prompts branch, and not after every page.
     """
 
     def __init__(self, num_snapshots: int):

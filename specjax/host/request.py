@@ -32,7 +32,7 @@ class Matcher(Protocol):
     def is_finished(self) -> bool: ...
     @property
     def dead_end(self) -> str | None:
-        """The reason why the grammar allows no next token; None if it allows any."""
+        """The reason why the grammar allows no next token; None if it allows a token."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:

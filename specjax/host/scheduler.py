@@ -137,7 +137,7 @@ class Scheduler:
         heapq.heappush(self._waiting, self._live[request.request_id][0])
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now, and return its unfinished samples (none if the id is unknown)."""
+        """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
         aborted = list(self._live.get(request_id, ()))
         for sequence in aborted:
             sequence.finish_reason = "abort"

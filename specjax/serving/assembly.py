@@ -48,7 +48,7 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """The model to serve, its drafter, and the engine's sizes, before the weights are loaded."""
+    """The model to serve, its drafter and the engine's sizes, before the target's weights exist."""
 
     source: ModelSource
     dtype: DtypeChoice

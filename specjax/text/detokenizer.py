@@ -58,7 +58,7 @@ class StopStrings:
     def stable(self) -> str:
         """The part of the text that no later token can change.
 
-        A later token may complete a character, or a stop text that is cut off.
+        The end of the text is excluded if a later token may complete a stop text or a character.
         """
         if self.stop_reason is not None:
             return self.text

@@ -1,4 +1,4 @@
-"""Further methods that transformers' tokenizers have, such as `__call__` and `get_vocab`."""
+"""Methods of transformers' tokenizers for `ChatTokenizer`, such as `__call__` and `get_vocab`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ class TokenizerNames:
     ) -> Encoding:
         """Return the "input_ids" and "attention_mask" of a text.
 
-    For several texts, each of these is a list with one list per text.
+        For several texts, both values are lists with one list per text.
 
         Raises:
             ValueError: an option would change the result, like padding or return_tensors.

@@ -92,7 +92,7 @@ class Policy(Protocol):
     def weighs_requests(self) -> bool:
         """Whether `choose` reads `num_context` and `members` of a load.
 
-        If not, both may be left empty.
+        If it does not, callers may leave both empty.
         """
         ...
 

@@ -153,7 +153,7 @@ class _RepeatedKeyError(ValueError):
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Refuse repeated keys, because otherwise the last would silently win."""
+    """Build a JSON object. Refuse repeated keys: Python would silently use the last value."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
