@@ -22,7 +22,7 @@ from specjax.checks import (
 from specjax.vllm_names import take_speculation
 
 DTYPES = ("float32", "bfloat16")
-# A placeholder for a drafter's checkpoint. `specjax info` needs only the shapes of the drafter.
+# A placeholder for a drafter's checkpoint, for reports that need only the drafter's shapes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
@@ -42,7 +42,7 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether `specjax info` may use OWN_SHAPE instead of a checkpoint.
+        needs_shape: whether reports like `specjax info` may use OWN_SHAPE instead of a checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
     """
 
@@ -352,7 +352,7 @@ class EngineConfig:
         self._set_shapes()
 
     def _set_shapes(self) -> None:
-        """Set `decode_batches` and `prefill_shapes` to the sorted given or default shapes."""
+        """Sort `decode_batches` and `prefill_shapes`, or set them to defaults if they are None."""
         usual = self._usual_batches(), self._usual_shapes()
         batches = usual[0] if self.decode_batches is None else self._checked_batches()
         shapes = usual[1] if self.prefill_shapes is None else self._checked_shapes()

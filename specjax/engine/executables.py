@@ -80,7 +80,7 @@ def executables_folder() -> Path | None:
 def open_executables(
     folder: Path, placement: Placement, model: Any, *origin: Any
 ) -> "Executables | None":
-    """Return the kept programs of a `StepModel`; None if a digest cannot cover all of its code.
+    """Return the kept programs of a `StepModel`; None if a digest cannot cover the model's code.
 
     `origin` holds further values that determine the programs.
     """
@@ -286,7 +286,7 @@ def _sources() -> str:
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used files until `num_bytes` more fit."""
+    """Delete the least recently used files until another `num_bytes` bytes fit."""
     files = []
     for path in folder.glob("*.program"):
         try:

@@ -77,7 +77,7 @@ class Metrics:
     host_gap_ms: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters as plain types."""
+        """Return the counters as a dict of plain Python types."""
         return asdict(self)
 
     def as_prometheus(self) -> str:

@@ -88,7 +88,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first of `shapes`, or all of them with `compile_ahead`.
+        """Compile `shapes.first`, or all of `shapes` with `compile_ahead`.
 
         Return whether all shapes are ready.
         """

@@ -180,7 +180,7 @@ class Residents:
             window.vacate(residency.slot)
 
     def reserve_snapshot(self, sequence: Sequence, residency: Residency) -> int | None:
-        """Return the id of a snapshot to take after the computed tokens; None if none is planned."""
+        """Return the id of a snapshot to take after the computed tokens; None if not needed."""
         points = residency.snapshot_points
         if not points or residency.num_computed < points[0] * self._page_size:
             return None

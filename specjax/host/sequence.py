@@ -127,7 +127,7 @@ class Sequence:
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
-        """Return how many of `k` drafts a round can use that begins with `length` tokens.
+        """Return how many of `k` drafts a round can use if it follows the first `length` tokens.
 
         `length` includes the prompt.
         """

@@ -79,7 +79,7 @@ def parse_drafter(
 def with_method(
     config: SpeculativeConfig | Mapping[str, Any], target: str | Path | None
 ) -> SpeculativeConfig:
-    """Return the config `config`. If it names no method, find the method from the checkpoint.
+    """Return a `SpeculativeConfig`. If `config` names no method, the checkpoint determines it.
 
     Raises:
         ValueError: see `SpeculativeConfig.of`.

@@ -62,7 +62,7 @@ class LockstepPolicy:
 
     @property
     def weighs_requests(self) -> bool:
-        """Whether the wrapped policy weighs requests."""
+        """Whether the wrapped policy reads `num_context` and `members` of a load."""
         return self._policy.weighs_requests
 
     def begin(self, replay: Callable[[], StepCost]) -> None:

@@ -45,7 +45,7 @@ class DecodeLoad:
     members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
 
     def share(self, k: int) -> float:
-        """Return the fraction of sequences that fit into a round of k drafts. At least one fits."""
+        """Return the fraction of sequences that fit into a round of k drafts: at least one does."""
         if self.max_tokens is None or not self.num_sequences:
             return 1.0
         return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)

@@ -45,7 +45,7 @@ class StepCost:
     ):
         """`points` are the known times; each K in `ks` becomes a point, too.
 
-        `batches` are the batch sizes to which rounds are padded. If it is empty, rounds are not
+        `batches` are the batch sizes to which rounds are padded. If there are none, rounds are not
         padded.
         """
         self._measured = {batch: dict(column) for batch, column in points.items()}
@@ -238,7 +238,7 @@ def _along_k(points: Column, k: int) -> float:
 
 
 def _line(points: Mapping[int, float], x: float) -> float:
-    """Interpolate linearly between points. Outside them, return the value of the nearest point."""
+    """Interpolate linearly between `points`. Outside, return the value of the nearest point."""
     xs = sorted(points)
     if x <= xs[0]:
         return points[xs[0]]
