@@ -1,7 +1,7 @@
-"""GPU operations for speculative decoding, one folder each, which do not depend on specjax.
+"""GPU operations for speculative decoding. They do not depend on specjax.
 
-Every folder has the equation and the argument checks (`__init__.py`), a plain JAX reference
-(`reference.py`) that runs anywhere, and the hardware implementations.
+Each operation has a folder with its equation and argument checks (`__init__.py`), a reference in
+plain JAX that runs on any device (`reference.py`), and its GPU kernels.
 """
 
 KERNELS = ("auto", "reference", "triton", "mosaic", "interpret")  # see `dispatch`

@@ -1,4 +1,4 @@
-"""The compute capability of the GPU for which programs are compiled. The GPU may be absent."""
+"""The compute capability of the GPU that programs are compiled for, even if no GPU is present."""
 
 import jax
 

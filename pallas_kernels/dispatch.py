@@ -23,17 +23,17 @@ logger = logging.getLogger("pallas_kernels")
 
 
 class UnsupportedError(ValueError):
-    """Raised for an argument that a kernel does not support, but the reference does."""
+    """Raised for an argument that the reference supports, but the chosen kernel does not."""
 
 
 def run(
     op: str, kernels: str, implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs
 ) -> Any:
-    """Return the result of the implementation of `op` that `kernels` names.
+    """Run the implementation of the operation `op` that `kernels` names, and return its result.
 
-    `implementations` maps names, among them "reference", to functions. With "auto", the reference
-    runs if the kernel does not support the arguments, which is logged once. If the device cannot
-    run the named kernel, the reference runs, with one warning.
+    `implementations` maps names, among them "reference", to functions of `args` and `kwargs`. With
+    "auto", the reference runs if the kernel does not support the arguments; this is logged once. If
+    the device cannot run the named kernel, the reference runs, and one warning is issued.
 
     Raises:
         ValueError: `kernels` is unknown or `op` has no such implementation.
@@ -81,7 +81,10 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
 
 
 def why_not(name: str) -> str | None:
-    """Return why this kind of kernel cannot run with this device and jax; None if it can."""
+    """Return why kernels of the kind `name` cannot run on this device with the installed jax.
+
+    None if they can run.
+    """
     if not has_backend(name):
         remedy = "; pip install jax-triton" if name == "triton" else ""
         return f"jax {jax.__version__} has no Pallas backend for {name}{remedy}"
@@ -95,7 +98,7 @@ def why_not(name: str) -> str | None:
 
 
 def has_backend(name: str) -> bool:
-    """Return whether this jax has a backend that compiles this kind of kernel."""
+    """Return whether the installed jax can compile kernels of the kind `name`."""
     if name == "triton":
         return backend() is not None
     try:

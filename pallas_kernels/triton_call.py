@@ -31,8 +31,8 @@ from pallas_kernels.triton_source import launch_grid, triton_source
 
 BACKENDS = "pallas", "jax_triton"
 VARIABLE = "PALLAS_KERNELS_BACKEND"
-# XLA assembles the PTX, with a ptxas that may be older than Triton's. These are the versions of
-# CUDA 12.3, the first whose graphs are used, and 12.8, the first for compute capability 12.0.
+# XLA assembles the PTX, with a ptxas that may be older than Triton's. These are the PTX versions of
+# CUDA 12.3, the first CUDA whose graphs are used, and 12.8, the first for compute capability 12.0.
 PTX_VERSION, PTX_VERSION_FROM_10_0 = 83, 87
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -50,10 +50,10 @@ plt = _find_plt()  # None if jax has removed it
 
 
 def backend() -> str | None:
-    """Return the backend that compiles kernels for a GPU, "pallas" or "jax_triton", or None.
+    """Return the name of the backend that compiles kernels for a GPU; None if none is installed.
 
     Raises:
-        ValueError: the environment names an unknown backend, or one that is not installed.
+        ValueError: the environment names a backend that is unknown or not installed.
     """
     asked = os.environ.get(VARIABLE)
     if asked is None and plt:  # fast path for every traced operation: no search for packages
@@ -229,9 +229,10 @@ def launch(
     aliases: Mapping[int, int],
     options: Mapping[str, int],
 ) -> tuple[Any, ...]:
-    """Run the function `name` of the module text `source` by jax_triton, and return the outputs.
+    """Run a Triton function with jax_triton, and return the outputs.
 
-    `triton_call` explains the other arguments.
+    `source` is the text of a module with the function `name`. `triton_call` explains the other
+    arguments.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 

@@ -196,8 +196,8 @@ class _Writer:
     ) -> list[str]:
         """Write a loop; return the names of its results.
 
-        The inputs of `body` are `consts`, the index, the end if `skip` is 2, then the carry. The
-        first `skip` outputs of `body` are dropped.
+        The inputs of `body` are `consts`, the index, the loop's end (only if `skip` is 2), then the
+        carry. The first `skip` outputs of `body` are dropped.
         """
         results, i = [self.new_name() for _ in carry], self.new_name()
         for result, initial in zip(results, carry, strict=True):
@@ -209,7 +209,7 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Return a value broadcast from shape `old` to `new`, where its axes are the axes `at`."""
+        """Return the value `name` broadcast from shape `old` to `new`. Its axes become `at`."""
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")

@@ -87,7 +87,7 @@ class AsyncLLM(Refusing):
         Args:
             prompt: one prompt, as for `LLM.generate`.
             sampling_params: None for `LLM.get_default_sampling_params`.
-            request_id: an id for `abort`, unique among unfinished requests.
+            request_id: an id for `abort`, unique among unfinished requests; None for a new id.
             priority: with scheduling_policy="priority", the request with the lowest value goes
                 first.
 
@@ -148,7 +148,10 @@ class AsyncLLM(Refusing):
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
-        """Abort a request, and keep its tokens so far. Return False if there is no such request."""
+        """Abort a request. The request's last output has the tokens generated so far.
+
+        Return False if no unfinished request has this id.
+        """
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
@@ -177,7 +180,7 @@ class AsyncLLM(Refusing):
         await self._ask(self._llm.wake_up)
 
     async def is_sleeping(self) -> bool:
-        """Return whether the engine is asleep (`sleep` without `wake_up`)."""
+        """Return whether the engine is asleep (see `LLM.sleep`)."""
         return await self._ask(self._llm.is_sleeping)
 
     async def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
@@ -240,7 +243,7 @@ class AsyncLLM(Refusing):
             self._run()
             for request_id in list(self._streams):
                 self._abort(request_id)
-        except BaseException as failure:  # not only of a step: the engine cannot go on
+        except BaseException as failure:  # even outside a step, the engine cannot go on
             error, self._is_closing = failure, True
         with self._ending:
             self._has_ended = True
@@ -250,7 +253,7 @@ class AsyncLLM(Refusing):
         self._llm.close()
 
     def _run(self) -> None:
-        """Run steps until the LLM closes, and between them the calls of other threads."""
+        """Run steps until the LLM closes. Between steps, run the functions that `_call` queued."""
         engine = self._llm.engine
         while not self._is_closing:
             while not self._calls.empty() or not engine.has_work:
@@ -283,7 +286,7 @@ class AsyncLLM(Refusing):
         stream.is_cancelled = True
         if stream.outputs is None:
             return
-        # Once a request has ended, another may have taken its id.
+        # Once a request has ended, another request may have taken its id.
         request_id = stream.outputs.request.request_id
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
@@ -291,7 +294,7 @@ class AsyncLLM(Refusing):
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:
-        """Deliver new outputs to their callers, with one call per event loop."""
+        """Deliver the new outputs of requests to their callers, with one call per event loop."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
@@ -343,7 +346,7 @@ class Generation:
 
 
 class _Stream:
-    """The latest output of a request, passed from the engine's thread to its caller."""
+    """Passes the latest output of a request from the engine's thread to the request's caller."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop

@@ -13,7 +13,10 @@ _OWN = "specjax", "pallas_kernels", "contextlib", "functools"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name, with the nearest known name, if any."""
+    """Return a text that suggests the known name most similar to an unknown `name`.
+
+    The text ends an error message. It is empty if no known name is similar.
+    """
     near = get_close_matches(str(name), list(known), 1, NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -77,8 +80,8 @@ def is_integer(value: Any) -> bool:
 def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]:
     """Parse a table [[lo, hi, K], ...] of numbers of drafts by batch size, as in vLLM.
 
-    An entry means K drafts if lo to hi requests decode together. Sizes between two entries, and
-    beyond the last entry, have the K of the entry before them.
+    An entry means K drafts if lo to hi requests decode together. Numbers of requests between two
+    entries, or beyond the last entry, have the K of the entry before them.
 
     Raises:
         ValueError: an entry is malformed; the message names it.

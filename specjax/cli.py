@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code.
 
     The code is 0 for success, 2 for errors that the user can fix, 130 after an interrupt, and 141
-    if nobody reads the output any more.
+    if the reader of the output has closed the pipe.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)

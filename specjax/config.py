@@ -22,7 +22,7 @@ from specjax.checks import (
 from specjax.vllm_names import take_speculation
 
 DTYPES = ("float32", "bfloat16")
-# A placeholder for a drafter: reports use only its shapes.
+# A placeholder for a drafter's checkpoint, for reports that need only the drafter's shapes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
@@ -37,12 +37,12 @@ MANY_DRAFTS, MAX_DRAFTS = 16, 64  # maximum of K without a warning, without an e
 
 
 class Method(NamedTuple):
-    """The needs of a drafting method.
+    """The properties of a drafting method.
 
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether reports may use OWN_SHAPE instead of a checkpoint.
+        needs_shape: whether reports like `specjax info` may use OWN_SHAPE instead of a checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
     """
 
@@ -92,8 +92,8 @@ class SpeculativeConfig:
         synthetic_acceptance_length: mean acceptance length in 1..K+1, instead of rates.
         draft_sample_method: above temperature 0, "probabilistic" drafts are drawn (with the
             target's noise under seed_exact), and "greedy" drafts are the argmax.
-        aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer i
-            (vLLM, the default), or "output" of 0-based layer i (SGLang).
+        aux_id_convention: which hidden state the number i in an EAGLE-3 config means: the one that
+            enters 0-based layer i ("entering", as in vLLM), or its output ("output", as in SGLang).
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
     """
@@ -229,7 +229,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The acceptance rate of each draft. A mean length becomes ones, a remainder and zeros."""
+        """The rate of each draft. A mean length gives ones, at most one fraction, and zeros."""
         if self.synthetic_acceptance_rates is not None:
             return tuple(self.synthetic_acceptance_rates)
         drafts = (self.synthetic_acceptance_length or 1) - 1
@@ -263,17 +263,17 @@ class EngineConfig:
     Attributes:
         max_model_len: maximum number of tokens of a request, including the prompt.
         max_num_seqs: maximum number of requests that run at the same time.
-        max_num_batched_tokens: maximum number of tokens per step, including extra rows of drafting.
-        max_num_scheduled_tokens: maximum number of tokens per step without extra rows; None for
-            max_num_batched_tokens.
+        max_num_batched_tokens: maximum number of tokens per step, including drafting's extra rows.
+        max_num_scheduled_tokens: maximum number of tokens per step without these extra rows; None
+            for max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps are compiled for; None for widths
-            that double up to the budget, each for 1, 4, 16, ... prompts. The largest must hold
-            max_num_batched_tokens.
+            that double up to the token budget, each for 1, 4, 16, ... prompts. The largest must
+            hold max_num_batched_tokens.
         page_size: tokens per page of the KV cache.
         num_pages: number of pages for layers without a window, and the maximum for other layers.
-        max_window_pages: maximum number of pages per window; None for as many as can be in use.
+        max_window_pages: maximum number of pages per window size; None for as many as are needed.
         enable_prefix_caching: keep pages for later requests with the same prefix.
         num_snapshots: number of recurrent states kept for prefix caching; None for a quarter of
             max_num_seqs.
@@ -285,7 +285,7 @@ class EngineConfig:
         exact: run every step in one shape, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
-            tokens are drawn from. "both" is "processed", with "raw" for the token itself as well.
+            tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.
         seed: seed of requests without a seed, any integer of 64 bits.
     """
 
@@ -352,7 +352,7 @@ class EngineConfig:
         self._set_shapes()
 
     def _set_shapes(self) -> None:
-        """Set the shapes, in order: the given shapes, or the default shapes."""
+        """Sort `decode_batches` and `prefill_shapes`, or set them to defaults if they are None."""
         usual = self._usual_batches(), self._usual_shapes()
         batches = usual[0] if self.decode_batches is None else self._checked_batches()
         shapes = usual[1] if self.prefill_shapes is None else self._checked_shapes()
@@ -400,10 +400,10 @@ class EngineConfig:
         return growing(1, self.max_num_seqs, 2)
 
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Return shapes: widths that double up to the budget, each for 1, 4, 16, ... prompts.
+        """Return chunk shapes. Widths double up to the budget, each for 1, 4, 16, ... prompts.
 
-        Padding costs as much as tokens, and a full engine mostly runs a few short chunks next to a
-        round. At most three quarters of a batch are padding.
+        A padding row costs as much as a token, and a full engine mostly runs a few short chunks
+        next to a round. Padding takes at most three quarters of a batch.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)

@@ -53,13 +53,13 @@ class LLM(VllmMethods):
             model's limit, on a CPU at most 8192.
         max_num_seqs: maximum number of requests that run at the same time; None for 256 on a GPU
             (fewer if its memory holds fewer recurrent states), 16 on a CPU.
-        max_num_batched_tokens: maximum number of tokens per step, including extra rows of drafting;
+        max_num_batched_tokens: maximum number of tokens per step, including drafting's extra rows;
             None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: the maximum without extra rows; None for max_num_batched_tokens.
+        max_num_scheduled_tokens: the same without these rows; None for max_num_batched_tokens.
         decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
-            that double up to the budget, each for 1, 4, 16, ... prompts.
+            that double up to the token budget, each for 1, 4, 16, ... prompts.
         num_pages: number of pages of the KV cache; None for the pages of all requests at full
             length, or for fewer if the device's memory holds fewer.
         page_size: tokens per page.
@@ -69,22 +69,22 @@ class LLM(VllmMethods):
         num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, or for as many as fit.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
-        compile_ahead: compile all shapes, and everything that requests need, before they run, so
-            that speed and bits are as in a warm engine. By default requests run padded in the first
+        compile_ahead: compile what requests need, in all shapes, before they run. Speed and
+            rounding are then as in a warm engine. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
-        exact: make tokens and logprobs bitwise equal under any schedule. Every step runs in one
-            shape, of all `max_num_seqs` requests with at least 8 tokens, compiled at the start.
+        exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:
+            at least `max_num_seqs` requests with 8 or more tokens each, compiled at the start.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
-            "both" is "processed", with the model's log-probability in `Logprob.raw_logprob`.
+            "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
         tensor_parallel_size: number of devices that hold the model; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache
-            folder; None for no folder.
+            folder, which is then used; None for no folder.
         seed: seed of requests without a seed, any integer of 64 bits.
-        verbose: show bars on a terminal, and log loading (without a terminal also generating) with
-            the logger "specjax", which writes to stderr unless logging is configured.
+        verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The
+            logger "specjax" writes to stderr, unless logging is configured.
 
     Raises:
         ValueError: options contradict each other or do not fit the model.
@@ -97,7 +97,7 @@ class LLM(VllmMethods):
         self._name = str(model) if isinstance(model, str | Path) else type(model)
         self._method = serving.method
         self._verbose = verbose = given["verbose"]
-        self._lock = OwnLock()  # the engine's; held per step, not per call
+        self._lock = OwnLock()  # guards the engine; held per step, not per call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
         self._default_params = serving.default_params
@@ -134,16 +134,16 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Continue each prompt. Outputs come in the order of the prompts.
 
-        A request that fails alone, for example in its grammar, ends with finish_reason "error"; the
-        other requests continue.
+        If a single request fails, for example because of its grammar, it ends with finish_reason
+        "error", and the other requests continue.
 
         Args:
             prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
                 list of these.
             sampling_params: parameters for all prompts, or a list with one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: whether to show progress, as a bar, or without a terminal as log lines; or a
-                class with the arguments of tqdm.
+            use_tqdm: whether to show progress (as a bar, or as log lines if there is no terminal),
+                or a class with the arguments of tqdm, which then shows the progress.
             lora_request: must be None; LoRA adapters are not supported.
             priority: with scheduling_policy="priority", requests with low values go first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
@@ -170,11 +170,11 @@ class LLM(VllmMethods):
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Continue each prompt. Yield an output whenever it has grown.
+        """Continue each prompt. Yield a request's output whenever it has grown.
 
         `SamplingParams.output_kind` sets what an output contains, by default everything so far. The
-        last output of a request is `finished`. Requests start when the first output is asked for;
-        leaving the iteration aborts unfinished requests. Other calls may run in between.
+        last output of a request is `finished`. Requests start when the iteration starts; leaving it
+        aborts unfinished requests. Between two outputs, the LLM may be used for other calls.
 
         `use_tqdm` logs the progress every ten seconds, because text printed between outputs would
         break a bar.
@@ -223,7 +223,7 @@ class LLM(VllmMethods):
             chat_template: a Jinja template, or the name of a template in the checkpoint.
             chat_template_content_format: "openai" passes contents to the template as lists of
                 parts; "string" and "auto" join the parts of a list to a text, with line breaks.
-            add_generation_prompt: whether to begin the assistant's turn.
+            add_generation_prompt: whether the prompt ends with the start of the assistant's turn.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
@@ -427,7 +427,7 @@ class LLM(VllmMethods):
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
-        """Queue requests and yield their outputs. Abort unfinished ones when the block is left."""
+        """Queue requests and yield their outputs. Abort unfinished requests when the block ends."""
         started: list[Outputs] = []
         try:
             with self._lock:
@@ -446,5 +446,5 @@ class LLM(VllmMethods):
             with self._lock:
                 if not self._is_closed:
                     for outputs in started:
-                        if not outputs.is_finished:  # a finished one's id may be in use again
+                        if not outputs.is_finished:  # a finished request's id may be in use again
                             self.engine.abort(outputs.request.request_id)

@@ -19,7 +19,7 @@ TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation of a prompt."""
+    """One continuation of a prompt, finished or not."""
 
     index: int
     text: str | None  # None without a tokenizer, or with detokenize=False

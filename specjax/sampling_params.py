@@ -16,7 +16,7 @@ from specjax.vllm_names import SAMPLING, STRUCTURED, take_keys, takes
 # Limits per request, because parameters are stored in device arrays of fixed width.
 MAX_STOP_IDS = 8  # including the model's end-of-sequence ids
 MAX_LOGIT_BIAS = 512
-MAX_BAD_WORDS = 32  # after tokenization, which yields one or two entries per word
+MAX_BAD_WORDS = 32  # number of token sequences; each word gives one or two
 MAX_BAD_WORD_TOKENS = 8
 LARGEST = 1e30  # maximum scale or shift of logits, which must stay finite in float32
 
@@ -133,12 +133,13 @@ class SamplingParams:
             ends there nevertheless.
         max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
         min_tokens: minimum number of tokens; nothing ends the output earlier.
-        logprobs: report the log-probability of each token, and of this number of most likely
-            tokens; -1 for the whole vocabulary, if `max_logprobs` allows it.
-        prompt_logprobs: as `logprobs`, for the tokens of the prompt.
+        logprobs: number of most likely tokens whose log-probabilities are reported per position, in
+            addition to the token's own; -1 for the whole vocabulary, if `max_logprobs` allows it;
+            None for no log-probabilities.
+        prompt_logprobs: as `logprobs`, for the positions of the prompt.
         detokenize: whether outputs carry text.
         skip_special_tokens: omit special tokens from the text.
-        spaces_between_special_tokens: must be True if special tokens are in the text.
+        spaces_between_special_tokens: must be True if `skip_special_tokens` is False.
         include_stop_str_in_output: end the text with the stop text, or with the text of the stop
             token.
         output_kind: what each output of a stream holds.

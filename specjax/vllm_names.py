@@ -1,4 +1,4 @@
-"""Accepts names of vLLM 0.33 if their values match the behaviour here, and refuses all others."""
+"""Accepts vLLM 0.33's names if their values match the behaviour here, or else refuses them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -105,7 +105,7 @@ Class = TypeVar("Class", bound=type)
 def take_keys(
     given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the known keys of a mapping, with their values. vLLM's keys in `table` are dropped.
+    """Return the items of `given` whose keys are known. vLLM's keys in `table` are dropped.
 
     Raises:
         ValueError: a key of vLLM has a value that would change something (the message names the
@@ -144,7 +144,7 @@ def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str
 
 
 def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
-    """Return a decorator of dataclasses whose constructor then also takes the table's names.
+    """Return a class decorator that makes a dataclass's constructor also take the table's names.
 
     The constructor raises ValueError for a value that would change something, and TypeError for
     unknown names.

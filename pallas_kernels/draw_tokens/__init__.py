@@ -2,13 +2,13 @@
 
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
-This samples from softmax(logits / T) (Gumbel-max). At temperature 0 the token is the plain argmax.
-Ties go to the first token. A row without a possible token gives -1. The noise is counter-based:
-a token's noise does not depend on the row, the batch, or the number of other tokens drawn. One call
-of threefry makes the noise of two tokens.
+where u is uniform in (0, 1). This samples from softmax(logits / T) (the Gumbel-max trick). At
+temperature 0 the token is the plain argmax. Ties go to the first token. A row without a possible
+token gives -1. The noise is counter-based: a token's noise does not depend on the row, the batch,
+or the number of other tokens drawn. One call of threefry makes the noise of two tokens.
 
-XLA samples in a conditional, as a second program, and launches a kernel for every small array in
-the computation of the noise. The Triton kernel reads the logits once, and does all work per row.
+XLA puts the sampling in a branch of a conditional, and launches a kernel for every small array in
+the computation of the noise. The Triton version reads the logits once, and launches two kernels.
 """
 
 import jax
@@ -42,12 +42,12 @@ def draw_tokens(
         logits: f32[N, V]; -inf is never drawn. A row with only -inf, or with a NaN, has no possible
             token: its result is -1.
         temperature: f32[B]; 0 for the argmax. Other values are raised to at least MIN_TEMPERATURE.
-        seeds: u32[B].
+        seeds: u32[B], a seed per request.
         stream: selects one of the independent sources of noise under a seed.
-        counters: i32[B] each, further keys of the noise. The first counter belongs to a request's
-            first row, and increases by one per row, like a token's position.
-        token_ids: i32[V], distinct token ids of the columns, for the noise and the result; None
-            if the token ids are the column numbers.
+        counters: i32[B] each, further keys of the noise. The first counter holds the values of the
+            requests' first rows. It increases by one per row, like a token's position.
+        token_ids: i32[V], the columns' token ids, which are distinct. They key the noise, and the
+            result consists of them. None if the token ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.
         kernels: implementation to use, see `dispatch`.
 
@@ -76,11 +76,12 @@ def draw_scored(
 ) -> tuple[jax.Array, jax.Array]:
     """Return one token i32[N] per row, and its score f32[N], for one part of a larger vocabulary.
 
-    The part consists of the V tokens from `first` on, an i32[] that is a multiple of 64. The result
-    has token ids of the larger vocabulary. The score is the maximum of logits / T + noise. Of all
-    parts of a vocabulary, the token with the highest score is the token that `draw_tokens` samples
-    from the whole. A row without a possible token gives -1. Its score is NaN if one of its logits
-    is NaN, else -inf. Other arguments and errors are as in `draw_tokens`.
+    The part has V tokens, starting with token `first` (i32[], a multiple of 64). The returned
+    tokens are ids in the larger vocabulary. A score is the row's maximum of logits / T + noise. If
+    every part of a vocabulary is sampled like this, the token with the highest score is the token
+    that `draw_tokens` samples from the whole vocabulary. The token of a row without a possible
+    token is -1. Its score is NaN if one of the logits is NaN, else -inf. Other arguments and errors
+    are as in `draw_tokens`.
     """
     _check(logits, temperature, seeds, counters)
     keyed = temperature, seeds, int(stream), counters

@@ -92,8 +92,8 @@ def gumbel_noise(
 ) -> jax.Array:
     """Return Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token.
 
-    The tokens are the V = `num_tokens` tokens from `first` on. `first` is an i32[] that is a
-    multiple of 64, or None for 0.
+    The noise is for V = `num_tokens` tokens, starting with token `first` (i32[], a multiple of 64;
+    token 0 if None).
 
     A token's noise does not depend on the row, the batch or the number of drafts, so that plain
     decoding, verification and drafting have the same noise at the same position.
@@ -106,10 +106,10 @@ def gumbel_noise(
 
 
 def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) -> jax.Array:
-    """Return random bits u32[V] of a random key, one word per token; see `gumbel_noise`.
+    """Return the random bits u32[V] of V tokens under a random key (see `gumbel_noise`).
 
-    One call of threefry makes two words. Call 32 g + i makes the words of tokens i and 32 + i in
-    group g of 64, so that a GPU reads the logits of both in whole cache lines.
+    One call of threefry makes the bits of two tokens. In the g-th group of 64 tokens, call 32 g + i
+    makes those of tokens i and 32 + i. So a GPU reads the logits of both in whole cache lines.
     """
     num_groups = -(-num_tokens // (2 * PAIRED))
     calls = jnp.arange(num_groups * PAIRED, dtype=jnp.uint32)
@@ -127,7 +127,7 @@ def as_gumbel(bits: jax.Array) -> jax.Array:
 
 
 def keys(seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...]) -> jax.Array:
-    """Return one JAX random key per row."""
+    """Return a JAX random key for each row, derived from its seed, the stream and its counters."""
 
     def row(seed, *counters):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), int(stream))

@@ -25,9 +25,9 @@ PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class DrawTuning:
-    """The tile size, a multiple of 64, and the number of warps.
+    """The number of tokens per tile, a multiple of 64, and the number of warps per program.
 
-    A row of 128k tokens has 32 tiles, so a few rows fill the GPU.
+    By default, a row of 128k tokens has 32 tiles, so a few rows fill the GPU.
     """
 
     block_tokens: int = 4096
@@ -164,14 +164,14 @@ def _combine_kernel(best_ref, token_ref, out_ref, *score_ref, num_tiles):
 
 
 def _word(key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:
-    """Return the random bits u32 of tokens with any ids; see `token_bits`."""
+    """Return the random bits u32 for an array of arbitrary token ids (see `token_bits`)."""
     call = token // (2 * PAIRED) * PAIRED + token % PAIRED
     first, second = threefry(key, (jnp.zeros_like(call, jnp.uint32), call.astype(jnp.uint32)))
     return jnp.where(token // PAIRED % 2 == 0, first, second)
 
 
 def _gumbel(bits: jax.Array, interpret: bool) -> jax.Array:
-    """Return `as_gumbel(bits)` with errors up to 6e-6, in a third of the instructions."""
+    """Return `as_gumbel(bits)` with errors up to 6e-6, using a third of the instructions."""
     log = functools.partial(log2, interpret=interpret)
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - MIN_TAIL)
     series = jnp.full_like(u, 1 / 7)

@@ -70,14 +70,14 @@ def gated_delta_rule(
         weights: see `DeltaRuleWeights`.
         cache: the old cache, which is updated in place if the caller donated it.
         layer: i32[], the layer of the cache.
-        slots: i32[B], distinct slots; out of range for a padding row.
+        slots: i32[B], the requests' slots, which are distinct; out of range for a padding row.
         positions: i32[B, T], absolute positions, consecutive within a request; -1 for padding rows,
             which follow the real rows. The slot of a request without real rows is left unchanged.
         pending: i32[B], how many of the last accepted tokens the state does not include; at most M.
         folds: whether to fold the new tokens into the state, too. This is for prompts, whose tokens
             cannot be rejected. Afterwards no tokens are pending, and columns that no later call may
-            read are filled with NaN. Large T runs in chunks of matrix products (the WY form).
-            Without `folds`, a request has at most M real rows.
+            read are filled with NaN. A long prompt is computed in chunks, by matrix products (the
+            WY form). Without `folds`, a request has at most M real rows.
         eps: eps of the output norm.
         kernels: implementation to use, see `dispatch.run`.
 

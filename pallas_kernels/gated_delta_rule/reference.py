@@ -16,7 +16,7 @@ einsum, matmul = partial(jnp.einsum, precision="highest"), partial(jnp.matmul, p
 
 
 class Tokens(NamedTuple):
-    """Inputs of the rule for T tokens, f32."""
+    """Inputs of the rule for T tokens. All arrays are f32."""
 
     q: jax.Array  # [B, T, H_v, D_k]
     k: jax.Array  # [B, T, H_v, D_k]
@@ -25,9 +25,9 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, H_v]
 
     def only(self, is_real: jax.Array) -> "Tokens":
-        """Return the tokens where `is_real` bool[B, T] is true.
+        """Return the tokens after replacing those where `is_real` bool[B, T] is false.
 
-        Other tokens, even NaN, are replaced by tokens that leave every state unchanged.
+        The replacements leave every state unchanged, even where the old tokens were NaN.
         """
         wide = is_real[..., None]
         q, k, v = (jnp.where(wide[..., None], x, 0.0) for x in (self.q, self.k, self.v))
@@ -130,7 +130,10 @@ def _keep_tokens(
     positions: jax.Array,
     tokens: tuple[jax.Array, ...],
 ) -> DeltaRuleCache:
-    """Return the cache with raw inputs, u, k and e^g [B, M, ...] of the new tokens in its rings."""
+    """Return the cache after writing the new tokens to its rings.
+
+    `tokens` are the raw inputs, u, k and e^g [B, M, ...] of the new tokens.
+    """
     width = positions.shape[1]
 
     def write(ring, x):
@@ -150,9 +153,10 @@ def _keep_history(
     starts: jax.Array,
     inputs: jax.Array,
 ) -> DeltaRuleCache:
-    """Return the cache after a prompt, with only the last W - 1 raw inputs in its rings.
+    """Return the cache after a prompt. Its rings keep only the last W - 1 raw inputs.
 
-    `inputs` [B, W - 1 + T, C] are all raw inputs. The rest of the rings is filled with NaN.
+    The rest of the rings is filled with NaN. `inputs` [B, W - 1 + T, C] are the raw inputs of the
+    W - 1 tokens before the new tokens, and of the T new tokens.
     """
     state, ring, *rings = cache
     num_columns = ring.shape[2]
@@ -187,7 +191,10 @@ def split_inputs(
 
 
 def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
-    """Return w rmsnorm(o) silu(z) [..., D_v] in o's dtype; the statistics and the gate are f32."""
+    """Return `norm` * rmsnorm(o) * silu(z) [..., D_v] in o's dtype.
+
+    The statistics of the norm and the gate silu(z) are computed in f32.
+    """
     y = o.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     norm = jax.lax.broadcast_to_rank(norm, y.ndim)
@@ -304,11 +311,13 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
 
 
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """Return (I + A)^-1 for strictly lower triangular A [..., n, n], n a power of two.
+    """Return (I + A)^-1, where A = `lower` [..., n, n] is strictly lower triangular.
 
-    Pairs of inverted diagonal blocks are merged until one block is left: the corner of the inverse
-    of [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would touch fewer elements, but
-    on the CPU, XLA calls BLAS for every matrix in such a solve, and may hang there.
+    n must be a power of two. Pairs of inverted diagonal blocks are merged until one block is left.
+    The corner of the inverse of [[P, 0], [C, Q]] is -Q^-1 C P^-1.
+
+    A batched triangular solve would touch fewer elements. But on the CPU, XLA calls BLAS for every
+    matrix in such a solve, and may hang there.
     """
     *batch, n, _ = lower.shape
     inverse = jnp.ones((*batch, n, 1, 1), lower.dtype)

@@ -53,7 +53,8 @@ class DeltaRuleCache(NamedTuple):
     ) -> "DeltaRuleCache":
         """Return the shapes and dtypes (`jax.ShapeDtypeStruct`) of a cache.
 
-        The convolution has W = `num_taps` tokens. M is `max_pending`. `dtype` is the raw inputs'.
+        L is `layers`, S is `slots`, W is `num_taps`, the number of tokens that the convolution
+        spans, and M is `max_pending`. `dtype` is the dtype of the raw inputs.
         """
 
         def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:

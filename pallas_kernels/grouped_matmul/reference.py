@@ -69,7 +69,7 @@ class _Block(NamedTuple):
 
     group: jax.Array  # i32[]
     start: jax.Array  # i32[], the first row
-    num_own: jax.Array  # i32[], the number of the group's rows from `start` on, in any blocks
+    num_own: jax.Array  # i32[], number of rows from `start` to the group's end, past any block end
 
 
 def _over_blocks(

@@ -30,7 +30,8 @@ class GroupedMatmulTuning:
     num_stages: int
 
 
-# Keys are the maximum of twice the average rows per group. Few rows are bound by reading weights.
+# A key is the upper limit of twice the average number of rows per group; None is for all other
+# sizes. With few rows, reading the weights takes the most time.
 BFLOAT16 = {
     16: GroupedMatmulTuning(16, 64, 128, 4, 4),
     64: GroupedMatmulTuning(64, 128, 64, 4, 4),
@@ -40,7 +41,7 @@ FLOAT32 = {16: GroupedMatmulTuning(16, 64, 32, 4, 3), None: GroupedMatmulTuning(
 
 
 def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """Return the tiles for `num_rows` rows in `num_groups` groups."""
+    """Return the tile sizes for `num_rows` rows in `num_groups` groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
     # Twice the average, so that a popular expert's rows fit in one block.
     fits = [

@@ -1,9 +1,9 @@
 """Causal attention of T new tokens per request over a paged pool of latents (MLA, absorbed).
 
 A token's entry in the pool is (c, r). Its latent c of `rank` numbers gives the keys and values of
-all heads; r is the rotated part of the key, shared by all heads (DeepSeek-V2, section 2.1). With
-the up-projection of keys absorbed into the queries, q = (W_uk^T q_nope, q_rope), all heads have the
-same key, and its first `rank` numbers are their value: for row t of request b,
+all heads; r is the rotated part of the key, shared by all heads (DeepSeek-V2, section 2.1). The
+up-projection of keys is absorbed into the queries: q = (W_uk^T q_nope, q_rope). So all heads have
+the same key (c, r) and the same value c. For row t of request b,
 
     out[b, t, h] = sum_j softmax_j(scale q[b, t, h] . (c_j, r_j)) c_j
 

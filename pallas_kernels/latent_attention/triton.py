@@ -43,8 +43,8 @@ class LatentTuning:
 
 
 # Bytes per element of q -> block_rows: (block_tokens, num_warps, num_stages), for a rank of 512.
-# The registers and the shared memory do not hold the f32 accumulator [block_rows, rank] and the
-# queries of 128 rows.
+# Blocks of 128 rows are impossible: the f32 accumulator [block_rows, rank] and the queries would
+# not fit in the registers and the shared memory.
 TILES = {
     2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
     4: {16: (16, 8, 2), 32: (16, 8, 2)},
@@ -54,7 +54,7 @@ TILES = {
 def choose_config(
     batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
 ) -> LatentTuning:
-    """Return the tiles for `num_rows` rows per request that attend to at most `context` tokens."""
+    """Return the tiling for `num_rows` rows per request that attend to up to `context` tokens."""
     tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
@@ -225,7 +225,10 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row: the sum of its splits' results [splits, rank], weighted by their maxima."""
+    """Write one row of the output, the weighted sum of its splits' results [splits, rank].
+
+    A split's weight follows from the maximum of its scores.
+    """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]
     split = jnp.arange(width, dtype=jnp.int32)

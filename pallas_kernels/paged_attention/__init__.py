@@ -51,7 +51,7 @@ def paged_attention(
         origins: i32[B, T], the last position of each row's window; None for `positions`.
         soft_cap: c, the bound of scores' absolute values; None for no bound.
         kv_scale: f32[2, H_kv], scales of keys and values; only for a float8_e4m3fn pool.
-        sinks: [H], one score without a value per head; None for no sinks.
+        sinks: [H], for each head an additional score that has no value; None for no sinks.
         kernels: implementation to use, see `dispatch.run`.
 
     Pages past a request's last position or before its first row's window do not affect the
@@ -116,7 +116,7 @@ def paged_attention_part(
     outputs, weighted by exp(log-sum-exp), is the output over the whole context. The arguments are
     as in `paged_attention`, but positions count from the start of the part. A row before the part
     attends to nothing, so its log-sum-exp is -inf. A row past the part's end attends to the whole
-    part. The part is not split among programs, so there should be many rows.
+    part. The part's tokens are not divided among programs, so this is fast only for many rows.
     """
     operands = q, kv, layer, page_table, positions
     return run("paged_attention", kernels, IMPLEMENTATIONS, *operands, returns_lse=True)

@@ -241,7 +241,10 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row: the sum of its splits' results [splits, D], weighted by their maxima."""
+    """Write one row of the output, the weighted sum of its splits' results [splits, D].
+
+    A split's weight follows from the maximum of its scores.
+    """
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]
     split = jnp.arange(width, dtype=jnp.int32)

@@ -17,7 +17,7 @@ class AttentionTuning:
     block_tokens: int  # keys and values per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
-    num_stages: int  # Triton's; page ids and tokens take two each, so 5 stages are 2 blocks
+    num_stages: int  # of Triton's pipeline; page ids and tokens take 2 each, so 5 are 2 blocks
 
 
 # Bytes per element of q -> D -> block_rows: (block_tokens, num_warps, num_stages).
@@ -64,7 +64,7 @@ def choose_config(
     context: int,
     dtype: jnp.dtype,
 ) -> AttentionTuning:
-    """Return the tiles for `num_rows` rows per request that attend to at most `context` tokens."""
+    """Return the tiling for `num_rows` rows per request that attend to up to `context` tokens."""
     tiles = TILES[dtype.itemsize][dim]
     rows = num_rows * (num_heads // num_kv_heads)
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))

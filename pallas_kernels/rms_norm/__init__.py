@@ -3,8 +3,8 @@
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
 with 1 + w instead of w if the checkpoint stores weights minus one. XLA compiles a norm without a
-sum to one kernel, so a norm alone needs no operation here. For sum and norm, XLA makes two kernels
-or recomputes the sum.
+sum to one kernel, so there is no Triton kernel for a norm alone. For a sum and its norm, XLA makes
+two kernels or recomputes the sum.
 """
 
 import jax
@@ -31,7 +31,7 @@ def add_rms_norm(
     Args:
         x: [N, D], the residual.
         delta: [N, D], added to the residual.
-        weight: [D], w.
+        weight: [D], the weight w.
         eps: added to the mean square.
         is_centred: whether the weight is stored minus one.
         kernels: implementation to use, see `dispatch`.

@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 
 MAX_DIM = 16384  # a row must fit in the registers of one program
-ELEMENTS_PER_WARP = 256  # 16-byte loads per thread, and little code: a step has few rows
+ELEMENTS_PER_WARP = 256  # 16 bytes per load, and short code, because a step has few rows
 
 
 def add_rms_norm_triton(
@@ -55,7 +55,8 @@ def _kernel(x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, eps, is
     def read(ref, *index):
         return load(ref.at[(*index, i)], mask=mask, other=0.0).astype(jnp.float32)
 
-    # Load the weight before the sum, which waits for the row: in a step it is in no cache any more.
+    # Load the weight before computing the sum, which waits for the row: other work of the step has
+    # evicted the weight from all caches.
     weight = read(weight_ref)
     rounded = (read(x_ref, row) + read(delta_ref, row)).astype(y_ref.dtype)
     store(y_ref.at[row, i], rounded, mask=mask)

@@ -1,9 +1,10 @@
 """The routes of a mixture of experts: the experts of each row, and the rows of each expert.
 
-For logits l [N, E], a row's C experts are those with the largest scores s: softmax(l), or
-sigmoid(l) plus a correction that affects only the choice (DeepSeek-V3, section 2.1.2).
+For logits l [N, E], the scores s are softmax(l) or sigmoid(l). A row's C experts are the experts
+with the largest scores. With sigmoids, a correction may be added to the scores for this choice, but
+not for the weights (DeepSeek-V3, section 2.1.2). The weights are
 
-    w_c = s_c, or s_c / sum_c s_c if the rule normalises, times the scaling
+    w_c = scaling s_c, or scaling s_c / sum_c s_c if the rule normalises
 
 Ties go to the lower expert. Entry n C + c is the c-th expert of row n. Entries are sorted by
 expert.
@@ -39,9 +40,9 @@ def route(
         logits: [N, E].
         num_chosen: C, the number of experts per row.
         rule: the rule that chooses and weights experts.
-        correction: f32[E], added to the sigmoids to choose experts.
-        is_padding: bool[N], whether each row is padding. Padding rows go to the experts of row 0,
-            with meaningless weights.
+        correction: f32[E], added to the sigmoids when experts are chosen; None for no correction.
+        is_padding: bool[N], whether each row is padding; None if no row is. Padding rows go to the
+            experts of row 0, with meaningless weights.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

@@ -15,7 +15,7 @@ class Rule(NamedTuple):
 
     is_sigmoid: bool = False  # whether scores are sigmoids of the logits, or else their softmax
     normalises: bool = True  # whether the weights of a row's experts sum to one
-    scaling: float = 1.0  # multiplies the normalised weights
+    scaling: float = 1.0  # multiplies the weights, normalised or not
     num_groups: int = 1
     num_chosen_groups: int = 1
 

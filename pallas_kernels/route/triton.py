@@ -1,9 +1,9 @@
-"""A Triton kernel for routes, with one program for all rows. A warp has whole rows if possible.
+"""A Triton kernel for routes. One program computes all rows; if possible, warps have whole rows.
 
-Scores are mapped to sortable integers, called keys. A choice takes the maximum key and replaces it
-by one of the lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an
-expert at most once, so an entry's place within its expert is the number of earlier rows that chose
-the same expert.
+Scores are mapped to sortable integers, called keys. To choose an expert, the kernel takes the
+maximum key of a row. It then replaces this key by one of the lowest keys, which encodes the rank of
+the choice. No sort is needed: a row chooses an expert at most once, so an entry's place within its
+expert is the number of earlier rows that chose the same expert.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ LOW_BITS = 0xFFFF  # mask for a key's low bits
 
 
 def fits(num_rows: int, num_experts: int, num_chosen: int, rule: Rule) -> bool:
-    """Return whether the kernel supports this number of logits and choices, and the rule."""
+    """Return whether the kernel supports inputs of these sizes, and this rule."""
     num_logits = _padded(num_rows) * _num_pieces(num_experts) * LANES
     is_small = num_rows > 0 and num_experts <= MAX_EXPERTS and num_logits <= MAX_LOGITS
     return is_small and num_chosen <= MAX_CHOSEN and rule.num_chosen_groups == rule.num_groups
@@ -153,15 +153,15 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
 
 
 def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Return x [pieces, N, LANES] reduced over all experts, [N, 1]."""
+    """Reduce x [pieces, N, LANES] over all experts, and return the result [N, 1]."""
     return reduce(reduce(x, axis=0), axis=1, keepdims=True)
 
 
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each expert's number of rows [pieces, 1, LANES], and how many of them precede a row.
+    """Return two counts of rows that chose each expert: of all rows, and of the rows before a row.
 
-    The latter is [pieces, N, LANES]. Rows are counted as bits of words, which takes one sum over
-    rows. A cumulative sum would exchange the rows of all warps.
+    The counts are [pieces, 1, LANES] and [pieces, N, LANES]. Rows are counted as bits of words,
+    which takes one sum over rows. A cumulative sum would exchange the rows of all warps.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
@@ -173,7 +173,7 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """Return keys i32 in the order of x f32.
+    """Map floats x f32 to keys i32 that have the same order.
 
     The keys exceed the reserved keys, even if their low 16 bits are replaced.
     """

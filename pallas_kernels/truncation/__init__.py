@@ -5,7 +5,7 @@ rules before it keep:
 
     min_p keeps p >= min_p max(p)
     top_k keeps the k largest p; 0 keeps all
-    top_p keeps the fewest largest p that sum to at least top_p of the remaining mass; 1 keeps all
+    top_p keeps the largest p, until they sum to at least top_p of the remaining mass; 1 keeps all
 
 A logit that ties with the smallest kept logit is kept, too. So the result does not depend on the
 order of equal logits, and one threshold per row determines the result.
@@ -36,9 +36,9 @@ def truncate(
     Args:
         logits: f32[N, V].
         temperature: f32[N], above 0.
-        top_k: i32[N].
-        top_p: f32[N].
-        min_p: f32[N].
+        top_k: i32[N]; 0 to keep all tokens.
+        top_p: f32[N]; 1 to keep all tokens.
+        min_p: f32[N]; 0 to keep all tokens.
         axis: the mesh axis over whose devices the columns are split, inside `shard_map`; None if
             they are not split. If they are split, plain JAX runs, with 8 exchanges of 60 bytes per
             row for top_k, and 8 more for top_p.

@@ -11,15 +11,15 @@ LOG2_E = 1.4426950408889634
 
 
 class Asked(NamedTuple):
-    """A row's settings, and which of them may exclude tokens."""
+    """A row's settings, and for each of three settings whether it may exclude tokens."""
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
-    cuts_k: jax.Array
-    cuts_p: jax.Array
-    cuts_min: jax.Array
+    cuts_k: jax.Array  # whether top_k may exclude tokens
+    cuts_p: jax.Array  # whether top_p may
+    cuts_min: jax.Array  # whether min_p may
 
     @classmethod
     def read(cls, refs: Any, row: jax.Array, vocab_size: int) -> "Asked":
@@ -40,6 +40,6 @@ class Asked(NamedTuple):
         return jnp.exp2((x - best) * (LOG2_E / self.temperature))
 
     def floor(self, best: jax.Array) -> jax.Array:
-        """Return the key of the smallest logit that min_p keeps."""
+        """Return the key of the smallest logit that min_p keeps; the key of -inf without min_p."""
         least = best + jnp.log(self.min_p) * self.temperature
         return ordered(jnp.where(self.cuts_min, least, -jnp.inf))

@@ -1,4 +1,4 @@
-"""The candidates of a row, which are its logits from a lower bound of its threshold on."""
+"""The candidates of a row: its logits that are not below a lower bound of the row's threshold."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class RowCandidates(NamedTuple):
             end, at = carry
             in_tile = self.in_tile[self.row, tile]
             end += in_tile
-            # Lanes beyond are of a later tile, whose room begins after the rest of this one's.
+            # Lanes from `end` on belong to a later tile, whose room begins after this tile's room.
             return end, at + jnp.where(lane >= end, self.room - in_tile, 0)
 
         start, num_tiles = (0 * self.row, lane), self.in_tile.shape[1]

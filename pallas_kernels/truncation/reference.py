@@ -70,7 +70,7 @@ def truncate_reference(
     def cut_top_p(threshold):
         left = jnp.where(keys < threshold[:, None], -jnp.inf, logits)
         probs = columns.softmax(left / temperature[:, None])
-        # A row with top_p = 1 must not lose tokens to rounding of its sum, and one whose top_p
+        # A row with top_p = 1 must not lose tokens because its sum is rounded. A row whose top_p
         # rounds to 0 keeps the best token.
         wanted = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         wanted = jnp.where(top_p < 1, wanted, jnp.inf)

@@ -133,7 +133,7 @@ def rest_kernel(
 
 
 def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
-    """Return the threshold among candidates x in registers. -inf is not a candidate."""
+    """Return the row's threshold. Its candidates are in registers: x, without -inf."""
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     keys, weights = ordered(x), asked.weigh(x, best)
     known = shared_digits(bound, ordered(best), 1)
@@ -150,7 +150,7 @@ def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
 def _search(
     read: Callable, num_blocks: int, size: int, row, asked: Asked, bound_ref, best_ref, total_ref
 ) -> jax.Array:
-    """Return the threshold among candidates in blocks [size].
+    """Return the row's threshold. `read(i)` returns the i-th block [size] of its candidates.
 
     The blocks are read again for every few bits of the threshold.
     """

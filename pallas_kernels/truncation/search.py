@@ -22,8 +22,8 @@ def highest_key(
     """Return the highest key of `num_bits` leading bits that keeps a weight of at least `wanted`.
 
     `known` has the key of the leading bits that are already known, and the number of these bits. It
-    is None if no bits are known. The result is the known key, or 0 without `known`, if all weights
-    sum to less than `wanted`, or if `is_asked` is false.
+    is None if no bits are known. If all weights sum to less than `wanted`, or if `is_asked` is
+    false, the result is the known key, or 0 if no bits are known.
     """
 
     def refine(bit, key):
@@ -50,7 +50,7 @@ def shared_digits(low: jax.Array, high: jax.Array, num_bits: int) -> tuple[jax.A
 def repeat(
     first: jax.Array | int, end: int, refine: Callable, start: jax.Array, is_asked: jax.Array
 ) -> jax.Array:
-    """Return the result of x = `refine(i, x)` for i in range(first, end), where x is first `start`.
+    """Start with x = `start`, set x = `refine(i, x)` for each i in range(first, end), and return x.
 
     If `is_asked` is false, return `start`.
     """

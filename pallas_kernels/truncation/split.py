@@ -38,9 +38,9 @@ class SplitColumns:
         def refine(i, threshold):
             shift = (NUM_BITS - DIGIT_BITS * (i + 1)).astype(jnp.uint32)
             trials = threshold[:, None] | (digits << shift)
-            is_kept = keys[:, None] >= trials[..., None]  # [N, digits, V], in no memory
+            is_kept = keys[:, None] >= trials[..., None]  # [N, digits, V], fused into the sum
             through = jnp.where(is_kept, weights[:, None], 0).sum(axis=-1)
-            # The higher a digit, the less it keeps: those that keep enough come first.
+            # Higher digits keep less weight, so the digits that keep enough come first.
             enough = jax.lax.psum(through, self.axis) >= wanted[:, None]
             return threshold | (enough.sum(axis=1, dtype=jnp.uint32) << shift)
 

@@ -4,8 +4,8 @@
    few logits each, and the sum of the tile's probabilities.
 2. `bound` finds a lower bound of each row's threshold. For top_k, the bound is the k-th largest of
    the maxima: at least k logits are not below it, and not many more. For top_p, the bound is where
-   the maxima alone reach the required mass. In a flat row, it is a logit so low that all logits
-   below it together have less than the mass to exclude.
+   the maxima alone reach the required mass. In a flat row, the bound is so low that all logits
+   below it together have less mass than top_p excludes.
 3. `mask` reads the tiles again, and writes the result as if the bound were the threshold. It
    gathers the candidates, which are the logits that are not below the bound.
 4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.
@@ -35,15 +35,15 @@ MAX_ELEMENTS = 2**31  # offsets into an array are i32
 class TruncationTuning:
     """Sizes (powers of two) and numbers of warps."""
 
-    tile: int = 8192  # logits of a program that reads them: 19 tiles of a row of 152k
-    columns: int = 512  # per tile, whose maxima are kept; a thread loads four logits at a time
+    tile: int = 8192  # logits per tile; each tile has a program, so a row of 152k has 19 programs
+    columns: int = 512  # columns per tile, for maxima; a thread loads four logits at a time
     summarise_warps: int = 4
     mask_columns: int = 1024  # per tile in `mask`, with fewer rows because it needs more registers
     mask_warps: int = 8
     tile_room: int = 2048  # candidates per tile: in some models, frequent tokens share a few tiles
     few: int = 2048  # candidates that `select` holds in registers, so that two programs fit
     many: int = 16384  # candidates that `rest` holds in registers
-    bound_warps: int = 8  # hold a row's maxima in registers, which two rows share
+    bound_warps: int = 8  # per row; they hold the row's maxima, and two rows share the registers
     row_warps: int = 16
 
 
@@ -148,7 +148,7 @@ def _mask_kernel(
     columns: int,
     tile_room: int,
 ):
-    # From the last row on: the cache still holds those that `summarise` read last.
+    # Start with the last row: the cache still holds the rows that `summarise` read last.
     row, number = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     asked = Asked.read(refs[:4], row, vocab_size)
     out_ref, candidates_ref, tokens_ref, count_ref = refs[4:]

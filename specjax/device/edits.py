@@ -15,7 +15,8 @@ from specjax.device.requests import Requests
 from specjax.device.vocabulary import WHOLE, Vocabulary
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-# Pairs of a number and the logits processors of the requests whose `Edits.processor` is the number.
+# Pairs of a number and a tuple of logits processors, which run for the requests whose
+# `Edits.processor` is the number.
 Processors = tuple[tuple[int, tuple[Callable, ...]], ...]
 
 
@@ -35,7 +36,7 @@ class History:
         return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
 
     def extended(self, tokens: list[jax.Array]) -> "History":
-        """Return the history with committed tokens appended: an array i32[B] per position."""
+        """Return the history after committing `tokens`, a list of an array i32[B] per position."""
         if not tokens:
             return self
         longer = self.then(jnp.stack(tokens, axis=1))
@@ -53,7 +54,7 @@ def edit(
     """Return the logits f32[B, T, V], edited as the requests' `SamplingParams` describe.
 
     Row t of request b follows `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds
-    a bit for each token, which is 1 if the request's grammar allows the token.
+    a bit for each token, which is 1 if the request's grammar allows the token; None without masks.
     """
     logits = apply_processors(logits, requests, history, processors, vocabulary)
     batch, num_rows, num_columns = logits.shape
@@ -152,9 +153,9 @@ def _penalise(
 def _bad_words(
     bad_words: jax.Array, history: History, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the last token i32[B, W] of each bad word, and where it would complete the word.
+    """Return each bad word's last token i32[B, W], and whether it would complete the word.
 
-    The second result is bool[B, T, W], for each row and word.
+    The second result is bool[B, T, W], for each row and each of the W words.
     """
     batch = bad_words.shape[0]
     words = bad_words.reshape(batch, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)

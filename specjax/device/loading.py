@@ -49,18 +49,19 @@ def load_params(
     rename: Callable[[str], str] = keep_name,
     ignore: Callable[[str], bool] = ignore_none,
 ) -> Any:
-    """Load a tree of `TensorSpec`, `specs`, as a tree of `jax.Array` in `dtype`.
+    """Return a tree of arrays in `dtype`, one for each `TensorSpec` of the tree `specs`.
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
     Args:
         placement: Where arrays are placed; None for `default_device`.
-        rename: A function that returns a tensor's name in the files for its name in the specs.
-        ignore: A function that returns whether a tensor may be unused, for its name in the files.
+        rename: A function that maps a tensor's name in the specs to its name in the files.
+        ignore: A function that takes a tensor's name in the files, and returns whether the tensor
+            may be unused.
 
     Raises:
-        CheckpointError: Tensors are missing, wrong or unused, which is checked before any is read;
-            or tensors have NaN or infinity. The message lists the tensors.
+        CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
+            read. Or tensors have NaN or infinity. The message lists the tensors.
     """
     leaves, tree = jax.tree.flatten(specs)
     _check(files, leaves, rename, ignore)
@@ -94,9 +95,9 @@ def lay_out(
 
     Args:
         parts: The spec's tensors in the files, as NumPy arrays, or JAX arrays on any device.
-        spec: How the array is built from `parts`.
-        dtype: Dtype of the array, unless the spec has a dtype.
-        sharding: Where the array is placed.
+        spec: Describes how the array is built from `parts`.
+        dtype: The array's dtype, unless the spec has a dtype.
+        sharding: The devices on which the array is placed, and how it is split over them.
     """
     dtype = np.dtype(spec.dtype or dtype)
     if spec.is_stored and parts[0].dtype == dtype:

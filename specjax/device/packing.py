@@ -1,7 +1,8 @@
 """Packs the inputs of a program in one array, which takes one transfer to the device.
 
 A row of the array holds the fields of one request as consecutive 32-bit words. A class of inputs
-declares its fields by `packed`. The host fills views of a packed array, and the device slices it.
+declares its fields with `packed`. The host fills a packed array through views of its fields, and
+the device slices the array.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Runs the requests' logits processors, which are functions of users, in separate programs.
+"""Runs logits processors, which are functions that users write, in separate programs.
 
-The programs run after the target and before `begin` or `settle`. So a new logits processor needs no
-other program to be compiled again.
+The programs run after the target and before `begin` or `settle`. So no other program is compiled
+again when a request has a new logits processor.
 """
 
 import jax

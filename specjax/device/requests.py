@@ -37,9 +37,9 @@ class Edits:
     """Edits of logits before tokens are sampled. An id of -1 marks an unused entry."""
 
     repetition: Float32[jax.Array, "B"]  # 1 for no penalty
-    presence: Float32[jax.Array, "B"]
-    frequency: Float32[jax.Array, "B"]
-    min_tokens: Int32[jax.Array, "B"]
+    presence: Float32[jax.Array, "B"]  # 0 for no penalty
+    frequency: Float32[jax.Array, "B"]  # 0 for no penalty
+    min_tokens: Int32[jax.Array, "B"]  # number of output tokens before stop ids are allowed
     bias_ids: Int32[jax.Array, "B biased"]
     bias: Float32[jax.Array, "B biased"]
     bad_words: Int32[jax.Array, "B bad_words"]  # each word is right-aligned

@@ -26,7 +26,7 @@ def process(
     """Return edited logits f32[B, T, V], truncated for requests with a temperature above 0.
 
     Row t of a request follows its committed tokens and its first t drafts (see `edits`). The result
-    is not divided by the temperature, so the raw logits can replace it where nothing is edited.
+    is not divided by the temperature, so without edits and truncation it equals the given logits.
     """
     edited = edit(logits, requests, history, processors, masks, vocabulary)
     sampling = requests.sampling.repeat(logits.shape[1])
@@ -50,7 +50,7 @@ def through_edits(
 ) -> Any:
     """Return `use(edit(logits))` if `has_edits` bool[] is true, else `use(logits)`.
 
-    The conditional encloses `use`, so that it need not return an array as large as the logits.
+    `use` runs inside the conditional, which then need not return an array as large as the logits.
     If `edit` is None, the result is `use(logits)`, and `has_edits` is not used.
     """
     if edit is None:
@@ -96,10 +96,10 @@ def draw_draft(
     """Return a draft token i32[B] for each row of logits f32[B, V_d], and its distribution.
 
     The token is sampled like the target's tokens. If the drafter has a reduced vocabulary,
-    `token_ids` i32[V_d] are the target's ids of its tokens. These ids key the noise, so that the
-    drafter can share the target's noise. If a row leaves no token, the result is token 0. The
-    distribution f32[B, vocab_size] is None if `wants_probs` is false. It is zero in a greedy batch,
-    which does not use it.
+    `token_ids` i32[V_d] holds the target's id of each draft token; else it is None. These ids key
+    the noise, so that the drafter can share the target's noise. If no token is possible in a row,
+    the result is token 0. The distribution f32[B, vocab_size] is None if `wants_probs` is false. In
+    a greedy batch it is zero, because verification does not use it.
     """
     if token_ids is None:
         token = vocabulary.draw(logits, sampling, stream, counters, kernels)

@@ -26,7 +26,7 @@ class EngineState:
     drafter: Any  # the drafter's state
     deferred: Float[jax.Array, "R F"] | None  # features not yet observed, see `deferral`
     tokens: Int32[jax.Array, "S L"]  # prompt and output
-    progress: Int32[jax.Array, "S 4"]  # the four properties below, which one kernel writes
+    progress: Int32[jax.Array, "S 4"]  # holds the four properties below: one kernel writes all
     requests: Requests  # [S]
 
     @property
@@ -36,7 +36,7 @@ class EngineState:
 
     @property
     def pending(self) -> jax.Array:
-        """How many of the last tokens in the caches the recurrent states do not include, i32[S]."""
+        """The number of tokens that the caches have but recurrent states do not yet, i32[S]."""
         return self.progress[:, 1]
 
     @property

@@ -102,7 +102,7 @@ def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> Eng
 def prefill(
     params: Params, state: EngineState, inputs: PrefillInputs, *, model: StepModel, width: int
 ) -> tuple[EngineState, Extension]:
-    """Run the target on a chunk of each prompt, padded to `width`; return the last rows' logits."""
+    """Run the target on a chunk of each prompt, padded to `width` tokens; return its outputs."""
     batch = inputs.slots.shape[0]
     rows, tokens = chunk_rows(state, inputs, width, model), chunk_tokens(state, inputs, width)
     features, caches = model.target.extend(

@@ -9,7 +9,8 @@ That token replaces the first rejected draft, or follows the last draft.
     rejection   a draft is accepted with probability min(1, p/q) (Leviathan et al. 2023, Chen et al.
                 2023)
     block       the longest prefix that passes a joint test is accepted (Sun et al. 2024)
-    synthetic   drafts are accepted at given rates, right or wrong; only to measure speed
+    synthetic   drafts are accepted at given rates, whether right or wrong. This is only for
+                measuring speed
 
 The first three methods emit tokens with the target's distribution. At temperature 0 all three emit
 the same tokens.
@@ -35,17 +36,18 @@ class Draft(NamedTuple):
     """Tokens proposed for the K positions after the last committed token."""
 
     tokens: Int32[jax.Array, "B K"]
-    probs: Float32[jax.Array, "B K V"] | None  # tokens' distributions; None if one-hot or unused
+    # The distributions from which the tokens were drawn; None if they are one-hot or not used.
+    probs: Float32[jax.Array, "B K V"] | None
     counts: Int32[jax.Array, "B"] | None = None  # number of tokens proposed; None if always K
 
     @classmethod
     def stacked(
         cls, tokens: Sequence[jax.Array], probs: Sequence[jax.Array], batch: int
     ) -> "Draft":
-        """Return the draft with an array of tokens i32[B] per position.
+        """Return the draft whose `tokens` are given as an array i32[B] for each of K positions.
 
         `probs` has the distributions f32[B, V] from which the tokens of each position were sampled.
-        It is empty if the draft has no distributions.
+        It is empty if the draft has no distributions. `batch` is B.
         """
         return cls(
             jnp.stack(tokens, axis=1) if tokens else jnp.zeros((batch, 0), jnp.int32),
@@ -337,8 +339,9 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    A draw is not keyed by its position alone. With `Block`, later draws and drafts affect how many
-    drafts are accepted. So a draw would not be independent when the next step reuses its position.
+    The draws are keyed by the step's start, not only by position. With `Block`, later draws and
+    drafts affect how many drafts are accepted. So if the next step used the same draw for the same
+    position, this draw would depend on the outcome of the previous step.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -21,7 +21,7 @@ from pallas_kernels.draw_tokens import (
 from pallas_kernels.truncation import truncate
 from specjax.device.requests import Sampling
 
-ALIGNMENT = 64  # tokens that share words of a mask and calls of the noise's generator
+ALIGNMENT = 64  # tokens in a group that shares words of a mask and calls of the noise generator
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ class Vocabulary:
         return jax.nn.logsumexp(x, axis=-1)
 
     def argmax(self, x: jax.Array) -> jax.Array:
-        """Return the first token i32[...] with the maximum, or -1; see `draw_tokens.argmax`."""
+        """Return the first token i32[...] that has the maximum of x [..., V].
+
+        -1 if no token is possible (see `draw_tokens.argmax`).
+        """
         return argmax(x)
 
     def top_k(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

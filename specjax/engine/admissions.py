@@ -1,4 +1,4 @@
-"""Packs newly admitted requests on the host, into the device's `AdmitInputs`.
+"""Packs newly admitted requests into an array, which the device unpacks as `AdmitInputs`.
 
 The fields of a request are declared only in `device/requests.py`.
 """
@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return one row of `AdmitInputs`. Lists in the row may be shorter than their fields."""
+    """Return the row of `AdmitInputs` for a sequence. Lists may be shorter than their fields."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(

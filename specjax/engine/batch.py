@@ -1,8 +1,8 @@
 """Packs the host's plans into arrays for the device, and unpacks the results into lists.
 
-Each program takes one int32 array and returns one. Newly admitted requests and grammars' masks are
-additional inputs. Every array is newly allocated because JAX reads host buffers after the call
-returns.
+Each program takes a plan as one int32 array, and returns its results as one int32 array. Newly
+admitted requests and grammars' masks are additional inputs. Every array is newly allocated because
+JAX reads host buffers after the call returns.
 """
 
 from collections.abc import Collection, Iterable
@@ -29,7 +29,7 @@ EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 
 
 def extras_of(all_demands: Collection[Demands]) -> Extras:
-    """Return the `Extras` that at least one request of a step asks for."""
+    """Return the flags of the optional work that at least one request of a step needs."""
     extras = Extras(0)
     for demands in all_demands:
         if demands.edits:
@@ -44,8 +44,8 @@ def extras_of(all_demands: Collection[Demands]) -> Extras:
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
     """Pack a plan into one array. Rows without a request are padding.
 
-    `page_tables` are the page tables of `Residents`. `extras` combines the `Extras` that all
-    requests ask for.
+    `page_tables` is `Residents.page_tables`. `extras` has the flags of all requests (see
+    `extras_of`).
     """
     count = len(plan.sequences)
     if isinstance(plan, DecodePlan):
@@ -67,7 +67,11 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
 def pack_snapshots(
     chunks: Iterable[Chunk], batch: int, layout: Layout, *, is_taken: bool
 ) -> np.ndarray:
-    """Pack the snapshots that are taken after `chunks` if `is_taken`, else restored before them."""
+    """Pack the snapshots of chunks.
+
+    If `is_taken`, these are the snapshots to take after the chunks. Otherwise, these are the
+    snapshots to restore before the chunks.
+    """
     packed, rows = layout.packing(SnapshotInputs).rows(batch)
     for row, chunk in enumerate(chunks):
         rows.slots[row] = slot_of(chunk.sequence)
@@ -100,7 +104,7 @@ def unpack_outputs(
 ) -> list[RowOutput]:
     """Return the output of each row of `plan`.
 
-    `has_raw` means that `packed` has raw log-probabilities in addition to processed ones.
+    `has_raw` means that `packed` has raw log-probabilities in addition to the processed values.
     """
     decoding = isinstance(plan, DecodePlan)
     sequences = plan.sequences
@@ -152,7 +156,10 @@ def export_features(plan: Part, features: Features) -> None:
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
-    """Pack results as i32[B, ...]: numbers of tokens and of drafts, tokens, log-probabilities."""
+    """Pack a step's results as an array i32[B, ...].
+
+    Each row holds the number of tokens, the number of drafts, the tokens and log-probabilities.
+    """
     counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
     parts = [*counts, outputs.tokens, outputs.logprobs]
     if outputs.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""Implements the device of an engine with JAX.
+"""Implements `Programs`, the interface between an engine and a device, with JAX.
 
 JAX compiles one program per shape and variant, before the program is needed.
 """
@@ -39,7 +39,7 @@ class Toolchain:
     Attributes:
         make_model: function like `step_model`, which builds the `StepModel` that is compiled into
             steps.
-        jits: traced functions, shared by engines with the same `Static`.
+        jits: the jitted programs of each `Static`. Engines with equal `Static`s share them.
         options: XLA options by platform.
         options_behind: further XLA options by platform, for programs that no request waits for.
         find_folder: function that returns the folder for compiled programs, or None to keep none.
@@ -55,7 +55,7 @@ class Toolchain:
 
 
 class CompiledPrograms:
-    """Implements `Programs` with JAX. The default placement is on `default_device`."""
+    """Implements `Programs` with JAX. Without a `placement`, arrays are on `default_device`."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""Compiles programs in threads: urgent programs, and programs of better shapes.
+"""Compiles programs in threads.
 
-Requests wait for urgent programs, while better shapes only make later steps faster. Threads for
-better shapes run at the lowest priority, so that they slow down neither serving nor urgent
-programs. Their priority is normal only if a caller waits until all programs are ready. XLA does
-part of the work in its own threads, which have normal priority. For better shapes, XLA may
-therefore use only one thread at a time (`xla_options.OPTIONS_BEHIND`). An XLA program for a CPU
-takes hundreds of memory maps, and Linux allows a process 65,530 by default. Better shapes are
-compiled only while half of the maps are free.
+Requests wait for urgent programs. All other programs are for better shapes, which only make later
+steps faster. Threads for better shapes run at the lowest priority, so that they slow down neither
+serving nor urgent programs. Their priority is normal only if a caller waits until all programs are
+ready. XLA does part of the work in its own threads, which have normal priority. For better shapes,
+XLA may therefore use only one thread at a time (`xla_options.OPTIONS_BEHIND`). An XLA program for a
+CPU takes hundreds of memory maps, and Linux allows a process 65,530 by default. Better shapes are
+compiled only while more than half of the maps are free.
 """
 
 import logging
@@ -42,9 +42,9 @@ class _Line:
 class Compiler:
     """Compiles programs on request in threads, and keeps the programs by key.
 
-    `compile(key, is_urgent)` compiles the program of a key, in any thread. `is_urgent` means that
-    requests wait for the program. Other programs are compiled only while less than the fraction
-    `maps_for_shapes` of the memory maps is in use.
+    `compile(key, is_urgent)` must return the program of a key, and is called in any thread.
+    `is_urgent` means that requests wait for the program. Programs that are not urgent are compiled
+    only while less than the fraction `maps_for_shapes` of the memory maps is in use.
 
     Attributes:
         ready: the compiled programs, by key.
@@ -87,11 +87,12 @@ class Compiler:
         retries: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Queue keys whose programs are not compiled, in order, for up to `num_threads` threads.
+        """Queue the keys whose programs are not compiled, in order.
 
-        Keys whose programs failed to compile before are queued again only if `retries`. New threads
-        have the lowest priority unless `is_urgent` (requests wait for the keys) or `is_awaited` (a
-        caller waits for all keys).
+        Up to `num_threads` threads compile the programs. Keys whose programs failed to compile
+        before are queued again only if `retries`. New threads have the lowest priority unless
+        `is_urgent` (requests wait for the programs) or `is_awaited` (a caller waits for all of
+        them).
         """
         niceness = 0 if is_urgent or is_awaited else NICENESS
         line, urgent, later = self._later, self._urgent.keys, self._later.keys
@@ -123,10 +124,10 @@ class Compiler:
                 self._changed.wait(seconds)
 
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
-        """Wait until the programs of `keys` are ready; report the number of ready ones to `tell`.
+        """Wait until the programs of `keys` are ready. Pass the number of ready programs to `tell`.
 
-        The keys must have been passed to `ask`. On KeyboardInterrupt, keys that no thread has begun
-        are removed from the queue.
+        The keys must have been passed to `ask` as urgent. On KeyboardInterrupt, keys whose programs
+        no thread compiles yet are removed from the queue.
 
         Raises:
             Exception: a program failed to compile.
@@ -145,7 +146,7 @@ class Compiler:
         tell(num_there)
 
     def get(self, key: Hashable) -> Any:
-        """Return the program of a key. If it is not ready, compile it before all others.
+        """Return the program of a key. If the program is not ready, compile it as urgent.
 
         Raises:
             Exception: the program failed to compile.
@@ -164,7 +165,7 @@ class Compiler:
         self.ready.clear()
 
     def _work(self, line: _Line, niceness: int) -> None:
-        if niceness and sys.platform == "linux":  # elsewhere a process has only one
+        if niceness and sys.platform == "linux":  # elsewhere, all threads share one priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         while (found := self._next(line)) is not None:
             (key,) = found
@@ -201,7 +202,7 @@ class Compiler:
             return None
 
     def _has_room(self, line: _Line) -> bool:
-        """Return whether compiling may use more memory maps. If not, empty the queue of `line`."""
+        """Return whether compiling may use more memory maps. If it may not, empty `line.keys`."""
         used = maps_in_use()
         if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True

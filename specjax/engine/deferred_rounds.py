@@ -11,10 +11,10 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds of the same requests, and runs `Observe` before any other step.
+    """Counts deferred rounds, which all have the same requests. Runs `Observe` before other steps.
 
-    The drafter must observe them first, because another step may draft, or reuse pages that the
-    requests have freed.
+    The drafter must observe the deferred rounds before another step, because this step may draft,
+    or reuse pages that the requests have freed.
     """
 
     def __init__(self, programs: Programs, layout: Layout):
@@ -25,8 +25,8 @@ class DeferredRounds:
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
         """Run `Observe` before `plan` if necessary, and count `plan` if it is deferred.
 
-        `packed` is the packed plan. `Observe` is not necessary if `plan` is a round of the same
-        requests that can be deferred, too.
+        `packed` is the packed plan. `Observe` is not necessary if `plan` is a round that can also
+        be deferred, and that has the same requests as the deferred rounds.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

@@ -2,11 +2,11 @@
 
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
-While the device runs step N, the host plans step N + 1. The state never leaves the device: each
-program takes one packed array from the host and returns one. A step may have two parts, prefill
-chunks and a decode round. Both are launched before either is read. If such steps are frequent, both
-parts run as one program. A round with grammars is launched as several programs, so that the host
-computes masks while the target runs over the drafts.
+While the device runs step N, the host plans step N + 1. The state never leaves the device. Each
+program takes one packed array from the host, and returns its results as one packed array. A step
+may have two parts, prefill chunks and a decode round. Both are launched before either is read. If
+such steps are frequent, both parts run as one program. A round with grammars is launched as several
+programs, so that the host computes masks while the target runs over the drafts.
 """
 
 import os
@@ -123,8 +123,8 @@ class Engine:
         """Let `policy` choose K from the next step on, and compile the shapes that it may choose.
 
         Raises:
-            ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
-                states were sized for.
+            ValueError: the policy may choose more drafts than the token budgets allow, or than the
+                cache of recurrent states has room for.
         """
         self.config.check_budgets(k := max(policy.choices), self.drafter.draft_slots(k))
         if self._is_recurrent and k > self._max_drafts:
@@ -138,7 +138,7 @@ class Engine:
             shapes = Shapes.all_of(self.config, policy.choices)
         has_all = self.repertoire.compile_first(shapes, show_progress=show_progress)
         ((batch, max_k),) = shapes.first.decode
-        # If some shapes are not compiled yet, time the first now, and the others once they are.
+        # If some shapes are not compiled yet, time the first shape now, and the others later.
         self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
         if policy.is_learning and not has_all:  # it must not guess how times grow with K
@@ -240,13 +240,16 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Use programs that became ready. Return samples whose programs failed to compile."""
+        """Let requests use the programs that have become ready.
+
+        Return the samples that have ended because one of their programs failed to compile.
+        """
         scheduler, repertoire, failed = self.scheduler, self.repertoire, []
         for request in list(scheduler.held.values()):
             try:
                 if repertoire.admits({*scheduler.demands, request.demands}):
                     scheduler.let_in(request)
-            except Exception as error:  # its own program, e.g. its logits processor, failed
+            except Exception as error:  # the request's own program failed, e.g. logits processors
                 failed += scheduler.fail_all(request, error)
         self._recorder.record_finished(failed)
         scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))
@@ -280,7 +283,10 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Report the outcome of a part, and its time if known, to the repertoire and the policy."""
+        """Report the outcome of a step's part to the repertoire and the policy.
+
+        `milliseconds` is the time of the part; None if unknown.
+        """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
         if isinstance(plan, PrefillPlan):
@@ -317,7 +323,7 @@ class Engine:
         return list(suspects)
 
     def _replace_state(self) -> None:
-        """Replace the state with an empty one."""
+        """Replace the state with an empty state."""
         self.programs.release()
         self.programs.renew()
 
@@ -328,7 +334,7 @@ class Engine:
                 self.step()
 
     def land(self) -> list[Sequence]:
-        """Read the steps in flight, and launch none. Return samples that gained tokens or ended."""
+        """Read all steps in flight without launching another. Return samples that have changed."""
         launched, self._in_flight = self._in_flight, []
         try:
             return [sequence for step in launched for sequence in self._read(step)]
@@ -336,7 +342,7 @@ class Engine:
             return self._recover([step.plan for step in launched], error)
 
     def use(self, params: Params, *, has_new_target: bool, has_new_drafter: bool) -> None:
-        """Use other weights of the same shapes from the next step on.
+        """Use the weights `params`, which have the same shapes as before, from the next step on.
 
         No step may be in flight. The caches were computed with the old weights, so they are
         dropped, and resident requests recompute their tokens. `has_new_target` and
@@ -369,7 +375,7 @@ class Engine:
         self.programs.close()
 
     def reset(self) -> None:
-        """Drop all requests and replace the state, as after an interrupt."""
+        """Drop all requests and replace the state, for example after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
         self._replace_state()
@@ -379,9 +385,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure the times of rounds with `ks`, in every shape if `has_all`.
+        """Measure the times of rounds with the Ks in `ks`.
 
-        Measuring every shape clears the prefix cache.
+        If `has_all`, every shape is measured, which clears the prefix cache. Otherwise, only the
+        largest shape is measured.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

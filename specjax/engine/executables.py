@@ -1,10 +1,10 @@
 """Keeps compiled programs on disk, so that a later process neither traces nor compiles them.
 
 A file is named by a digest of everything that determines its program: the key, static arguments,
-shapes and dtypes, our sources, JAX and its options, the device. The digest does not cover code
-outside our sources, such as a user's own drafter. With such code no program is kept or read.
-Reading a file can run arbitrary code, so only the folder's owner may be able to write to the
-folder.
+shapes and dtypes, our sources, JAX and its options, and the device. The digest does not cover code
+outside our sources, such as a user's own drafter. If an engine uses such code, its programs are
+neither kept nor read. Reading a file can run arbitrary code, so a folder is used only if nobody
+except its owner can write to it.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from specjax.device.placement import Placement, default_device
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 2**30  # per folder; beyond it the least recently used are deleted
+MAX_BYTES = 4 * 2**30  # per folder; beyond this, the least recently used files are deleted
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specjax", "pallas_kernels")
 TRACED = (
@@ -61,8 +61,8 @@ _kept: list[Path] = []  # at most one folder, see `keep_programs`
 def keep_programs(folder: Path | None) -> None:
     """Keep the programs of engines that are built from now on in `folder`, for later processes.
 
-    If `folder` is None, no programs are kept. JAX's compilation cache is left alone: it would fill
-    `folder` with the user's programs, which engines do not need.
+    If `folder` is None, no programs are kept. `folder` is not passed to JAX as its compilation
+    cache, because JAX would then also keep the user's programs there.
     """
     _kept[:] = [] if folder is None else [folder]
 
@@ -70,7 +70,7 @@ def keep_programs(folder: Path | None) -> None:
 def executables_folder() -> Path | None:
     """Return the folder of kept programs, or None if no programs are kept.
 
-    The folder lies in JAX's compilation cache, if there is one.
+    If JAX has a compilation cache, the folder lies in it.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
@@ -80,7 +80,7 @@ def executables_folder() -> Path | None:
 def open_executables(
     folder: Path, placement: Placement, model: Any, *origin: Any
 ) -> "Executables | None":
-    """Return the kept programs of a `StepModel`; None if a digest cannot cover all of its code.
+    """Return the kept programs of a `StepModel`; None if a digest cannot cover the model's code.
 
     `origin` holds further values that determine the programs.
     """
@@ -253,7 +253,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Return whether a function has been replaced in a module that is traced into programs."""
+    """Return whether a function of `module` has been replaced, if programs contain the module."""
     if not module.startswith(TRACED):
         return False
     owners = [sys.modules[module]]
@@ -286,7 +286,7 @@ def _sources() -> str:
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used files until `num_bytes` more fit."""
+    """Delete the least recently used files until another `num_bytes` bytes fit."""
     files = []
     for path in folder.glob("*.program"):
         try:

@@ -30,7 +30,7 @@ class InFlight:
     done: float | None = None  # when its outputs were first seen to be ready
     features: Features | None = None  # of the chunks' rows, if a request exports features
     is_joined: bool = False  # whether chunks and a round were one program
-    joins: Joined | None = None  # the program that could have run the chunks and this round
+    joins: Joined | None = None  # the program that could have run this round and its chunks as one
 
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
         """Return the outcome of a round.
@@ -56,7 +56,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round that was launched up to the program `Extend`. `Settle` still needs its masks."""
+    """A round whose programs up to `Extend` were launched. Its last program, `Settle`, was not."""
 
     plan: DecodePlan
     variant: Variant
@@ -75,8 +75,8 @@ class Extended:
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
     """Set `done` of parts that must have ended before a later part was launched.
 
-    If a program has ended at the end of its launch, as on a CPU, all programs before it ended
-    before this launch.
+    If a program has already ended when its launch returns, as on a CPU, all earlier programs had
+    ended before this launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

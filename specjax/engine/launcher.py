@@ -54,8 +54,8 @@ class Launcher:
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
         """Launch the parts of a step, as one program if such a program is compiled.
 
-        `page_tables` are the page tables of `Residents`. A round with grammars is complete only
-        after `settle`.
+        `page_tables` is `Residents.page_tables`. A round with grammars is complete only after
+        `settle`.
         """
         joined = self._joined_of(parts) if len(parts) > 1 else None
         if joined is not None and joined in self._programs.ready:
@@ -101,8 +101,8 @@ class Launcher:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
         Chunks and a round are separate in exact mode, where all steps run the same programs. They
-        are also separate if the host acts between the programs of a round, or needs more than the
-        outputs of a chunk.
+        are also separate if the host acts between the programs of a step, or if a request exports
+        the features of its prompt.
         """
         if self._config.exact:
             return None

@@ -1,7 +1,7 @@
 """Provides the logger "specjax", which reports progress through Python's logging.
 
-If the program has configured logging, its handlers decide where lines go. Otherwise lines go to
-stderr, so that a first script, or a job without a terminal, is not silent for minutes.
+If the user's program has configured logging, its handlers decide where lines go. Otherwise lines go
+to stderr, so that a first script, or a job without a terminal, is not silent for minutes.
 """
 
 import importlib.util

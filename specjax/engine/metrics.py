@@ -18,11 +18,11 @@ class Metrics:
     """A snapshot of an engine's counters. Times are means over steps, in milliseconds.
 
     Counters have vLLM's names. A round that gives a request n tokens counts n - 1 accepted drafts,
-    so that mean_acceptance_length is exactly the number of tokens that a decoding request gains per
-    round.
+    so that mean_acceptance_length is exactly the mean number of tokens that a decoding request
+    gains per round.
 
     Attributes:
-        num_steps: number of launched steps; each has chunks, a round or both.
+        num_steps: number of launched steps. A step has chunks, a round or both.
         num_prefill_steps: number of steps with chunks.
         num_decode_steps: number of steps with a round.
         acceptance_rate_per_pos: fraction of the drafts at each position that were accepted. Rates
@@ -41,8 +41,8 @@ class Metrics:
         num_compiling: number of programs being compiled in the background.
         host_ms: host time per step for planning, packing, launching and handing out tokens.
         wait_ms: time per step that the host waits for the device.
-        host_gap_ms: time from reading a step to the next launch; the device may be idle then,
-            unless another step is in flight.
+        host_gap_ms: time from reading a step to launching the next step. During this time, the
+            device may be idle unless another step is in flight.
     """
 
     num_requests_running: int
@@ -77,7 +77,7 @@ class Metrics:
     host_gap_ms: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters as plain types."""
+        """Return the counters as a dict of plain Python types."""
         return asdict(self)
 
     def as_prometheus(self) -> str:
@@ -94,7 +94,7 @@ class Compilations(NamedTuple):
 
     num_programs: int
     num_late: int  # programs that a request had to wait for
-    num_pending: int  # programs asked for and not ready yet
+    num_pending: int  # programs that are queued or being compiled
     seconds: float
 
 
@@ -111,13 +111,13 @@ class Recorder:
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
-        """Add the time that the block takes to the counter `what`."""
+        """Add the time that the block takes to the time called `what`."""
         start = time.perf_counter()
         yield
         self._seconds[what] += time.perf_counter() - start
 
     def record_gap(self, seconds: float) -> None:
-        """Record the time between reading a result and the next launch."""
+        """Record the time between reading a step and the next launch."""
         self._seconds["gap"] += seconds
         self._counts["gaps"] += 1
 
@@ -210,7 +210,7 @@ class Recorder:
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
-    """Return the type, and the values by label, of each Prometheus series, by the series' name."""
+    """Return a mapping from each Prometheus series' name to its type and its values by label."""
 
     def counter(value: float) -> tuple[str, dict[str, float]]:
         return "counter", {"": value}

@@ -47,17 +47,17 @@ class Programs(Protocol):
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts may run before `Observe` must run.
 
-        Each round has `batch` requests. Return 0 if the drafter must observe each round at once, as
-        it always does in `Joined`.
+        Each round has `batch` requests. Return 0 if the drafter must observe each round at once.
+        Rounds in `Joined` programs are always observed at once.
         """
         ...
 
     def compile_ahead(
         self, programs: Iterable[Program], *, then: Iterable[Program] = (), show_progress: bool
     ) -> None:
-        """Compile `programs` and wait for them.
+        """Compile `programs`, and wait until they are ready.
 
-        The programs of `then` are compiled meanwhile and afterwards.
+        The programs in `then` are compiled in the background. The call does not wait for them.
 
         Raises:
             Exception: one of `programs` failed to compile.
@@ -67,7 +67,7 @@ class Programs(Protocol):
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
         """Compile programs in the background, in order.
 
-        If `is_urgent`, requests wait for the programs, which are compiled before all others.
+        `is_urgent` means that requests wait for these programs. They are then compiled first.
         """
         ...
 

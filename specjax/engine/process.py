@@ -1,4 +1,4 @@
-"""Refuses to run an engine in a forked process, or with settings of JAX that break it."""
+"""Refuses to run an engine in a forked process, or with settings of JAX that break the engine."""
 
 import os
 import threading
@@ -13,9 +13,9 @@ _GUARDS = (
 
 
 class OwnLock:
-    """A reentrant lock for one process. A fork of the process must not enter the lock.
+    """A reentrant lock that only the process that made it may use. A fork gets a RuntimeError.
 
-    The thread that holds the lock does not exist in a fork, so the fork would wait forever.
+    In a fork, the thread that holds the lock may not exist, so the fork would wait forever.
     """
 
     def __init__(self):
@@ -35,10 +35,10 @@ class OwnLock:
 
 
 def refuse_fork(pid: int) -> None:
-    """Check that this process is the process that built the engine.
+    """Check that this process is the process that built the engine, and not a fork of it.
 
-    `pid` is the id of the process that built it. A fork has none of its parent's threads, which JAX
-    and the compiler of steps wait for.
+    `pid` is the id of the process that built the engine. A fork has none of its parent's threads,
+    so JAX and the compiler of steps would wait for them forever.
 
     Raises:
         RuntimeError: this process was forked from the process that built the engine.

@@ -1,9 +1,9 @@
 """The programs of a step.
 
 Each program is a value: its fields are compiled in, and `run` is the function that is compiled.
-Chunks run `Admit`, `Prefill` and `Begin`. A round runs `Decode`, or its three parts as the programs
-`Propose`, `Extend` and `Settle`. Other programs copy recurrent states, let the drafter observe
-deferred rounds, and run logits processors.
+Prefill chunks run as the programs `Admit`, `Prefill` and `Begin`. A round runs as the program
+`Decode`, or as the three programs `Propose`, `Extend` and `Settle`. Other programs copy recurrent
+states, let the drafter observe deferred rounds, and run logits processors.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ class Prefill(Program):
 class ProcessFirst(Program):
     """Runs logits processors between `Prefill` and `Begin`.
 
-    Takes the chunks and their logits, and returns the processed logits.
+    Takes the inputs and the logits of the chunks, and returns the processed logits.
     """
 
     batch: int
@@ -179,7 +179,7 @@ class Decode(Program):
 class Observe(Program):
     """Lets the drafter observe deferred rounds, which had no drafts.
 
-    Takes the inputs of the last of these rounds, which all have the same requests.
+    All of these rounds have the same requests. Takes the inputs of the last round.
     """
 
     batch: int
@@ -193,9 +193,9 @@ class Observe(Program):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Program):
-    """Runs `Prefill`, `begin` and `decode` as one program.
+    """Runs prefill chunks (`Prefill` and `begin`) and a round (`decode`) as one program.
 
-    Takes the chunks and the round's inputs, and returns a pair of their outputs.
+    Takes the inputs of the chunks and of the round, and returns their outputs as a pair.
     """
 
     begin: Begin
@@ -233,8 +233,9 @@ class Joined(Program):
 class Propose(Program):
     """Runs the drafter, the first part of a round.
 
-    Takes the round's inputs, and returns a `Draft`. The programs of single parts are compiled only
-    where they are needed.
+    Takes the round's inputs, and returns a `Draft`. Rounds run as `Propose`, `Extend` and `Settle`
+    before `Decode` is compiled, or if their variant is never compiled as one program (see
+    `variants.is_in_pieces`).
     """
 
     batch: int
@@ -250,7 +251,7 @@ class Propose(Program):
 
 @dataclass(frozen=True, slots=True)
 class Extend(Program):
-    """Runs the target, the second part of a round. The host makes masks meanwhile.
+    """Runs the target, the second part of a round. The host makes grammars' masks at this time.
 
     Takes the round's inputs and the `Draft`, and returns an `Extension`.
     """

@@ -38,7 +38,7 @@ class CallProgress:
 
     @property
     def load(self) -> str:
-        """A text with the numbers of the engine's requests, and of programs being compiled."""
+        """A text with the numbers of running and waiting requests, and of programs to compile."""
         shown = f"{self.num_running} running, {self.num_waiting} waiting"
         return shown + f", compiling {self.num_compiling}" * (self.num_compiling > 0)
 
@@ -59,8 +59,8 @@ def progress(
 
     Args:
         use_tqdm: whether to show progress, or a class with the arguments of tqdm.
-        verbose: the LLM's setting. False shows nothing, unless `use_tqdm` is a class.
-        draws: whether a terminal shows a bar instead of log lines.
+        verbose: the LLM's option `verbose`. If it is False, only a class `use_tqdm` shows progress.
+        draws: whether to show a bar instead of log lines if there is a terminal.
     """
     if callable(use_tqdm):
         view, pause = _called(use_tqdm, len(samples)), BAR_SECONDS

@@ -1,10 +1,10 @@
 """Decides which shapes and variants of steps an engine can run now, and which to compile.
 
-A step has a shape and a variant. The variant is the extra work that the step's requests ask for. An
+A step has a shape and a variant. The variant is the extra work that the step's requests need. An
 engine begins with one shape for chunks and one shape for rounds, into which any step fits. It
-begins with the plain variant, whose rounds run as several programs that other variants share.
-Better shapes are compiled in the background, once running without them has cost enough time. Only
-requests that need a new variant wait for it.
+begins with the plain variant, whose rounds run as several programs that other variants share. A
+better shape is compiled in the background once running without it has cost enough time. Requests
+that need a new variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
@@ -29,8 +29,8 @@ from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
-PIECES_LOSE = 0.05  # fraction of a round's time that is lost by running in pieces (about)
-JOINED_SAVES = 0.5  # fraction of the shorter part's time, an estimate for short chunks
+PIECES_LOSE = 0.05  # fraction of a round's time lost by running several programs (about)
+JOINED_SAVES = 0.5  # fraction of the shorter part's time saved by `Joined` (for short chunks)
 
 
 class Repertoire:
@@ -39,16 +39,16 @@ class Repertoire:
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
     ):
-        self.variants: list[Variant] = []  # asked for so far, the plain one first
+        self.variants: list[Variant] = []  # needed so far; the plain variant comes first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # At least one: with none, XLA turns the conditional for log-probabilities into a select,
-        # which always computes them.
+        # At least one, because for none XLA turns the conditional for log-probabilities into a
+        # select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        # Time lost for lack of a better shape, by the last program of that shape.
+        # Time lost without a better shape, by the last program of that shape.
         self._lost_ms: defaultdict[Program, float] = defaultdict(float)
-        self._num_ready = -1  # when the caches below were filled
+        self._num_ready = -1  # number of ready programs when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
@@ -73,7 +73,7 @@ class Repertoire:
 
     def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
-        if self._config.exact:  # one for all: another program rounds differently
+        if self._config.exact:  # the same variant for all steps: other programs round differently
             return Variant(masks=True, num_logprobs=max_logprobs)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
         # Numbers are rounded up to `few` or the maximum, so that there are few variants.
@@ -88,7 +88,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first of `shapes`, or all of them with `compile_ahead`.
+        """Compile `shapes.first`, or all of `shapes` with `compile_ahead`.
 
         Return whether all shapes are ready.
         """
@@ -104,7 +104,7 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile a variant in the background, or wait for it with `compile_ahead`."""
+        """Compile a variant in the background. With `compile_ahead`, wait until it is ready."""
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -120,10 +120,12 @@ class Repertoire:
         self._programs.compile_behind(needed, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
-        """Return whether these requests can run together now. If not, compile missing programs.
+        """Return whether requests with `all_demands` can run together now.
+
+        If they cannot, compile the missing programs in the background.
 
         Raises:
-            Exception: a program that they need failed to compile.
+            Exception: a program that the requests need failed to compile.
         """
         asked = self.asked_by(all_demands)
         shapes = self.shapes(asked)
@@ -145,7 +147,7 @@ class Repertoire:
     def shapes(self, asked: Variant) -> Shapes:
         """Return the shapes that are ready for steps of the variant `asked`.
 
-        The result is `all_shapes` itself when every shape is ready.
+        If every shape is ready, return `self.all_shapes` itself.
         """
         self._look()
         if asked not in self._shapes:
@@ -162,7 +164,7 @@ class Repertoire:
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan.
 
-        It is the first variant that covers the plan's requests and is compiled in the plan's shape.
+        This is the first variant that covers `all_demands` and is compiled in the plan's shape.
         """
         self._look()
         asked = self.asked_by(all_demands)
@@ -227,7 +229,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background. Programs without which it cannot run come first."""
+        """Compile a variant in the background. Programs that it cannot run without come first."""
         first = self.all_shapes.first
         least = self._programs_for_shapes(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
@@ -262,7 +264,10 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _covering(self, asked: Variant) -> list[Variant]:
-        """Return the variants that cover `asked`. Variants with unneeded masks come last."""
+        """Return the variants that can run steps of the variant `asked`.
+
+        Variants that compute masks without need come last.
+        """
         exactly = [variant for variant in self.variants if covers(variant, asked)]
         masked = asked._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]

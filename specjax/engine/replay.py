@@ -1,8 +1,9 @@
-"""Measures times of rounds: of every shape before there are requests, or of padding rows later.
+"""Measures the times of rounds.
 
-Each shape must run once anyway, to be ready when a request needs it. The requests that are timed
-are artificial. They have random tokens and a given length of context, and they share pages if the
-pool is too small.
+If all shapes are compiled and there are no requests, rounds of every shape are timed with
+artificial requests. This costs little, because each shape must run once before it is ready. The
+artificial requests have random tokens and a given length of context, and they share pages if the
+pool is too small. Otherwise, only rounds of padding rows are timed.
 """
 
 import time
@@ -26,7 +27,7 @@ from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.step_cost import StepCost
 
-TIMED_RUNS = 5  # of padding
+TIMED_RUNS = 5  # number of timed rounds of padding rows
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 MIN_MS = 1e-3  # a tiny round may end before the previous one has been read
 
@@ -54,12 +55,14 @@ def measure_rounds(
     ks: tuple[int, ...],
     batches: tuple[int, ...],
 ) -> StepCost:
-    """Measure times of rounds by batch size, K and context. Leave a state of artificial requests.
+    """Measure times of rounds by batch size, K and context, with artificial requests.
 
-    All shapes run in turn, several times, so that a disturbance affects all equally. The median of
-    the times of a shape counts. Context adds time in proportion to its number of tokens, regardless
-    of K, because each token is read once. Two lengths of context at the largest batch size give the
-    factor.
+    Afterwards, the state holds these requests.
+
+    All shapes run in turn, several times, so that a disturbance affects all equally. The time of a
+    shape is the median of its times. Context adds time in proportion to its number of tokens,
+    regardless of K, because each token is read once. The time per context token is measured with
+    two lengths of context at the largest batch size.
 
     Rounds run as in serving: each round is launched before the previous round is read. Times are
     defined as in `RoundClock.time`: host time counts only while the device waits for the host. The
@@ -82,7 +85,7 @@ def measure_rounds(
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
         """Run a round at each point, and yield its milliseconds.
 
-        An extra round before the first point, and one after the last, are not timed.
+        An extra round before the first point, and another after the last point, are not timed.
         """
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
@@ -176,7 +179,7 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
-    """Pack a round (see `batch.pack`) of the first slots. Each slot has consecutive pages."""
+    """Pack a round of the first `batch` slots (see `batch.pack`). Slots have consecutive pages."""
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)

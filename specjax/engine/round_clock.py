@@ -6,7 +6,7 @@ from specjax.engine.in_flight import InFlight
 
 
 class RoundClock:
-    """Computes how long the parts of each step took. The host must pass results as it reads them.
+    """Computes how long the parts of each step took. `time` must be called as each part is read.
 
     Attributes:
         start: when planning of the current step began, in seconds.
@@ -15,7 +15,7 @@ class RoundClock:
 
     def __init__(self) -> None:
         self.start = self.chunk_ms = 0.0
-        self._done = 0.0  # when the last results that were read were ready
+        self._done = 0.0  # when the results read last became ready
         self._read: float | None = None  # when they were read; None once another step is launched
         self._compile_seconds = 0.0, 0.0  # total until the last two reads
         self._timed_from = 0.0  # parts launched earlier overlapped a measurement
@@ -34,8 +34,8 @@ class RoundClock:
 
         The time begins when the device finished the previous part, or when planning of the step
         began, if that was later. So host time counts only while the device waited for the host.
-        `compile_seconds` is the total time of compiling so far. Parts that ran while programs were
-        compiled were disturbed, and are not timed.
+        `compile_seconds` is the total time of compiling so far. If programs were compiled while the
+        part ran, its time is unknown.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done

@@ -20,7 +20,7 @@ class Sleep:
     def __init__(self, engine: Engine):
         self._engine = engine
         self.level = 0
-        self._homes: list[Sharding] = []  # of weights that are on the host now
+        self._homes: list[Sharding] = []  # shardings to restore, if the weights are on the host
 
     def home(self, number: int, leaf: Any) -> Sharding:
         """Return the sharding that parameter array `number` has while the engine is awake."""
@@ -52,7 +52,7 @@ def check_level(level: object) -> None:
 
 
 def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
-    """Replace the engine's weights array by array, so that at most one array exists twice.
+    """Replace the engine's weights array by array, so that only one array takes memory twice.
 
     `change(i, array)` returns the array that replaces array number i.
     """

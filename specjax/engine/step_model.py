@@ -26,7 +26,8 @@ def step_model(
         drafter,
         verification,
         config.kernels,
-        # Reading the weights takes longest, so rows are free; matrix units take multiples of 8.
+        # Reading the weights takes longest, so extra rows are free. Matrix units take multiples of
+        # 8 rows.
         row_multiple=8 if platform == "gpu" else 1,
         width_multiple=EXACT_WIDTH if config.exact else 1,
         logprobs_mode=config.logprobs_mode,

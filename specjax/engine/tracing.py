@@ -32,7 +32,7 @@ Packed = tuple[type, int]  # a class of inputs, and the number of rows of the pa
 class Program:
     """A program of a step: a hashable value, whose fields are compiled in.
 
-    Its arguments are parameters, state, arrays that the host packs, and results of other programs.
+    A program takes parameters, state, arrays that the host packs, and results of other programs.
     Results for the host are packed, too.
     """
 
@@ -81,8 +81,8 @@ def jitted(
     """Return the jitted function of a program, which takes and returns packed arrays.
 
     The function takes parameters, state and the program's arguments. It returns the next state and
-    the result. If `trees` are given, parameters and state are lists of leaves. Otherwise JAX would
-    walk through nested dataclasses in every call.
+    the result. With `trees`, parameters and state are lists of leaves. Without `trees`, they are
+    nested dataclasses, through which JAX walks in every call.
     """
 
     def run(params: Any, state: Any, *arguments: Any) -> Any:

@@ -23,7 +23,7 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """Return the best programs for a plan.
+    """Return the fastest programs that run a plan in a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
     the drafter observes rounds without drafts later, in `Observe`.
@@ -46,10 +46,10 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return programs that can also run a plan. Other variants share most of them.
+    """Return slower programs that can also run a plan. Most of them are shared by all variants.
 
-    Rounds run as several programs. Drafters ignore logits processors, so that fewer drafts are
-    accepted.
+    Rounds run as several programs. Their drafter ignores logits processors, so that fewer drafts
+    are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
@@ -99,7 +99,8 @@ def of_drafts(variant: Variant) -> Variant:
 def covers(variant: Variant, asked: Variant) -> bool:
     """Return whether `variant` does everything that `asked` does.
 
-    Both must have masks, or neither, because a step with masks waits for the host.
+    `variant` must have masks if and only if `asked` has masks, because a step with masks waits for
+    the host.
     """
     return (
         set(variant.processors) >= set(asked.processors)

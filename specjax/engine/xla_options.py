@@ -10,16 +10,15 @@ GPU_OPTIONS = {
     # No split-K in XLA's own matmuls: it would split most matmuls of a step, and each would need
     # another kernel to sum the parts. cuBLAS, which XLA tries as well, may still use split-K.
     "xla_gpu_experimental_force_split_k": 1,
-    # This pass may fill four fifths of the card's memory; weights and pages take more, so it would
-    # warn about every program. A step has nothing worth recomputing.
+    # The pass aims at four fifths of the card's memory. Weights and pages take more, so the pass
+    # would warn about every program. Nothing in a step is worth recomputing.
     "xla_disable_hlo_passes": "rematerialization",
 }
 # With this level, compiling takes three quarters of the time. The time of steps is the same
 # within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}
-# For programs that no request waits for: one XLA thread generates the same code, instead of all
-# threads.
+# For programs that no request waits for: XLA generates the same code in one thread instead of many.
 OPTIONS_BEHIND: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1}
 }

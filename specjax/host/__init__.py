@@ -1,4 +1,4 @@
-"""The host side of an engine: decides which requests run next, with which pages and drafts.
+"""Decides on the host which requests run next, with which pages and how many drafts.
 
 The code is plain Python without JAX. `engine/batch.py` packs the plans of this package for the
 device. The host never waits for the device: a step is planned while the previous step is running.

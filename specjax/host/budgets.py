@@ -7,11 +7,11 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Budget:
-    """What is left of a step's two budgets.
+    """The remainders of a step's two budgets.
 
-    `tokens` counts scheduled tokens, and `inputs` counts batched rows. Drafting may take
-    `draft_slots` extra rows per sequence. These rows count as `inputs` but not as `tokens` (vLLM
-    #34898).
+    `tokens` is the number of tokens that may still be scheduled, and `inputs` is the number of rows
+    that may still be batched. Drafting takes `draft_slots` extra rows per sequence. These rows
+    count as `inputs` but not as `tokens` (vLLM #34898).
     """
 
     tokens: int
@@ -20,11 +20,11 @@ class Budget:
     num_spent: int = 0
 
     def fitting(self, wanted: int) -> int:
-        """Return how many of `wanted` tokens one more sequence may run."""
+        """Return how many of `wanted` tokens the budgets allow for one more sequence."""
         return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
 
     def holds(self, count: int) -> bool:
-        """Return whether one more sequence may run `count` tokens."""
+        """Return whether the budgets allow `count` tokens for one more sequence."""
         return count <= self.tokens and count <= self.inputs - self.draft_slots
 
     def spend(self, count: int) -> None:

@@ -7,9 +7,9 @@ compiled.
 Three tasks are done here because llguidance 1.9.1 does not do them as needed:
 
 - Ends of sequence: llguidance gets an artificial end token, which masks replace with the model's
-  end-of-sequence tokens. So a model may have several of them, none, or one that reads as text.
-- Drafts: they are tried on a copy of the state, because llguidance's `rollback` keeps an outdated
-  mask and refuses some grammars.
+  end-of-sequence tokens. So a model may have several such tokens, none, or one that spells a text.
+- Drafts: each draft is tried on a copy of the state, because llguidance's `rollback` keeps an
+  outdated mask and refuses some grammars.
 - Spelling: where a grammar forces a text, llguidance allows only the tokenizer's own spelling,
   which turns a "</s>" in the text into the end of the sequence. Here, any tokens that spell the
   text are allowed.
@@ -59,7 +59,7 @@ class GrammarVocabulary:
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
         """Return a mask i32[W] of text tokens that may come next, and whether the output may end.
 
-        If llguidance's limits are used up, the mask is empty and the output may not end.
+        If llguidance's limits are used up, no bit is set and the output may not end.
         """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)
@@ -152,7 +152,7 @@ class Grammar:
     _vocabulary: GrammarVocabulary
 
     def matcher(self) -> "GrammarMatcher":
-        """Return a matcher at the start of an output."""
+        """Return a matcher for a new output."""
         return GrammarMatcher(self._root.deep_copy(), self._vocabulary)
 
     @property
@@ -192,7 +192,7 @@ class GrammarMatcher:
 
     @property
     def dead_end(self) -> str | None:
-        """The reason why the output can neither go on nor end; None if it can do either."""
+        """The reason why the output can neither go on nor end; None if it can go on or end."""
         text, may_end = self._vocabulary.read(self._state)
         return None if may_end or text.any() else _reason(self._state)
 

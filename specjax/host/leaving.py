@@ -1,7 +1,7 @@
 """Ends a process whose threads may still be compiling programs.
 
-XLA cannot be interrupted, and at its exit Python waits for all threads. So the process waits for
-these threads, and tells the user why.
+XLA cannot be interrupted, and Python waits for all threads before it exits. So the process waits
+for the threads that compile, and tells the user why.
 """
 
 import atexit
@@ -70,8 +70,8 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
 def _leave_compilers() -> None:
     """End the process at once if threads still compile.
 
-    This happens only if Ctrl-C interrupted Python's wait for these threads. Python would kill them
-    inside XLA, which aborts the process.
+    This function runs when Python exits. Threads can then still compile only if Ctrl-C interrupted
+    Python's wait for them. Python would kill them inside XLA, which aborts the process.
     """
     if _compilers():
         _end()

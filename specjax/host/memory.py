@@ -60,6 +60,6 @@ def _text(path: Path) -> str:
 
 
 def maps_in_use(root: Path = Path("/")) -> float:
-    """Return the number of memory maps in use, as a fraction of its limit; 0 if that is unknown."""
+    """Return the fraction of the allowed memory maps that is in use; 0 if it is unknown."""
     limit = _text(root / "proc/sys/vm/max_map_count").strip()
     return _text(root / "proc/self/maps").count("\n") / int(limit) if limit.isdigit() else 0.0

@@ -17,7 +17,7 @@ class Chunk:
     count: int
     is_first: bool = False  # whether it is the first chunk since the sequence got its slot
     is_last: bool = False  # whether the sequence decodes after this chunk
-    is_resumed: bool = False  # whether output tokens exist, so no token has to be sampled
+    is_resumed: bool = False  # whether it already has output tokens, so that none is sampled here
     restored: int | None = None  # id of the snapshot to restore before the first chunk
     taken: int | None = None  # id of the snapshot to take after the chunk
 
@@ -37,7 +37,7 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     batch: int
     width: int
-    better_shape: Shape | None = None  # best (batch, width), ready or not; None if all are ready
+    better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -58,7 +58,7 @@ class DecodePlan:
     batch: int
     k: int
     num_drafts: int  # how many of the k drafts may be accepted
-    better_shape: Shape | None = None  # best (batch, k), ready or not; None if all are ready
+    better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
 
     @cached_property
     def demands(self) -> frozenset[Demands]:

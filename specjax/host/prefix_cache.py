@@ -51,8 +51,8 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, each
-    window that ends at the prefix's end must be cached, too.
+    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, the
+    window pages at the prefix's end must be cached, too.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PrefixCache:
         """Return how many leading pages of `keys` a request can reuse, and the id of a snapshot.
 
         The request resumes from this snapshot of the recurrent states. The id is None if there is
-        none.
+        no snapshot to resume from.
         """
         length, last, snapshot = len(keys), -1, None
         while length != last:  # a length that suits one window may not suit another
@@ -97,7 +97,7 @@ class PrefixCache:
         return length, snapshot
 
     def put(self, keys: SequenceOf[PageKey], pages: SequenceOf[int], start: int, end: int) -> None:
-        """Cache the pages [start, end) of a sequence by their keys."""
+        """Cache pages[start:end] of a sequence by their keys. `pages` are all its pages."""
         for i in range(start, min(end, len(keys))):
             self._pages.name(pages[i], keys[i])
 
@@ -117,7 +117,7 @@ class PrefixCache:
 class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
-    Later prompts may continue at these points. Snapshots and window pages are kept only there.
+    Later prompts may continue at these points, so snapshots and window pages are kept there only.
     """
 
     def __init__(self):
@@ -146,8 +146,8 @@ class PromptIndex:
 class SnapshotIndex:
     """Finds snapshots of recurrent states by prefix, and evicts the least recently used snapshot.
 
-    A state takes as much memory as the keys and values of thousands of tokens. So there are few
-    snapshots: where a prompt ends and where two prompts branch, not after every page.
+    A state takes as much memory as the keys and values of thousands of tokens. So snapshots are
+    taken only where a prompt ends or two prompts branch, and not after every page.
     """
 
     def __init__(self, num_snapshots: int):

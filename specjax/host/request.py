@@ -21,7 +21,7 @@ class TextWatch(Protocol):
         ...
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens, and return how many are kept if one of them ends the output; else None."""
+        """Append tokens. If one of them ends the output, return how many are kept; else None."""
         ...
 
 
@@ -32,7 +32,7 @@ class Matcher(Protocol):
     def is_finished(self) -> bool: ...
     @property
     def dead_end(self) -> str | None:
-        """The reason why the grammar allows no next token; None if it allows one."""
+        """The reason why the grammar allows no next token; None if it allows a token."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -51,8 +51,8 @@ class Matcher(Protocol):
 class Demands(NamedTuple):
     """The options of a request that a step must support to run the request."""
 
-    edits: bool
-    masks: bool
+    edits: bool  # whether parameters edit the logits
+    masks: bool  # whether a grammar masks the logits
     processor: int  # the engine's number for the list of logits processors; -1 for none
     logprobs: int | None  # number of likeliest tokens to report; None for no log-probabilities
     prompt_logprobs: int | None
@@ -70,8 +70,8 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     processor: int = -1  # the engine's number for the list of logits processors; -1 for none
-    watch_text: Callable[[], TextWatch] | None = None  # called once per sample
-    follow_grammar: Callable[[], Matcher] | None = None  # called once per sample
+    watch_text: Callable[[], TextWatch] | None = None  # makes a sample's watch, if needed
+    follow_grammar: Callable[[], Matcher] | None = None  # makes a sample's matcher, if needed
     priority: int = 0  # the lowest value goes first
     output_token_ids: tuple[int, ...] = ()  # output tokens that its only sample already has
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
@@ -100,9 +100,9 @@ class Request:
 
     @property
     def constraints(self) -> str:
-        """The names of the given parameters that rule tokens out, joined for error messages.
+        """A text for error messages: the names of the request's parameters that forbid tokens.
 
-        The text is empty if there are none.
+        The text is empty if no parameter forbids tokens.
         """
         params = self.params
         given = {

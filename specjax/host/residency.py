@@ -15,11 +15,12 @@ class Residency:
         token_capacity: number of tokens for which the sequence has pages, including window pages.
         num_to_prefill: number of tokens to run before the sequence decodes: the prompt's tokens,
             and all output tokens except the last.
-        num_computed: how many of the tokens to prefill have been scheduled or were cached.
+        num_computed: number of the tokens to prefill that were cached or have been scheduled.
         num_published_pages: number of leading pages that are in the prefix cache.
         snapshot_points: numbers of pages after which to take a snapshot, ascending.
         branch_points: numbers of pages after which other sequences may continue.
-        window_page: index in the page table of the page to which windows have slid.
+        window_page: index of a page in the page table. Window pages that only rows before this page
+            read have been freed.
         is_on_device: whether a chunk of the sequence has been planned since its admission.
         last_step: number of the last step that ran the sequence.
     """

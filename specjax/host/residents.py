@@ -23,7 +23,7 @@ class Residents:
         free_slots: slots without a sequence.
         pages: allocator of pages for layers without a window, and for drafters.
         windows: for each window size, the pages of layers with this window.
-        page_tables: i32[slots, 1 + windows, P], the pages of each slot's sequence; -1 for no page.
+        page_tables: array i32[slots, 1 + windows, P] of each slot's pages; -1 for no page.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class Residents:
 
         Return the residency of the sequence and the id of the snapshot to restore (None if there is
         none). Return None instead if too few pages are free. Window pages are allocated only for
-        the cached prefix, but enough of them are free for a chunk of up to `first_chunk` tokens. In
-        exact mode, chunks end after multiples of `chunk_width` tokens.
+        the cached prefix. But the sequence is admitted only if enough window pages are free for a
+        first chunk of up to `first_chunk` tokens. In exact mode, chunks end after multiples of
+        `chunk_width` tokens.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
@@ -92,7 +93,7 @@ class Residents:
         prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
         max_tokens = sequence.request.max_length - 1 if exact else num_to_prefill
         needed = -(-max_tokens // page_size) - len(prefix.pages)
-        # Spare a page for each running sequence; otherwise one may preempt this one at once.
+        # Spare a page for each running sequence, which might otherwise preempt this sequence soon.
         spare = 0 if exact else len(self.running)
         num_found = len(prefix.pages)
         first_end = -(-min(num_to_prefill, num_found * page_size + first_chunk) // page_size)
@@ -179,7 +180,7 @@ class Residents:
             window.vacate(residency.slot)
 
     def reserve_snapshot(self, sequence: Sequence, residency: Residency) -> int | None:
-        """Return the id of a snapshot to take after the computed tokens; None if none is due."""
+        """Return the id of a snapshot to take after the computed tokens; None if not needed."""
         points = residency.snapshot_points
         if not points or residency.num_computed < points[0] * self._page_size:
             return None

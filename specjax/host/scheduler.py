@@ -137,7 +137,7 @@ class Scheduler:
         heapq.heappush(self._waiting, self._live[request.request_id][0])
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now, and return its unfinished samples (none if the id is unknown)."""
+        """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
         aborted = list(self._live.get(request_id, ()))
         for sequence in aborted:
             sequence.finish_reason = "abort"
@@ -145,7 +145,7 @@ class Scheduler:
         return aborted
 
     def drop_all(self) -> list[Sequence]:
-        """End every request and free all pages, even in the state that an interrupt leaves.
+        """End every request and free all pages, even if an interrupt left an inconsistent state.
 
         Return the samples that were unfinished.
         """
@@ -224,11 +224,11 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Append a part's outputs.
+        """Append the outputs of a step's part to its sequences.
 
-        Return the number of tokens kept per row, and the changed samples. A sequence may finish or
-        be preempted while a step with it is in flight. The step's output is dropped if the sequence
-        has finished, and is kept if the sequence was preempted.
+        Return the number of tokens kept per row, and the changed samples. If a sequence has
+        finished while the step was in flight, its output of the step is dropped. If it was
+        preempted instead, the output is kept.
         """
         if isinstance(part, DecodePlan):
             _land(part.sequences, part.num_drafts + 1)
@@ -275,7 +275,7 @@ class Scheduler:
     def _choose_width(self, remaining: list[int], shapes: Shapes) -> int:
         """Return the chunk width with which the step runs the most tokens.
 
-        Wider shapes hold fewer chunks.
+        `remaining` holds the number of tokens to prefill per sequence. Wide shapes hold few chunks.
         """
         if not remaining:
             return shapes.widths[0]
@@ -392,7 +392,7 @@ class Scheduler:
     def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt sequences of lower rank until `sequence` has pages for `num_tokens` tokens.
 
-        Return whether it has them. If not, `sequence` keeps its present pages and waits.
+        Return whether `sequence` has these pages. If not, it keeps its present pages and waits.
         """
         running = self.residents.running
         while True:
@@ -417,7 +417,7 @@ class Scheduler:
         samples.remove(sequence)
         if not samples:
             self._forget(sequence.request)
-        elif sequence.index == 0 and not sequence.has_started_siblings:  # start them now
+        elif sequence.index == 0 and not sequence.has_started_siblings:  # start the siblings now
             sequence.has_started_siblings = True
             for other in samples:
                 heapq.heappush(self._waiting, other)
@@ -430,7 +430,7 @@ class Scheduler:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Count one round or chunk of each sequence as no longer in flight."""
+    """Note that a round or chunk of each of the sequences is no longer in flight."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

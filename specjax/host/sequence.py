@@ -21,16 +21,16 @@ class RowOutput:
     num_drafts: int = 0  # number of drafts that could have been accepted
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    start: int = 0  # the chunk's first position; prompt_logprobs begin one later
+    start: int = 0  # the chunk's first position; prompt_logprobs begin at the next position
 
 
 @dataclass(eq=False)
 class Sequence:
     """One sample of a request, from the request's arrival to the sample's end.
 
-    While the sample is resident, it has a `residency`. A sample without one has not started yet,
-    was preempted and will recompute its tokens, or has finished. Rounds in flight are counted here,
-    because they may outlast the residency in which they were launched.
+    While the sample is resident, it has a `residency`. A sample without a residency has not started
+    yet, was preempted and will recompute its tokens, or has finished. Rounds in flight are counted
+    here, because they may outlast the residency in which they were launched.
     """
 
     request: Request
@@ -39,7 +39,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # tokens of the prompt and the output
     keys: list[PageKey] = field(default_factory=list)  # keys of its pages, computed as needed
     residency: Residency | None = None
-    num_cached_tokens: int | None = None  # when the sample was first admitted
+    num_cached_tokens: int | None = None  # number found in the cache at the first admission
     queued_ts: float = field(default_factory=time.monotonic)  # in seconds, like the next three
     scheduled_ts: float | None = None
     first_token_ts: float | None = None
@@ -123,11 +123,14 @@ class Sequence:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether tokens may be left to generate after the rounds in flight."""
+        """Whether the rounds in flight may leave any tokens to generate."""
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
-        """Return how many of `k` drafts are usable after `length` tokens, including the prompt."""
+        """Return how many of `k` drafts a round can use if it follows the first `length` tokens.
+
+        `length` includes the prompt.
+        """
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
     def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
@@ -156,10 +159,7 @@ class Sequence:
         return token in request.stop_ids and not request.params.include_stop_str_in_output
 
     def admit(self, residency: Residency) -> None:
-        """Set the residency.
-
-        At the first admission, record its time and the number of cached tokens.
-        """
+        """Set the residency. At the first admission, set `scheduled_ts` and `num_cached_tokens`."""
         self.residency = residency
         if self.scheduled_ts is None:
             self.num_cached_tokens, self.scheduled_ts = residency.num_computed, time.monotonic()
@@ -231,7 +231,7 @@ class Sequence:
         return ValueError(f"{where}: {why}; relax one, or check that no logits are NaN")
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
-        """Return the tokens up to the end of the output, according to stop texts and grammar."""
+        """Return the tokens up to the token at which a stop text or the grammar ends the output."""
         for num_tokens, token in enumerate(tokens, start=1):
             try:
                 if self.matcher is not None:

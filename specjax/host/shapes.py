@@ -1,4 +1,4 @@
-"""Shapes of steps. One program is compiled for each shape, and smaller steps are padded to it."""
+"""Shapes of steps. A program is compiled for each shape, and smaller steps run padded in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class Shapes:
     def first(self) -> "Shapes":
         """One chunk shape and one round shape, which suffice for any step.
 
-        The round shape is the largest. The chunk shape is the one with the most tokens, where rows
-        after the fourth do not count. Chunks that do not fit run in later steps.
+        The round shape is the largest. The chunk shape is the shape with the most tokens in its
+        first four rows. Chunks that do not fit run in later steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))
@@ -49,15 +49,15 @@ class Shapes:
     def chunks(self, count: int, width: int) -> Shape:
         """Return the smallest shape of this width that holds `count` chunks.
 
-        If none holds them, return the largest.
+        If no shape of this width holds them, return the largest.
         """
         batches = self._batches[width]
         return next((batch for batch in batches if batch >= count), batches[-1]), width
 
     def round(self, num_sequences: int, k: int) -> Shape:
-        """Return the smallest shape for `num_sequences` with at least `k` drafts.
+        """Return the smallest round shape that holds `num_sequences` with at least `k` drafts.
 
-        If there is none, return the shape for `num_sequences` with the most drafts.
+        If there is none, return the shape with the most drafts that holds `num_sequences`.
         """
         asked = num_sequences, k
         if asked not in self._rounds:

@@ -61,7 +61,7 @@ class WindowPages:
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
         """Return how many of the first `length` pages a sequence can reuse.
 
-        This is the largest n for which the last window of `keys[:n]` is cached.
+        This is the largest n for which the window at the end of the pages `keys[:n]` is cached.
         """
         place = length
         while place > max(0, length - self.reach):
@@ -101,8 +101,8 @@ class WindowPages:
     def slide(self, slot: int, page: int, points: Collection[int]) -> None:
         """Free a slot's pages that no row in the page `page` or a later page reads.
 
-        `points` are numbers of pages after which other sequences may continue. Of the freed pages,
-        only those that are needed to continue at a point stay cached.
+        `points` are numbers of pages after which other sequences may continue. A freed page stays
+        cached only if it is needed to continue at one of these points.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

@@ -3,8 +3,8 @@
     compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
 
 FILE has a function NAME, and NAME(**arguments) returns (jitted, args, kwargs). `jitted` is a result
-of `jax.jit`, with its donations. `args` are pytrees of `jax.ShapeDtypeStruct`. `kwargs` are the
-static arguments. A request may have more keys:
+of `jax.jit`, which includes donations. `args` are pytrees of `jax.ShapeDtypeStruct`. `kwargs` are
+the static arguments. Each dict of the list is a request, which may have more keys:
 
 - "gpu": a name in `gpus` (default: h200);
 - "options": XLA compiler options by name;
@@ -63,7 +63,7 @@ class Compiled:
     device_kind: str  # the name of the GPU that kernels see
     hlo: str  # text of the optimized module
     thunks: tuple[Thunk, ...]  # the thunks after command buffers were formed
-    memory: Mapping[str, int]  # bytes: argument, output, alias, temp
+    memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
     seconds: Mapping[str, float]  # durations: trace, compile
     resources: tuple[Resources, ...] | None  # per kernel; None if not requested
 
@@ -149,9 +149,10 @@ def compile_for(
     *,
     resources: bool = False,
 ) -> Compiled:
-    """Compile `jitted` at the shapes of `args` for one GPU; `dump` is the folder of `configure`.
+    """Compile `jitted` for one GPU and for arguments with the shapes of `args`.
 
-    `options` are XLA's compiler options, such as {"xla_gpu_enable_triton_gemm": False}.
+    `dump` is the folder that `configure` was called with. `options` are XLA's compiler options,
+    such as {"xla_gpu_enable_triton_gemm": False}.
     """
     import jax
     import numpy as np
@@ -243,7 +244,8 @@ def report(
 ) -> dict[str, Any]:
     """Return the values that tests assert on, as JSON-compatible types.
 
-    "num_passes" has two counts: for runs in which every conditional takes branch 0, and branch 1.
+    "num_passes" has two counts. The first is for runs in which every conditional takes branch 0,
+    and the second for branch 1.
 
     Args:
         over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".

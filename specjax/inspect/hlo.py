@@ -2,13 +2,12 @@
 
 A pass is one kernel's read or write of at least `num_elements` elements of an array that has a
 dimension of size `columns`. For example, a GEMM that writes the logits is one pass, an argmax that
-reads the logits is another pass, and a copy of the logits is two passes. kernels.py explains how
-accesses are counted. In addition:
+reads the logits is another pass, and a copy of the logits is two passes. An access to a parameter
+of the module (a weight, the state) is not a pass. An access to a copy or a conversion of the
+parameter is a pass.
 
-- The traffic of a Pallas kernel in `pallas_bytes.TOUCHED` comes from that table, because the
-  kernel's operands are whole pools.
-- An access to a parameter of the module (a weight, the state) is not a pass. An access to a copy or
-  a conversion of the parameter is a pass.
+kernels.py explains how accesses are counted. But `launches` counts the bytes of Pallas kernels with
+`pallas_bytes.touched`, because some operands of these kernels are whole pools.
 """
 
 from collections.abc import Callable
@@ -38,7 +37,7 @@ class Pass:
     shape: str
     num_bytes: int
     branches: tuple[tuple[str, int], ...]  # enclosing conditionals and branches, outermost first
-    times: int
+    times: int  # number of runs, see `Kernel`
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,15 @@ class Launch:
     name: str
     kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
     source: str  # the JAX operation that the kernel was compiled from
-    # The named scopes in which that operation was traced. For a kernel in a loop or conditional,
-    # the scopes of the loop or conditional: XLA may share a body between two of these, and the
-    # names in the body are then right for only one of the two.
+    # The named scopes in which that operation was traced. A kernel inside a loop or conditional has
+    # the scopes of the loop or conditional instead, because XLA may share one body between two
+    # loops, and the names in the body are then right for only one of the loops.
     scope: str
     num_read: int  # bytes per run
     num_written: int  # bytes per run
-    branches: tuple[tuple[str, int], ...]
-    times: int
-    layer: int | None  # see `launches`
+    branches: tuple[tuple[str, int], ...]  # as in `Pass`
+    times: int  # as in `Pass`
+    layer: int | None  # the layer it belongs to; see the argument `layer_of` of `launches`
     pallas: str | None = None  # the Pallas kernel's name
     shape: str = ""  # shapes of its outputs
     parameters: tuple[str, ...] = ()  # JAX's names of the module parameters it reads
@@ -120,7 +119,7 @@ def launches(
     layer_of: Callable[[str], int | None] = lambda _: None,
     is_inside: Callable[[str], bool] = lambda _: True,
 ) -> list[Launch]:
-    """Return every kernel with its traffic, in launch order.
+    """Return every kernel of a module with its traffic, in launch order.
 
     Args:
         load_of: a function that takes a scope, and returns the context that the scope's Pallas
@@ -175,7 +174,7 @@ def launches(
 
 
 def large_copies(found: list[Launch]) -> list[Launch]:
-    """Return the kernels, except GEMMs and Pallas, that write more than `LARGE_COPY` bytes."""
+    """Return the kernels that write over `LARGE_COPY` bytes, except GEMMs and Pallas kernels."""
     return [
         one
         for one in found

@@ -31,7 +31,10 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """The computations of a conditional, as `jax.lax.cond` orders branches: false, true."""
+        """The names of a conditional's branch computations, in the order of `jax.lax.cond`.
+
+        For a boolean predicate, the false branch comes first.
+        """
         if on_true := self.called("true_computation"):
             return [str(self.called("false_computation")), on_true]
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)

@@ -20,7 +20,8 @@ from specjax.inspect.hlo_text import Computation, Instruction, num_elements_of
 NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
 CONTROL = {"while", "conditional", "call", "async-start"}
-# Ops that read only a part of operand 0, and ops that write only an update, by its operand's index.
+# Ops that read only a part of operand 0. Then: ops that write only an update, mapped to the index
+# of the operand that holds the update.
 SELECTING = {"slice", "dynamic-slice", "gather"}
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -42,7 +43,10 @@ def kernels_of(
     times: int = 1,
     outermost: str | None = None,
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a computation and of the computations that it calls."""
+    """Yield the kernels of the computation `name` and of the computations that it calls.
+
+    The other arguments describe where this computation is called (see `Kernel`).
+    """
     for instruction in computations[name].values():
         top = outermost or instruction.name
         if instruction.op == "conditional":

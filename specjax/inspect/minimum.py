@@ -18,8 +18,9 @@ draft pass reads the context. Each draft pass but the first writes a new row to 
 
 W_o are the weights from which keys and values are computed. If the observed rows of a head give its
 first draft, W_o are all weights of the head, and observing also reads the context. A draft model
-counts like a target in each pass, and observes nothing. Activations are not counted. Only
-`Moved.with_activations` adds two: the embedded rows, and new keys and values that are read back.
+counts like a target in each pass, and observes nothing. Activations are not counted, except in
+`Moved.with_activations`, which includes the embedded rows, and new keys and values that are read
+back.
 """
 
 import math
@@ -52,8 +53,8 @@ class Minimum:
     weights: int  # the target's weights, read once
     keys_and_values: int  # the target's keys and values, read once, and new rows, written once
     states: int  # the target's recurrent states, read once and written once
-    draft: int
-    observe: int
+    draft: int  # all bytes of drafting
+    observe: int  # all bytes of the drafter's observation
     activations: int  # the target's activations, not included in `verify`
 
     @property
@@ -79,9 +80,9 @@ def minimum_bytes(
     dtype: str,
     is_deferred: bool = False,
 ) -> Minimum:
-    """Return the minimum bytes by the formulas of this module's docstring.
+    """Return the minimum bytes of a step, computed with the formulas of this module's docstring.
 
-    The leaves of `params` and `drafter_params` are arrays or shapes. `is_deferred` is whether a
+    The leaves of `params` and `drafter_params` are arrays or shapes. `is_deferred` says whether a
     later program observes the step's rows.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
@@ -114,10 +115,10 @@ def minimum_bytes(
 
 
 def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
-    """Return the bytes that a draft model moves for k tokens, one per pass.
+    """Return the bytes that a draft model moves when it drafts k tokens, one token per pass.
 
-    The model's states are read in each pass. They are written once, as they include only accepted
-    tokens.
+    The model's states are read in each pass. They are written once, because they include only
+    accepted tokens.
     """
     new, read, state = _cache_bytes(model, dtype, context)
     per_request = k * (read + new) + (k + 1) * state
@@ -164,7 +165,10 @@ def _head_bytes(params: Any) -> int:
 
 
 def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
-    """Return the bytes of all weights, without an untied embedding and unused experts."""
+    """Return the bytes of the weights that `num_rows` rows read.
+
+    They are all weights except an untied embedding and experts that no row uses.
+    """
     size = _size(params) - _size(params.embedding) - _size(params.lm_head) + _head_bytes(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         size -= _size(leaf) - _used_size(_names(path), leaf, target, num_rows)

@@ -229,7 +229,7 @@ def compile_step(
 def compile_steps(
     requests: Sequence[StepRequest], *, resources: bool = False, timeout: float = 1800
 ) -> list[StepReport]:
-    """Compile several steps in one process and report on each.
+    """Compile several steps in one process; return a report for each step.
 
     Raises:
         ValueError: a request does not describe a step, or the tools are missing.

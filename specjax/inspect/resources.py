@@ -45,7 +45,8 @@ class Resources:
     is_mosaic: bool = False
     products: tuple[str, ...] = ()  # kinds of matrix products by PTX name, like "mma.sync bf16"
     multiply_adds: int = 0  # number of `triton_call.multiply_add` in the PTX, one per element
-    barriers: tuple[int, ...] = ()  # for each barrier of all threads, the multiply_adds before it
+    # For each barrier of all threads, the number of multiply_adds before it.
+    barriers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Resources":

@@ -51,9 +51,9 @@ def decode_step(
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
 
-    The round has `batch` requests of `context` tokens and k drafts, in an engine that just fits
-    them. `make_program(batch, k)` returns the round's program; the packed round is its argument
-    after parameters and state. The other arguments are as in `open_parts` and `fit_engine`.
+    The round has `batch` requests of `context` tokens and k drafts. The engine has just enough room
+    for them. `make_program(batch, k)` returns the round's program, whose arguments are parameters,
+    state and packed inputs. The other arguments are as in `open_parts` and `fit_engine`.
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
@@ -90,6 +90,7 @@ def open_parts(
     """Build target and drafter from their configs, without weights.
 
     Args:
+        model: a checkpoint or a config, as for `specjax info`.
         speculation: the fields of a `SpeculativeConfig`; None for plain decoding.
         num_layers: the number of the target's first layers to use; None for all layers.
 
@@ -136,7 +137,9 @@ def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
 def fit_engine(
     target: Model, batch: int, k: int, context: int, page_size: int, dtype: str
 ) -> EngineConfig:
-    """Return an engine config that just fits `batch` requests of `context` tokens and a round.
+    """Return the config of an engine with just enough room for `batch` requests and a round.
+
+    Each request has `context` tokens, and the round has `k` drafts per request.
 
     Raises:
         ValueError: sizes are not positive, or the context is above the model's maximum.

@@ -49,7 +49,7 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """The model to serve and its sizes. A plan is made without the target's weights."""
+    """The model to serve, its drafter and the engine's sizes, before the target's weights exist."""
 
     source: ModelSource
     dtype: DtypeChoice
@@ -59,7 +59,7 @@ class Plan:
     drafter: Drafter
     drafter_params: Any  # shapes if there are no weights
     weights: int  # bytes of the target's weights that are not loaded yet
-    chooses_snapshots: bool = False  # whether memory determines num_snapshots
+    chooses_snapshots: bool = False  # whether num_snapshots depends on the free memory
 
     @property
     def num_drafts(self) -> int:
@@ -125,11 +125,11 @@ def make_plan(
     log: Log = no_log,
     **sizes: Any,
 ) -> Plan:
-    """Choose sizes and open the drafter.
+    """Return a plan: choose the engine's sizes, and open the drafter.
 
     `sizes` are further options of `EngineConfig`. The drafter's parameters are placed by
-    `placement`, by default on `default_device`. `log` is called with lines about the drafter's
-    files.
+    `placement`, by default on `default_device`. `log` is called with lines of text about the
+    drafter's files.
 
     Raises:
         ValueError: options contradict each other, or do not fit the model or the device's memory.

@@ -46,7 +46,7 @@ class Defaults(NamedTuple):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    longest: int | None  # upper limit of the default max_model_len; None for no limit
+    longest: int | None  # the default max_model_len is at most this; None for no limit
     dtype: str | None  # None for the dtype of the checkpoint
 
     def model_len(self, max_position: int) -> int:
@@ -108,8 +108,8 @@ def make_config(
 ) -> EngineConfig:
     """Return an engine's config, with the device's defaults instead of None.
 
-    If `num_pages` is None, the config has the pages of one request, because the drafter determines
-    how many pages fit.
+    If `num_pages` is None, the config has the pages of one request. The final number depends on the
+    drafter, which is not known yet.
 
     Raises:
         ValueError: sizes contradict each other or do not fit the model.
@@ -146,7 +146,9 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
-    """Return the dtype that an option means. "auto" depends on the device and the `stored` dtype.
+    """Return the dtype that the option `given` means, and the reason for it.
+
+    "auto" depends on the device and on `stored`, the checkpoint's dtype.
 
     Raises:
         ValueError: the dtype is not supported; the message says why.
@@ -186,10 +188,10 @@ def _card_without_bfloat16() -> str | None:
 
 
 def choose_kernels(given: str) -> str:
-    """Return the implementation of the GPU operations that an option means.
+    """Return the implementation of the GPU operations that the option `given` means.
 
-    Return "reference", with a warning, if the device should support Triton but a small trial kernel
-    fails, e.g. with an outdated driver.
+    If the device should support Triton but a small trial kernel fails, e.g. because of an outdated
+    driver, return "reference" and warn.
     """
     if given not in ("auto", "triton") or why_not("triton") is not None:
         return given

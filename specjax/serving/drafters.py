@@ -46,7 +46,7 @@ def parse_drafter(
 
     Args:
         option: the option's name in errors.
-        method: the method, if another option sets it.
+        method: the method, if another option sets it; None to find it.
         target: the model that the drafter drafts for.
         takes_shapes: whether methods whose shapes follow from the target's shapes may be named
             without a checkpoint.
@@ -79,7 +79,7 @@ def parse_drafter(
 def with_method(
     config: SpeculativeConfig | Mapping[str, Any], target: str | Path | None
 ) -> SpeculativeConfig:
-    """Return a drafter's config. If it names no method, the checkpoint determines the method.
+    """Return a `SpeculativeConfig`. If `config` names no method, the checkpoint determines it.
 
     Raises:
         ValueError: see `SpeculativeConfig.of`.
@@ -103,8 +103,8 @@ def _method_of(text: str, option: str, target: str | Path | None) -> str:
 def find_method(model: str | Path, target: str | Path | None = None) -> str:
     """Return the method of a drafter's checkpoint, from its config and tensor names.
 
-    If the checkpoint is the target's, the method is the target's own module ("mtp"). Any other
-    model is a draft model.
+    If the checkpoint is not a drafting head but a complete model, the method is "draft_model". The
+    target's own checkpoint has the method "mtp".
 
     Raises:
         CheckpointError: there is no such checkpoint, or its files do not indicate the method.
@@ -139,7 +139,7 @@ def _published_method(hf: HFConfig) -> str | None:
 
 
 def _head_method(hf: HFConfig, names: Any) -> str | None:
-    """Return the method of an EAGLE head, or None.
+    """Return the method of an EAGLE head; None if the checkpoint is not an EAGLE head.
 
     Configs do not name these methods consistently. `names` are the names of the tensors.
     """

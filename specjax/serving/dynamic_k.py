@@ -21,7 +21,9 @@ from specjax.host.speculation.methods import adaptive_policy, profile_policy, re
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 
-_LARGEST_LEAF = 2**16  # values; norms and biases have fewer, and training changes them
+# Maximum size of an array that a fingerprint covers. Norms and biases are smaller, and training
+# changes them.
+_LARGEST_LEAF = 2**16
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
@@ -48,7 +50,7 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
 def policy_of(
     config: SpeculativeConfig | None, profile: Profile | None, batches: Sequence[int]
 ) -> Policy:
-    """Return the policy of a config.
+    """Return the policy that chooses K according to a speculative_config.
 
     `profile` is the profile that the config names. `batches` are the sizes to which rounds are
     padded.
@@ -67,7 +69,7 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of the architectures and small arrays of a target and its drafter."""
+    """Return a digest of a target and its drafter: their architectures and small weight arrays."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:

@@ -25,7 +25,7 @@ class CacheBytes(NamedTuple):
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
-    windows: tuple[tuple[int, int], ...] = ()  # pairs (window, its part of `per_page`)
+    windows: tuple[tuple[int, int], ...] = ()  # pairs (window, its layers' part of `per_page`)
 
     def __add__(self, other: Any) -> "CacheBytes":  # by field
         return CacheBytes(*(one + another for one, another in zip(self, other, strict=True)))
@@ -44,9 +44,9 @@ class CacheBytes(NamedTuple):
     def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
         """Return the config with pages for every request at full length, or with as many as fit.
 
-        Returns None if a single request does not fit in `room` bytes. `config.num_pages` is
-        ignored. Each window gets the maximum number of pages in use, but at most as many pages as
-        would fit if all layers had the same number of pages.
+        Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
+        The layers of each window get as many pages as can be in use, but at most as many as would
+        fit if all layers had the same number of pages.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -163,7 +163,7 @@ class EngineNeeds(NamedTuple):
         )
 
     def _room(self, memory: "Memory", gpu_memory_utilization: float) -> int:
-        """Return the bytes that are left for pages."""
+        """Return the bytes that are left for pages after all other needs."""
         room = memory.available - sum(self)
         if memory.total is None:
             return room
@@ -180,8 +180,9 @@ class EngineNeeds(NamedTuple):
     ) -> int:
         """Return the default of num_snapshots.
 
-        The default is four snapshots per request. It is less if they would take more than an eighth
-        of the memory that the pages of `config` leave, but at least `config.num_snapshots`.
+        The default is four snapshots per request. If these would take more than an eighth of the
+        memory that the pages of `config` leave, the default is lower, but at least
+        `config.num_snapshots`.
         """
         memory = read_memory()
         count = SNAPSHOTS_PER_SEQ * config.max_num_seqs
@@ -233,8 +234,8 @@ class EngineNeeds(NamedTuple):
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
     """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
-    Recurrent states, and one snapshot per four states, take at most half of the memory that is free
-    after loading `weights` bytes.
+    It is chosen so that recurrent states, and one snapshot per four states, take at most half of
+    the memory that is free after loading `weights` bytes.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot
@@ -251,7 +252,7 @@ class Memory(NamedTuple):
 
     what: str  # the device's name in errors
     available: int
-    total: int | None  # JAX's share of a GPU's memory; None for shared memory
+    total: int | None  # JAX's share of a GPU's memory; None if the host shares the memory
 
 
 def read_memory() -> Memory | None:

@@ -81,7 +81,7 @@ REMOVED_OPTIONS = {
 def read_options(
     given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
 ) -> dict[str, Any]:
-    """Return all options: the `given` options, and the `defaults` of all others.
+    """Return all options: the `given` options, and for all other options the `defaults`.
 
     Raises:
         TypeError: an option is unknown; the message names the nearest known option.

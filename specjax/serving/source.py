@@ -31,12 +31,12 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, and the place that its weights come from."""
+    """A model, and where its weights come from."""
 
     target: Model
     dtype: str | None  # dtype of the weights, if known
     hf: HFConfig | None = None  # the model's config; None for a `Model` value
-    folder: Path | None = None  # of the checkpoint; None for a value or a config file
+    folder: Path | None = None  # the checkpoint's folder; None for a `Model` value or config file
     has_weights: bool = False  # whether the folder has weights
     params: Any = None  # parameters of a `Model` value
 
@@ -56,9 +56,9 @@ def open_model(
 ) -> ModelSource:
     """Open a checkpoint, or a `Model` value with its parameters.
 
-    The weights are to be divided over `num_devices` devices. `log` is called with lines about
-    differences between config and weights. With `takes_configs`,
-    `model` may also be a config file, without weights.
+    The weights are to be divided over `num_devices` devices. `log` is called with lines of text
+    about differences between config and weights. With `takes_configs`, `model` may also be a config
+    file, without weights.
 
     Raises:
         ValueError: parameters are given without a `Model` value, or do not fit it.
@@ -100,8 +100,8 @@ def open_drafter(
 ) -> tuple[Drafter, Any]:
     """Check that the drafter fits the target. Return the drafter and its parameters.
 
-    The parameters are shapes if there are no weights. This is the case for the own module of a
-    target without weights, for a head of the target's shape, and for a drafter's config.
+    If there are no weights, the parameters are shapes. There are no weights if the drafter is the
+    own module of a target without weights, is OWN_SHAPE, or is a config file.
 
     Raises:
         ValueError: the drafter is the target's own module, but a Model value has no folder to load

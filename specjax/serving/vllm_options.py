@@ -95,7 +95,7 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options that are not vLLM's. Warn once about ignored options.
+    """Return `given` without vLLM's options. Warn once about all options that are ignored.
 
     Raises:
         ValueError: an option of vLLM would change outputs; the message says why it is refused.

@@ -74,10 +74,7 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
 
 
 def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Return tool calls with arguments as mappings instead of JSON text.
-
-    Templates expect mappings.
-    """
+    """Return tool calls whose arguments are mappings, as templates expect, and not JSON texts."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call
@@ -96,8 +93,8 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
     """Return a call's arguments as a mapping.
 
-    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call is part of
-    the conversation's history, so an error would refuse all further turns.
+    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call stays in the
+    conversation's history, so raising an error would make all further turns fail.
     """
     found = given or {}
     if isinstance(found, str):
@@ -162,7 +159,7 @@ def render_conversations(
 
     Raises:
         ValueError: `check_conversation` refuses a conversation, or a variable has the name of an
-            argument.
+            argument of `ChatTokenizer.apply_chat_template`.
         CheckpointError: there is no chat template.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):

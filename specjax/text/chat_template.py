@@ -24,7 +24,7 @@ REASONING = "reasoning_content", "thinking", "reasoning"  # keys of a message's 
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a checkpoint by name, from files or else from the config.
+    """Return a mapping from names to chat templates, from files or, without files, the config.
 
     Older checkpoints of image models have templates only in the processor's chat_template.json.
 

@@ -16,8 +16,8 @@ class Completion:
     """One sample as its user sees it. Text that was already shown is not decoded again.
 
     The text of a sample is the text that its tokens add to the prompt. A stop token (including the
-    end of sequence) is shown only with `include_stop_str_in_output`. A stop token that is a special
-    token is shown only if `skip_special_tokens` is False, too.
+    end of sequence) is shown only with `include_stop_str_in_output`. If the stop token is a special
+    token, `skip_special_tokens` must also be False.
     """
 
     sequence: Sequence
@@ -161,7 +161,7 @@ class Outputs:
 
 
 class Shown:
-    """Selects the part of a growing output that is returned next, according to `output_kind`."""
+    """Selects the part of a growing output to return next, according to `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind):
         self._kind = kind
@@ -227,7 +227,10 @@ class Growing:
 def with_text(
     entry: TokenLogprobs, tokenizer: ChatTokenizer | None, before: SequenceOf[int]
 ) -> TokenLogprobs:
-    """Return log-probabilities with the text of each token. `before` are the previous tokens."""
+    """Return the log-probabilities `entry` with the text of each token.
+
+    `before` are the tokens before the position of `entry`.
+    """
     if tokenizer is None:
         return entry
     return {
@@ -237,5 +240,5 @@ def with_text(
 
 
 def _before(tokens: SequenceOf[int], end: int) -> SequenceOf[int]:
-    """Return the tokens before `end` that may be parts of the same character as token `end`."""
+    """Return the tokens before index `end` that may spell a character together with token `end`."""
     return tokens[max(0, end - MAX_TOKENS_PER_CHARACTER) : end]

@@ -15,8 +15,8 @@ def check_some_allowed(
 ) -> None:
     """Refuse parameters that allow no first token.
 
-    Also refuse choices that are all shorter than `min_tokens`. Whether a later token is left
-    depends on the output. If none is left, the output ends with an error.
+    Also refuse a `choice` whose texts are all shorter than `min_tokens`. Later tokens cannot be
+    checked in advance. If no later token is allowed, the output ends with an error.
 
     Raises:
         ValueError: no token is left; the message names the parameters.

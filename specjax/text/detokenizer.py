@@ -26,7 +26,7 @@ class StopStrings:
 
     A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the
     text that the token adds. Stop texts that were complete before do not count. If several stop
-    texts end there, the one that begins earliest wins; among equally early ones, the longest wins.
+    texts end there, the earliest to begin ends the output, or the longest of the earliest.
     """
 
     def __init__(
@@ -50,13 +50,16 @@ class StopStrings:
     def text(self) -> str:
         """The text so far, without an incomplete character.
 
-        If a stop text was found, the text is cut there.
+        If a stop text was found, the text ends before it, or with it if `include_in_output`.
         """
         return "".join(self._text.characters)
 
     @property
     def stable(self) -> str:
-        """The part of the text that no later token can change, by its bytes or by a stop text."""
+        """The part of the text that no later token can change.
+
+        The end of the text is excluded if a later token may complete a stop text or a character.
+        """
         if self.stop_reason is not None:
             return self.text
         text = "".join(self._text.characters[: self._text.num_stable])
@@ -68,7 +71,7 @@ class StopStrings:
         return any(word.startswith(text) for word in self._stop)
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens, and return how many are kept if one completes a stop text; else None.
+        """Append tokens. If one completes a stop text, return how many are kept; else None.
 
         The token that completes a stop text is kept. Nothing may be appended after a stop.
         """
@@ -81,7 +84,7 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Return whether a stop text ends after the index `new`. If so, cut the output at it."""
+        """Return whether a stop text ends after the index `new`. If so, cut the output there."""
         characters = self._text.characters
         first = max(0, new + 1 - self._longest)
         found = find_stop("".join(characters[first:]), self._stop, new - first)
@@ -125,8 +128,8 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
     SentencePiece decoders omit the space before the first text. This text belongs to the output
     only if the prompt has no text. A prompt that ends inside a character has no effect on the
-    output. Neither has a prompt that ends with U+FFFD, because it looks as if it ended inside a
-    character.
+    output. A prompt that ends with U+FFFD has no effect either, because it looks as if it ended
+    inside a character.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately
@@ -157,8 +160,8 @@ def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
     """Return the start and the text of the stop text that ends after the index `new` of `text`.
 
-    If there are several, return the earliest; of equally early ones, the longest. Return None if
-    there is none.
+    If several stop texts end there, return the earliest to begin, or the longest of the earliest.
+    If no stop text ends there, return None.
     """
     found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
     return min(
@@ -171,9 +174,9 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return token sequences that spell each word at the start of a text and after a space.
 
-    A sequence that ends with another sequence is left out, because forbidding the shorter one
-    forbids both. This also removes sequences with a second space, which come from tokenizers that
-    add a space before a text.
+    A sequence that ends with a shorter sequence is left out, because forbidding the shorter
+    sequence forbids both. This also removes sequences with a second space, which come from
+    tokenizers that add a space before a text.
 
     Raises:
         ValueError: a word has no tokens.
@@ -232,7 +235,7 @@ class _GrowingText:
         return self._run.start
 
     def append(self, token: int) -> int:
-        """Append a token, and return the start of the text that the token adds or changes."""
+        """Append a token. Return the index of the first character that it adds or changes."""
         kind = _kind(self._tokenizer, token)
         if kind is None:
             return len(self.characters)

@@ -76,7 +76,9 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def truncated(params: Any, given: Mapping[str, Any]) -> Any:
-    """Return the parameters, or the list of parameters, with vLLM's tokenization_kwargs applied.
+    """Return `params`, or each of a list of `params`, changed by vLLM's tokenization_kwargs.
+
+    `given` are these tokenization_kwargs.
 
     Raises:
         ValueError: `given` has a key other than truncate_prompt_tokens.
@@ -117,7 +119,7 @@ class RequestMaker:
     tokenizer: ChatTokenizer | None
     vocab_size: int
     eos_ids: tuple[int, ...]
-    number_of: Callable[[tuple[LogitsProcessor, ...]], int]  # registers logits processors
+    number_of: Callable[[tuple[LogitsProcessor, ...]], int]  # see `Repertoire.number_of`
 
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
@@ -140,8 +142,8 @@ class RequestMaker:
     ) -> Request:
         """Return the request of one prompt. `where` is the prompt's name in errors.
 
-        The request's id is `number`, unless `request_id` is given. Seeds depend on `number`. With
-        an `output`, the request continues after these tokens, which count as generated.
+        The request's id is `number`, unless `request_id` is given. Seeds depend on `number`. The
+        request continues after the tokens `output`, which count as generated.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.

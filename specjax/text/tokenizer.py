@@ -69,8 +69,8 @@ class ChatTokenizer(TokenizerNames):
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
         """Return the text of one token as in vLLM's logprobs. Special tokens have a text, too.
 
-        If several tokens form a character, the last one has the character as its text, and the
-        others have no text. `before` are the previous tokens. Only the last
+        If several tokens form a character, the last of these tokens has the character as its text,
+        and the earlier tokens have no text. `before` are the previous tokens. Only the last
         `MAX_TOKENS_PER_CHARACTER` of them matter.
         """
         text = self._decode_all([token_id])
@@ -91,7 +91,7 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character that token names have in place of a space, if `decode` may strip spaces.
+        """The character that replaces spaces in token names, if `decode` may strip spaces.
 
         None for other tokenizers.
         """
@@ -122,8 +122,8 @@ class ChatTokenizer(TokenizerNames):
             continue_final_message: whether to end with the content of the last message, which the
                 model then continues.
             tools: functions that the model may call, as JSON schemas. If tools are given, the
-                default template is the one named tool_use, if there is one.
-            chat_template: a template in Jinja, or the name of one of the checkpoint's templates.
+                default template is the template tool_use, if the checkpoint has it.
+            chat_template: a template in Jinja, or the name of a template in the checkpoint.
             variables: further variables of the template, like enable_thinking.
 
         Raises:
@@ -160,10 +160,10 @@ class ChatTokenizer(TokenizerNames):
         """Return the text of a chat template.
 
         `chosen` is the name of a template, the text of a template, or None for the default. With
-        `has_tools`, the default is the template named tool_use, if there is one.
+        `has_tools`, the default is the template tool_use, if the checkpoint has it.
 
         Raises:
-            CheckpointError: there is no chat template, or no default one.
+            CheckpointError: there is no chat template, or no default template.
             ValueError: `chosen` is neither a name nor a template.
         """
         named = dict(self.named_templates)
@@ -221,7 +221,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a checkpoint.
 
-    They come from generation_config.json, or else config.json, and in addition from the tokenizer.
+    They come from generation_config.json (if it has none, from config.json) and the tokenizer.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

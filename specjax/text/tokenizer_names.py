@@ -1,4 +1,4 @@
-"""Further methods that transformers' tokenizers have, such as `__call__` and `get_vocab`."""
+"""Methods of transformers' tokenizers for `ChatTokenizer`, such as `__call__` and `get_vocab`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ class Encoding(dict):
 
     @property
     def attention_mask(self) -> Any:
-        """Ones in the structure of `input_ids`: a 1 for each token id."""
+        """A 1 for each token id, in the same lists as `input_ids`."""
         return self["attention_mask"]
 
 
@@ -35,7 +35,9 @@ class TokenizerNames:
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any
     ) -> Encoding:
-        """Return "input_ids" and "attention_mask" of a text, or a list of each for several texts.
+        """Return the "input_ids" and "attention_mask" of a text.
+
+        For several texts, both values are lists with one list per text.
 
         Raises:
             ValueError: an option would change the result, like padding or return_tensors.
@@ -56,7 +58,7 @@ class TokenizerNames:
         return Encoding(input_ids=ids, attention_mask=masks)
 
     def __len__(self) -> int:
-        """Return the number of tokens, including added ones."""
+        """Return the number of tokens, including added tokens."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __bool__(self) -> bool:
@@ -64,7 +66,7 @@ class TokenizerNames:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, without added ones."""
+        """The number of tokens, without added tokens."""
         return self.tokenizer.get_vocab_size(with_added_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:

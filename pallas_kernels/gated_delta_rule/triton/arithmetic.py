@@ -28,15 +28,16 @@ def _halves(a):
 
 
 def _rounded(a):
-    """Return a, rounded to tf32, which has ten mantissa bits. Tensor cores would truncate it."""
+    """Return a rounded to tf32 (ten mantissa bits). Tensor cores would truncate it instead."""
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
     return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
 
 
 def invert_unit_lower(lower, i):
-    """Return `reference.invert_unit_lower` of `lower`, a single matrix with row numbers `i`.
+    """Return the result of `reference.invert_unit_lower` for one matrix, whose row numbers are `i`.
 
-    X - X C X merges all pairs of blocks of X at once, where C contains the corners of the pairs.
+    Each step replaces the matrix X of inverted blocks by X - X C X, where C contains the corners of
+    all pairs of blocks. This merges all pairs at once.
     """
     i, j = i[:, None], i[None]
 

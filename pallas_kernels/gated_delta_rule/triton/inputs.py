@@ -1,8 +1,9 @@
-"""The state-independent part of a decode step, computed once for all programs that own state rows.
+"""Computes the state-independent part of a decode step, for the programs that own state rows.
 
 A program processes some tokens of one key head and of its value heads. All tokens run in the same
-loop body, so that they run the same machine code at any place in a step. Programs run in any order:
-no program reads a ring's column that another writes (see `pallas_kernels.gated_delta_rule`).
+loop body, so a token runs the same machine code at any place in a step. Programs run in any order:
+no program reads a column of a ring that another program writes (see
+`pallas_kernels.gated_delta_rule`).
 """
 
 from functools import partial
@@ -101,9 +102,9 @@ def _column(ring, row, t):
 
 
 def _load_raw(x_ref, ring_ref, row, t, kind):
-    """Return some channels of token t's raw inputs, loaded from x and from the ring.
+    """Load token t's raw inputs in the channels `kind` from x and also from the ring; return both.
 
-    `_pick_raw` selects between them: a token t >= 0 is new, and a token t < 0 is in the ring.
+    `_pick_raw` then selects one of the two: a token t >= 0 is in x, a token t < 0 is in the ring.
     """
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)

@@ -1,4 +1,4 @@
-"""The output norm, a separate kernel because several programs compute the outputs of a head."""
+"""The output norm. It has a separate kernel, because several programs compute a head's outputs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The state-independent part of a prompt's chunks, computed for all chunks at once."""
+"""Computes the state-independent part of a prompt's chunks, for all chunks at once."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,10 +36,10 @@ class Chunks(NamedTuple):
 
 
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
-    """Return the cache's ring, unchanged, and the `Chunks` for chunks of `chunk` tokens.
+    """Return the cache's ring of raw inputs, unchanged, and the `Chunks` of the new tokens.
 
-    `where` is (layer, slots, positions). The ring is an output of this kernel so that the kernel
-    that writes the ring starts only after all programs of this kernel have read it.
+    A chunk has `chunk` tokens. `where` is (layer, slots, positions). The ring is an output of this
+    kernel so that the kernel that writes the ring starts only after this kernel has read it.
     """
     heads, (batch, length, _) = cache.heads, x.shape
     num_chunks = pl.cdiv(length, chunk)

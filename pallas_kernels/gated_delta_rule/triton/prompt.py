@@ -1,8 +1,8 @@
-"""Runs a prompt of the gated delta rule in chunks of tokens, by three kernels.
+"""Runs the gated delta rule over a prompt in chunks of tokens, with three kernels.
 
 The first kernel prepares the state-independent part of all chunks at once. In the second kernel,
-each program folds the pending tokens, then one chunk after the other, into its rows of a state. The
-third kernel updates the rings after the other kernels are done, because it writes NaN to columns
+each program owns some rows of a state. It folds the pending tokens into its rows, and then the
+chunks, in order. The third kernel updates the rings. It runs last, because it writes NaN to columns
 that the other kernels read. The first two kernels are separate because a joint kernel would need
 too many registers.
 """

@@ -13,15 +13,15 @@ from pallas_kernels.triton_call import multiply_add
 
 
 class Rings(NamedTuple):
-    """The rings' refs, and the head and indices of the owned rows."""
+    """The references to the rings, and the rows of the state that the program owns."""
 
     u: Any
     k: Any
     decay: Any
     row: BatchRow
     head: Any  # value head
-    values: Any  # i32[rows]
-    pieces: list[Any]  # each i32[piece], indices in D_k
+    values: Any  # i32[rows], the numbers of the owned rows, in 0..D_v - 1
+    pieces: list[Any]  # an array i32[piece] of column numbers for each piece, in 0..D_k - 1
 
     def u_at(self, place):
         """Return the ref of u [rows] for the token at position `place`."""
@@ -38,7 +38,7 @@ class Rings(NamedTuple):
     def fold(self, states, first, *, tokens, interpret):
         """Return the states after folding the tokens from position `first` up to the new tokens.
 
-        The loads of `tokens` tokens are in flight together.
+        `tokens` tokens are loaded at a time.
         """
         start = self.row.start
 
@@ -57,7 +57,10 @@ class Rings(NamedTuple):
 
 
 def correct(states, u, k, *, interpret):
-    """Return S + u k^T. Folding and verification share this, because they must round equally."""
+    """Return S + u k^T.
+
+    Folding and verification share this function, because they must round in the same way.
+    """
     return [
         multiply_add(_wide(u[:, None], s), _wide(piece[None], s), s, interpret=interpret)
         for s, piece in zip(states, k, strict=True)
@@ -65,7 +68,7 @@ def correct(states, u, k, *, interpret):
 
 
 def over_keys(states, k, *, interpret):
-    """Return S k [rows]. The pieces of a row are added first, within each thread."""
+    """Return S k [rows]. Each thread first adds the pieces, then threads add their sums."""
     sums = states[0] * k[0][None]
     for s, piece in zip(states[1:], k[1:], strict=True):
         sums = multiply_add(s, _wide(piece[None], s), sums, interpret=interpret)

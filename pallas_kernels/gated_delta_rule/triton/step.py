@@ -1,4 +1,4 @@
-"""Runs a decode step of the gated delta rule: folds pending tokens into the state, runs new tokens.
+"""Runs a decode step of the gated delta rule: it folds pending tokens and then runs new tokens.
 
 A program owns some rows of one value head's state, which are independent of the other rows. It
 reads its rows once and folds the pending tokens into them. It writes the rows if there were pending
@@ -74,8 +74,8 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
         states = [s * decay for s in states]
         u = beta * (v - over_keys(states, k, interpret=interpret))
         states = correct(states, u, k, interpret=interpret)
-        # Load the next token before this one's stores, for which it would wait; it takes its
-        # registers.
+        # Load the next token before storing this token's results, because the load would wait for
+        # the stores. The next token takes over this token's registers.
         following = read(jnp.minimum(t + 1, row.count - 1))
         rings.u_at(row.start + t)[...] = u
         o = over_keys(states, q, interpret=interpret)

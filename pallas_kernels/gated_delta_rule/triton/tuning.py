@@ -10,8 +10,8 @@ class DeltaRuleTuning:
     # Lanes span the keys of one piece only. Sums over keys first add the pieces, within each
     # thread, so that threads exchange less.
     piece: int = 32
-    # Rows of a state per program: 32 registers of state per thread. Many programs then share a
-    # multiprocessor, and some load while others compute.
+    # Rows of a state per program. With 32 rows, a thread holds 32 registers of the state. Then many
+    # programs share a multiprocessor, and some programs load while other programs compute.
     values: int = 32
     num_warps: int = 4
     fold_tokens: int = 2  # pending tokens loaded at a time
@@ -28,10 +28,10 @@ class DeltaRuleTuning:
 
 
 def choose_tuning(batch: int) -> DeltaRuleTuning:
-    """Return the tiles for `batch` requests.
+    """Return the tile sizes for `batch` requests.
 
     Few requests get smaller tiles, so that all multiprocessors have work and each thread has less
-    work. The sizes were chosen by counting and have not been measured yet.
+    work. The sizes were calculated, and have not been measured yet.
     """
     if batch < 8:
         return DeltaRuleTuning(values=16, fold_tokens=4, inputs_tokens=1, inputs_warps=4)
@@ -39,9 +39,10 @@ def choose_tuning(batch: int) -> DeltaRuleTuning:
 
 
 def has_one_owner(num_elements: int, num_warps: int) -> bool:
-    """Return whether each element of a tile is in only one thread.
+    """Return whether each of the tile's `num_elements` elements is in only one thread.
 
-    Only then may a kernel update the tile in place. If a tile has fewer elements, several threads
-    have copies of an element, and a thread might read what another thread has already written.
+    Only then may a kernel update the tile in place. If a tile has fewer elements than threads,
+    several threads have copies of an element. Then a thread might read an element that another
+    thread has already overwritten.
     """
     return num_elements >= 32 * num_warps

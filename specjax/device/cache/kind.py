@@ -14,8 +14,8 @@ class CacheSizes(NamedTuple):
     """The capacity of a cache."""
 
     num_slots: int  # maximum number of resident requests
-    num_pages: int  # of layers without separate window pages
-    page_size: int  # tokens
+    num_pages: int  # number of pages of layers without separate window pages
+    page_size: int  # tokens per page
     max_rows: int  # maximum number of rows per request in a step; some may be rejected
     num_snapshots: int = 0  # number of snapshots of recurrent states
     window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers with separate pages
@@ -27,11 +27,11 @@ class CacheSizes(NamedTuple):
 
 
 class CacheKind(Protocol):
-    """One kind of cache: a hashable value. Its methods take arrays, whose first axis is the layer.
+    """One kind of cache, as a hashable value that holds no arrays.
 
-    `Rows.mix` calls the method for its kind of rows: `cached` in serving; `causal` or `unrolled` in
-    training, without a cache and with gradients. Their argument `inputs` holds a layer's
-    projections of the rows.
+    Its methods take and return the cache's arrays, whose first axis is the layer. `Rows.mix` calls
+    one of three methods: `cached` in serving, and `causal` or `unrolled` in training, which has
+    gradients but no cache. Their argument `inputs` holds a layer's projections of the rows.
     """
 
     @property
@@ -78,7 +78,7 @@ class CacheKind(Protocol):
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
-        """Allocate snapshots of the states outside pages; return None if there are no states."""
+        """Allocate snapshots of recurrent states; return None if the kind has no such states."""
         ...
 
     def take(
@@ -101,7 +101,7 @@ class CacheKind(Protocol):
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run `CachedRows` on the cache; return the output [N, ...] and the cache with the rows."""
+        """Run `rows` (`CachedRows`) on the cache; return the output [N, ...] and the new cache."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
@@ -109,9 +109,10 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run one more draft of every row; return the output, and `kept` with the draft's entry.
+        """Run one more step of drafting, in which every row of the sequences gets one more draft.
 
-        `kept` holds the previous drafts' entries; it is () at first.
+        Return the output, and `kept` with this step's entry. `kept` holds the entries of the
+        previous steps; it is () at first.
         """
         ...
 
@@ -139,7 +140,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0: queries, keys and values are about as wide as the model."""
+        """0, because queries, keys and values are about as wide as the model."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:

@@ -1,10 +1,10 @@
 """Attention over pages of latents in the plain form, for prefill chunks.
 
-For one block of the context after another, every head's keys and values are computed from the
-latents, and all rows attend to this block. A pair of a query and a key then takes D_n + D_r + D_v
-products (more if the kernel pads them). The absorbed form takes 2 R + D_r products, because each
-head's key is as wide as a latent. The disadvantage of the plain form is that each chunk recomputes
-the keys and values of the whole context.
+The context is processed in blocks. For each block, every head's keys and values are computed from
+the latents, and all rows attend to the block. A pair of a query and a key then takes
+D_n + D_r + D_v products (more if the kernel pads them). The absorbed form takes 2 R + D_r products,
+because each head's key is as wide as a latent. The disadvantage of the plain form is that each
+chunk recomputes the keys and values of the whole context.
 """
 
 import jax
@@ -24,10 +24,10 @@ def attend_plainly(
     up: LatentUp,
     scale: float,
 ) -> jax.Array:
-    """Return the output [N, H, D_v] of attention; queries see the latents up to their own row.
+    """Return the output [N, H, D_v] of attention. A row attends to all tokens up to itself.
 
     Args:
-        rows: the rows of chunks. A block of the context is as long as a chunk.
+        rows: the rows of prefill chunks. A block of the context is as long as a chunk.
         pool: [layers, pages, page_size, R + D_r] latents, including the latents of `rows`.
         layer: i32[] index into the pool.
         nope: [N, H, D_n] the parts of queries that are not rotated.

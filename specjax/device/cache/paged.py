@@ -110,8 +110,8 @@ class PagedAttention(PagesOnly):
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
         """Return the attention output [N, H, D_h] of one more step, and `kept` with this step.
 
-        A row attends, in one softmax, to the rows of step 0 up to the same row, and to the same row
-        in all later steps, which are its drafts. `kept` is a tuple with (k, v) of each step so far.
+        In one softmax, row t attends to rows 0 to t of step 0, and to row t of every later step,
+        which is one of its drafts. `kept` is a tuple with (k, v) of each step so far.
         """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))

@@ -36,14 +36,14 @@ class DeltaInputs(NamedTuple):
 
 
 class Snapshots(NamedTuple):
-    """Copies of S states, and the previous tokens that the convolution still reads.
+    """S snapshots. Each is a copy of a state and of the last inputs of the convolution.
 
     A request that begins with some cached tokens needs both a snapshot and the pages of these
     tokens. Neither is useful alone.
     """
 
     state: jax.Array  # f32[layers, S, H_v, D_v, D_k]
-    tail: jax.Array  # [layers, S, W - 1, C], inputs of the convolution
+    tail: jax.Array  # [layers, S, W - 1, C], inputs that the convolution of later tokens reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0: inputs are about as wide as the model."""
+        """0, because the inputs are about as wide as the model."""
         return 0
 
     @property

@@ -17,8 +17,8 @@ class CachedRows:
     """T rows for each of B requests, concatenated; row b*T + t belongs to request b.
 
     Rejected tokens need no rollback. Their keys and values are past the request's length: no row
-    reads them, and later rows at these positions overwrite them. A recurrent state lacks the
-    `pending` accepted tokens of the last extension, and this extension first folds them into the
+    reads them, and later rows at these positions overwrite them. A recurrent state does not include
+    the last `pending` accepted tokens yet. Running the rows first folds these tokens into the
     state. Rows with `folds` belong to a prompt and cannot be rejected, so they leave no tokens
     pending.
 
@@ -32,7 +32,7 @@ class CachedRows:
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row
     page_table: Int32[jax.Array, "B P"]  # -1 where no page is assigned
     slots: Int32[jax.Array, "B"] | None = None  # slots of states; out of range for padding
-    pending: Int32[jax.Array, "B"] | None = None
+    pending: Int32[jax.Array, "B"] | None = None  # numbers of pending tokens; None without states
     # The last position that a row attends to; None: the row's position.
     reach: Int32[jax.Array, "N"] | None = None
     # The last position of a row's window; None: `reach`.
@@ -51,6 +51,7 @@ class CachedRows:
         """Create `num_rows` rows per request.
 
         Request b has `counts[b]` real rows from position `starts[b]` on, then padding rows.
+        `others` are other fields of the class.
         """
         row = jnp.arange(num_rows, dtype=jnp.int32)[None]
         positions = jnp.where(row < counts[:, None], starts[:, None] + row, -1)
@@ -113,7 +114,7 @@ class JoinedRows:
 
     @property
     def attends(self) -> bool:
-        """Whether any part attends."""
+        """Whether the output of attention is used in any part."""
         return any(rows.attends for rows in self.parts)
 
     @property

@@ -40,7 +40,10 @@ class Head(DraftHead, Protocol):
     def hidden_size(self) -> int: ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
-        """Return the head's input hidden states [N, D] for the target's features."""
+        """Return the hidden states [N, D] that the head reads, computed from the target's features.
+
+        `features` are the features of N rows.
+        """
         ...
 
     def extend(

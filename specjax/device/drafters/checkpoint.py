@@ -17,7 +17,7 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement, default_device
 
-# Names of tensors in early EAGLE-3 exports, by the published names.
+# Maps the published names of tensors to their names in early EAGLE-3 exports.
 LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))
@@ -86,7 +86,8 @@ class DrafterFiles:
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
         """Return the sizes of the drafter's only layer, or of all its layers if `is_deep`.
 
-        The tensor names tell whether the layer with the prefix `layer` has biases and head norms.
+        `layer` is a layer's name prefix. The layer's tensor names show whether there are biases and
+        norms of heads.
         """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
@@ -139,14 +140,14 @@ def read_target_ids(
     are_offsets: bool = True,
     size: str = "draft_vocab_size",
 ) -> jax.Array | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary; None if the vocabularies are equal.
+    """Return the target's token id i32[V_d] for each draft token; None if the ids are the same.
 
     The tensor `name` holds these ids. If `are_offsets`, its i-th number is the i-th id minus i.
     `size` is the name of the config field with the draft vocabulary's size, for error messages.
 
     Raises:
-        CheckpointError: the tensor is missing although the vocabularies differ in size, or it does
-            not hold such ids.
+        CheckpointError: the tensor is missing although the vocabularies differ in size, or it holds
+            something else than the target's token ids.
     """
     origin, vocab_size = files.hf.origin, target.vocab_size
     if not files.has(name):
@@ -173,7 +174,7 @@ def read_target_ids(
 def without_shared_embedding(
     head: Any, params: Any, target: Model, target_params: Any
 ) -> tuple[Any, Any]:
-    """Return a head and its parameters, without an embedding that equals the target's."""
+    """Return a head and its parameters. Remove the head's embedding if it equals the target's."""
     if not head.has_embedding:
         return head, params
     shared, own = target_params.embedding.values, params.embedding.values

@@ -43,7 +43,7 @@ from specjax.device.weights.table import Table, table
 
 # Tensors of a head that are not loaded as weights.
 UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
-# The tensor with a separate embedding of the mask token, which replaces its row in the embedding.
+# The tensor that holds the mask token's embedding, used instead of a row of the embedding table.
 MASK_EMBEDDING = "mask_embedding"
 # transformers' names of the tensors that other layouts call fc and hidden_norm.
 ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
@@ -161,7 +161,7 @@ class Refinement:
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
         """Return the logits that training fits to the target's distributions.
 
-        Here these are only the refined logits.
+        This base class returns only the refined logits.
         """
         return (refined,)
 
@@ -186,7 +186,8 @@ class DFlashHead(ShapedHead):
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
         """Return the float weights as `TensorSpec`s.
 
-        They have transformers' names if these are among `names`, else the authors' names.
+        They name tensors as in transformers' layout if `names` has such names, else as in the
+        authors' layout.
         """
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
@@ -335,8 +336,8 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
         """Return kv after writing keys and values of the context at `rows`.
 
-        They are computed from the target's hidden states `states` [N, A D_target].
-        Only keys and values are used: JAX or XLA removes the rest of each layer as dead code.
+        They are computed from the target's hidden states `states` [N, A D_target]. Only keys and
+        values are used: JAX or XLA removes the rest of each layer as dead code.
         """
         shape = self.head.shape
         fused = params.context_fc.multiply(states)

@@ -4,6 +4,7 @@ layers    before and after attention, and before and after the MLP, each group o
           with the previous rows of the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
 drafts    are chosen from a row's most likely tokens. The score of token j adds a term for the
           previous token to the logit l_j:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
+          where h is the row's hidden state
 """
 
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Selector:
 
 
 class Candidates(NamedTuple):
-    """The C candidates of each draft."""
+    """The C candidates for each draft, which are the most likely tokens."""
 
     logits: jax.Array  # f32[B, K, C]
     ids: jax.Array  # i32[B, K, C]
@@ -69,8 +70,8 @@ class DFlash2(Refinement):
     group_size: int
     rank: int
     num_candidates: int
-    multiplier: float  # scales logits
-    soft_cap: float | None  # caps logits
+    multiplier: float  # multiplies the candidates' logits
+    soft_cap: float | None  # c in c tanh(logit / c), which bounds the candidates' logits
     is_serial: ClassVar[bool] = True
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Selector:
@@ -139,7 +140,7 @@ class DFlash2(Refinement):
         return out
 
     def of_block(self, params: Selector, hidden: jax.Array, logits: jax.Array) -> Candidates:
-        """Return the most likely tokens of all rows at once; see `Refinement.of_block`."""
+        """Return the candidates for the drafts of all rows at once; see `Refinement.of_block`."""
         best, ids = jax.lax.top_k(logits, self.num_candidates)
         best = best * self.multiplier
         if self.soft_cap is not None:

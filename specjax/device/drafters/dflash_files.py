@@ -1,4 +1,4 @@
-"""The files of DFlash heads, in the layouts of the authors, speculators and transformers."""
+"""Reads the files of DFlash heads, in the layout of the authors, speculators or transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -64,7 +64,7 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[DFlashDrafter, DFlashParams]:
-    """Load a head in the layout of its authors, speculators or transformers.
+    """Load a head in the layout of its authors, of speculators or of transformers.
 
     Raises:
         CheckpointError: the head was made for another target or for fewer drafts, or is of an
@@ -80,7 +80,7 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DFlashDrafter:
-    """Return a drafter with the sizes in the config of a folder without weights.
+    """Return a drafter with the sizes in `folder`'s config. The folder needs no weights.
 
     The drafter uses the target's embedding and vocabulary.
 
@@ -179,7 +179,7 @@ def _decoder(hf: HFConfig) -> Mapping[str, Any]:
 def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
     """Return the sizes of the head's decoder.
 
-    `vocab_size` is the vocabulary size if the config has none.
+    `vocab_size` is used if the config has no vocabulary size.
     """
     fields = {"vocab_size": vocab_size, **_decoder(hf)}
     for name in _WINDOWS:  # these differ in heads: see `_read_attention_masks`
@@ -200,8 +200,8 @@ def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask,
     """Return the attention mask of a block's rows for each layer.
 
     The meaning of a window of W tokens depends on the training framework. With speculators, a row
-    sees W tokens before the block, and the block's rows (only up to itself unless
-    `sliding_window_non_causal` is true). With transformers, a row sees W tokens to either side.
+    sees W tokens before the block. It also sees the block's rows up to itself, or all of them if
+    `sliding_window_non_causal` is true. With transformers, a row sees W tokens to either side.
     With the authors' code, a row sees W - 1 tokens to either side, or only the W - 1 tokens before
     itself if the mask is causal.
     """

@@ -285,7 +285,7 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DraftModel:
-    """Return a drafter that runs the model in the config of a folder without weights.
+    """Return a drafter for the model that the config in `folder` describes. No weights are read.
 
     Raises:
         CheckpointError: the model's vocabulary size differs from the target's.

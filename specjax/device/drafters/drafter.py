@@ -22,7 +22,10 @@ from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 class Params(NamedTuple):
-    """The weights of a step: arguments of its program, so that new weights need no compilation."""
+    """The weights that a step uses.
+
+    They are arguments of the step's program, so new weights need no compilation.
+    """
 
     target: Any
     drafter: Any
@@ -35,7 +38,7 @@ class Variant(NamedTuple):
     """
 
     processors: Processors = ()
-    # Whether tokens are masked. The masks depend on the drafts: a round runs as several programs.
+    # Whether grammars mask tokens. Masks depend on the drafts, so a round runs as several programs.
     masks: bool = False
     num_logprobs: int = 0  # number of most likely tokens reported with each token
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; None: nothing is reported
@@ -54,8 +57,8 @@ class DraftContext:
     history: History  # [B]
     has_edits: Bool[jax.Array, ""]  # whether any request edits its logits
     kernels: str = field(metadata={"static": True})
-    row_multiple: int = field(metadata={"static": True})
-    shares_noise: bool = field(metadata={"static": True})
+    row_multiple: int = field(metadata={"static": True})  # see `StepModel`
+    shares_noise: bool = field(metadata={"static": True})  # whether drafts use the target's noise
     variant: Variant = field(metadata={"static": True})
     vocabulary: Vocabulary = field(default=WHOLE, metadata={"static": True})
 
@@ -68,7 +71,7 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return `counts[b]` rows per request b, which begin at `starts[b]`, and padding rows.
+        """Return `counts[b]` rows of each request b, at positions from `starts[b]` on, and padding.
 
         `most` is the largest count. Inactive requests have only padding rows. `pending` i32[B] and
         `writes` are explained in `CachedRows`. Only recurrent states need `pending`.

@@ -1,7 +1,8 @@
 """DSpark (2026): a DFlash block whose drafts are corrected one after the other.
 
-    rows      as in DFlash, but row j gives the token at n + j + 1: K rows for K drafts
-    drafts    logits_j + W_2 W_1[previous token]: the block's logits plus a low-rank Markov chain
+    rows      as in DFlash, but row j gives the token at n + j + 1, so K drafts need K rows
+    drafts    drawn from logits_j + W_2 W_1[previous token], where logits_j are DFlash's logits and
+              W_2 W_1 is a matrix of low rank
 
 The confidence head of such checkpoints is not loaded: K is chosen from measured acceptance.
 """
@@ -23,7 +24,7 @@ from specjax.device.weights.table import Table
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MarkovParams:
-    """Weights of a correction that depends on the previous token."""
+    """Weights that correct a draft's logits, depending on the previous token."""
 
     previous: Table  # [V, r]
     bias: Matrix  # [r, V_d]

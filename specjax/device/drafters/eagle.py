@@ -114,9 +114,9 @@ class EagleHead(ShapedHead):
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Return the logits f32[N, V] of `hidden` y [N, D], without a norm.
+        """Return the logits f32[N, V] for the head's output y = `hidden` [N, D], without a norm.
 
-        The drafter's output head is used if the weights include one, else the target's.
+        The drafter's output head is used if the weights include it, else the target's.
         """
         own = params.drafter.lm_head
         if own is None:
@@ -152,7 +152,7 @@ def load(
 ) -> tuple[EagleHead, EagleParams]:
     """Load a published EAGLE-1 head.
 
-    The tensor names tell whether fc has a bias, because configs do not.
+    Configs do not say whether fc has a bias, so the tensor names decide.
     """
     shape = files.geometry("layers.0", target)
     if shape.hidden_size != target.hidden_size:

@@ -5,8 +5,8 @@
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         over a reduced vocabulary
 
-The hidden states, three or more, are residual streams without a norm; each may have a norm before
-fc (EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. For the next
+The hidden states are three or more residual streams. The head may apply a norm to each before fc
+(EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. For the next
 draft, g is y, or norm(y) if `recycle_normed` is true. A head with the full vocabulary may use the
 target's output head.
 """
@@ -63,7 +63,7 @@ class Eagle3Params:
     embedding: Table | None  # [V, D]
     fc: Matrix | None  # [A D_target, D]
     input_norm: jax.Array | None  # [A D_target], over all auxiliary states before fc
-    aux_norms: tuple[jax.Array, ...]  # [D_target] for each auxiliary state, before fc; or ()
+    aux_norms: tuple[jax.Array, ...]  # [D_target] for each auxiliary state, before fc; () for none
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
     attention: Attention  # its input is 2 D wide
@@ -239,7 +239,7 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> ChainDrafter:
-    """Return a drafter with the sizes in the config of a folder without weights.
+    """Return a drafter with the sizes in `folder`'s config. The folder needs no weights.
 
     Raises:
         CheckpointError: the drafter was made for another target, or has a separate draft
@@ -422,8 +422,8 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
     """Return a head's tensors `d2t` and `t2d` in the published format.
 
-    They hold the offsets i64[V_d] of ids, and the mask bool[V] of draft tokens. The dict is empty
-    if the head has no separate draft vocabulary.
+    `d2t` holds the offsets i64[V_d] of the ids, and `t2d` the mask bool[V] of draft tokens. The
+    dict is empty if the head has no separate draft vocabulary.
     """
     if params.target_ids is None:
         return {}

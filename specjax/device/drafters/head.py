@@ -75,9 +75,9 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads observe rows by computing keys and values.
+        """True: most heads can observe the rows of several rounds at once.
 
-        The keys and values of a row depend only on this row and earlier rows.
+        They compute keys and values of the rows, which do not depend on later rows.
         """
         return True
 

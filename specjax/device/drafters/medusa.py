@@ -1,6 +1,6 @@
 """Medusa (Cai et al. 2024): one small head per draft token. All heads read one hidden state.
 
-    x <- x + silu(L_ij x) for the blocks j of head i, from x = f_p      logits_i = W_i x
+    x <- x + silu(L_ij x) for the blocks j of head i, starting with x = f_p      logits_i = W_i x
 
 f_p is the target's hidden state after its final norm at the last accepted row p. Head i predicts
 the token at p + i + 2; the target itself predicts the token at p + 1. So a draft does not depend on
@@ -35,7 +35,7 @@ from specjax.device.verification import Draft
 from specjax.device.weights.matrix import Matrix, dense
 
 FIRST_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # in the authors' releases
-TOKEN_MAP = "token_map"  # the target's token id of each draft logit, in vLLM's layout
+TOKEN_MAP = "token_map"  # the tensor in vLLM's layout with the target's id of each draft token
 
 
 @jax.tree_util.register_dataclass
@@ -73,8 +73,8 @@ class MedusaHeads:
     def specs(self, names: Collection[str] = ()) -> MedusaParams:
         """Return the weights as `TensorSpec`s.
 
-        They have the authors' names if these are among `names`, else vLLM's names. `target_ids` is
-        None, because it is not a weight.
+        `names` are the tensor names in the files. If they are the authors' names, the specs have
+        these names, too; else they have vLLM's. `target_ids` is None, because it is not a weight.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 
@@ -213,7 +213,7 @@ def find_first_file(folder: Path) -> Path | None:
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> MedusaDrafter:
-    """Return a drafter without biases, with the sizes in the config of a folder without weights.
+    """Return a drafter with the sizes in `folder`'s config, without biases. No weights are read.
 
     Raises:
         CheckpointError: there are fewer heads than K.

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): drafting with an additional layer that the target comes with.
+"""Multi-token prediction (MTP): drafting with an additional layer in the target's checkpoint.
 
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
@@ -46,9 +46,9 @@ class MTPParams:
 
 
 class ModuleNames(NamedTuple):
-    """Names of a module's tensors in a family of targets, to be appended to the prefix."""
+    """Names of an MTP module's tensors in one family of targets, without the module's prefix."""
 
-    prefix: Callable[[Any, int], str]  # gives the prefix for a target and a module's number
+    prefix: Callable[[Any, int], str]  # returns the prefix, given a target and a module's number
     embedding_norm: str
     hidden_norm: str
     fc: str
@@ -106,7 +106,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from module tensors that are copies to the target's tensors that they copy."""
+        """A map from the names of copied tensors in the module to their names in the target."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 
@@ -141,7 +141,7 @@ class MTPHead(ShapedHead):
         )
 
     def is_unused(self, name: str) -> bool:
-        """Return True for the target's tensors and copies of them.
+        """Return whether the tensor `name` belongs to the target or is a copy of a target tensor.
 
         See `DrafterWeights.is_unused`.
         """

@@ -19,7 +19,7 @@ from specjax.device.models.tensor_names import EMBEDDING, TensorNames, is_within
 
 
 def drafter(head: MTPHead | ModulesHead, is_greedy: bool = False) -> Drafter:
-    """Return the drafter that runs one or several modules."""
+    """Return the drafter that runs the module or modules of `head`."""
     return head.drafter(is_greedy)
 
 
@@ -70,6 +70,8 @@ def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | M
 
 def of_own_shape(target: Model, origin: str) -> MTPHead | ModulesHead:
     """Return the head of the target's MTP module or modules, without weights.
+
+    `origin` names the target in error messages.
 
     Raises:
         CheckpointError: the target has no MTP module, or its module has several layers.

@@ -2,12 +2,13 @@
 
     rows      (g_p, e(x_{p+1})) at the positions p that the target has run, as in EAGLE-3,
               then (g_mask, e(MASK)) at the next K - 1 positions, from n on
-    layers    the first as in EAGLE-3, the others as in a decoder; causal
+    layers    the first layer is as in EAGLE-3, the others are decoder layers; all are causal
     drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
 
 g_mask is fc of `mask_hidden`, which replaces the target's hidden states; x_n is the last token.
-`observe` runs the first kind of rows, whose keys and values are kept. `draft` runs the mask rows,
-whose keys and values are overwritten after the target has run their positions.
+`observe` runs the rows at positions that the target has run. Their keys and values are kept.
+`draft` runs the mask rows. Their keys and values are overwritten after the target has run their
+positions.
 """
 
 from collections.abc import Collection
@@ -40,7 +41,8 @@ from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
-MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs by speculators and AWS
+# Names of the field with the mask's token id, in configs of speculators and AWS.
+MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +81,10 @@ class PEagleHead(Eagle3Head):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Return the normed output [N, D] for `tokens` i32[N] and `hidden` g [N, D], and new kv."""
+        """Run all layers on `tokens` i32[N] and g = `hidden` [N, D].
+
+        Return the normed output [N, D] and the new kv.
+        """
         own, shape = params.drafter, self.shape
         embedded = embed_tokens(target, params, tokens)
         stream, kv = eagle3.first_layer(own, embedded, hidden, rows, kv, self)
@@ -185,7 +190,7 @@ def load(
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> PEagleDrafter:
-    """Return a drafter with the sizes in the config of a folder without weights.
+    """Return a drafter with the sizes in `folder`'s config. The folder needs no weights.
 
     Raises:
         CheckpointError: the drafter was made for another target, or has a separate draft

@@ -2,8 +2,8 @@
 
 transformers is the reference. If the class in transformers for a model type reads a field, this
 field is also read here, or raises an error if it is set. transformers ignores all other fields. If
-such a field changes the mathematics of other models, it raises an error, because the config then
-describes another model than its type. The effect of the remaining fields is unknown. Published
+such a field changes the mathematics of other models, it raises an error here, because the config
+then seems to describe one of those models. The effect of the remaining fields is unknown. Published
 configs have many of these fields, so they only cause a warning with their names.
 """
 
@@ -167,6 +167,7 @@ def check_fields(hf: HFConfig, text: HFConfig) -> None:
     """Raise an error for unused fields that change the mathematics; warn about unknown fields.
 
     Args:
+        hf: the whole config.
         text: the config of the text model, which may be a part of `hf`; see `read_text`.
 
     Raises:

@@ -285,7 +285,7 @@ def decoder_layer(
     model: Decoder,
     kind: Any,
 ) -> tuple[Residual, Any]:
-    """Run one decoder layer; return the residual stream after it, and the cache with the rows.
+    """Run one decoder layer; return the residual stream after it, and the new cache.
 
     `layer` i32[] is the layer's index among the layers of the cache `kind`, which share `cache`.
     """

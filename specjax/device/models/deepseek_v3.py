@@ -57,8 +57,8 @@ class DeepSeek(Decoder):
     def head_shape(self) -> Llama:
         """See `Model.head_shape`.
 
-        The sizes of latent attention are not used, because they do not suit other attention. The
-        heads are at most 128 wide, and there are at most eight key heads.
+        The EAGLE head has grouped-query attention, so it does not use the sizes of latent
+        attention. Its heads are at most 128 wide, and it has at most eight key heads.
         """
         head_dim = gcd(self.hidden_size, 128)
         num_heads = self.hidden_size // head_dim
@@ -75,7 +75,7 @@ class DeepSeek(Decoder):
 
 
 def from_hf(hf: HFConfig) -> DeepSeek:
-    """Return the model of a Hugging Face config with type `deepseek_v3` or `glm4_moe_lite`."""
+    """Return the model that a Hugging Face config of one of the two types describes."""
     hf.require_unset("attention_bias")
     hf.require("hidden_act", "silu")
     hf.require("scoring_func", "sigmoid")

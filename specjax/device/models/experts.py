@@ -10,7 +10,7 @@ from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 
 class _Defaults(NamedTuple):
-    """Default values of a config's fields."""
+    """Default values of the fields that describe experts in a config."""
 
     num_experts: int
     num_chosen: int
@@ -57,7 +57,7 @@ def read_experts(hf: HFConfig, kind: str) -> Experts | None:
 
 
 def read_dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers without experts, in a model with experts."""
+    """Return the indices of the layers that have no experts, for a model with experts."""
     step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
     return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
 
@@ -112,5 +112,8 @@ def read_sigmoid_experts(hf: HFConfig) -> Experts:
 
 
 def read_first_dense(hf: HFConfig, num_layers: int, default: int) -> tuple[int, ...]:
-    """Return the indices of the first layers, which have no experts."""
+    """Return the indices of the first layers, which have no experts.
+
+    `default` is the number of these layers if the config has none.
+    """
     return tuple(range(min(num_layers, hf.count("first_k_dense_replace", default))))

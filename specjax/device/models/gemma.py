@@ -40,7 +40,7 @@ class Gemma(Llama):
 
 
 def from_hf(hf: HFConfig) -> Gemma:
-    """Return the model that a Hugging Face config of the family describes."""
+    """Return the model that a Hugging Face config of the Gemma family describes."""
     hf.require("hidden_activation", "gelu_pytorch_tanh")
     kind = hf.get("model_type", "gemma3_text")
     is_third = kind == "gemma3_text"

@@ -42,9 +42,9 @@ class RouterWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasedRouter:
-    """A router that chooses the experts with the largest logits.
+    """A router with a bias, which chooses the experts with the largest logits.
 
-    Their weights are a softmax over the chosen experts' logits.
+    The weights of the chosen experts are the softmax of their logits.
     """
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:

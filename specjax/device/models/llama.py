@@ -174,7 +174,7 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
 
 
 def from_hf(hf: HFConfig) -> Llama:
-    """Return the model that a Hugging Face config of the family describes."""
+    """Return the model that a Hugging Face config of the Llama family describes."""
     hf.require_unset("mlp_bias")
     hf.require("hidden_act", "silu")
     kind = hf.get("model_type", "llama")

@@ -1,4 +1,4 @@
-"""The interface of models to the engine. Any hashable value with these methods is a model."""
+"""The interface of models. Engines can run any hashable value that has the methods of `Model`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -187,7 +187,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
 
 
 def from_hf(hf: HFConfig) -> Qwen35:
-    """Return the model that a Hugging Face config of the family describes."""
+    """Return the model that a Hugging Face config of the Qwen3-Next family describes."""
     kind = hf.get("model_type", "qwen3_5_text")
     hf.require("hidden_act", "silu")
     hf.require("attn_output_gate", True)

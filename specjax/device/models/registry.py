@@ -81,10 +81,10 @@ def describe_model(hf: HFConfig) -> Model:
 
 
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
-    """Return the model that the config and the output head in a checkpoint folder describe.
+    """Return the model in a checkpoint folder, as its config and its output head describe it.
 
-    If the config ties the output head to the embedding, but the files have an output head that
-    differs from the embedding, this head is used, as in transformers. The log says so.
+    The config may tie the output head to the embedding although the files have an output head that
+    differs from the embedding. This head is then used, as in transformers, and a line is logged.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):
@@ -183,10 +183,10 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
-    """Return the config of a checkpoint's text model for a copy with unquantised weights.
+    """Return the config for a copy of a checkpoint's text model with unquantised weights.
 
-    The weights must have the names in the model's specs. `is_tied` says whether the output head is
-    the embedding.
+    The copy's tensors must have the names in the model's specs. `is_tied` says whether the output
+    head is the embedding.
     """
     text = read_text(hf)
     plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}

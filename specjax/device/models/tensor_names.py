@@ -90,9 +90,9 @@ def is_within(name: str, beginnings: Iterable[str]) -> bool:
 
 
 def other_part(name: str) -> str | None:
-    """Return the part of a checkpoint that the tensor `name` belongs to.
+    """Return the part of a multimodal checkpoint to which the tensor `name` belongs, like "vision".
 
-    None if it is not one of the parts that the text model does not use.
+    None if the tensor is not known to belong to a part that the text model does not use.
     """
     rest = name.removeprefix("model.")
     return next((part for part, names in _OTHER_PARTS.items() if rest.startswith(names)), None)

@@ -17,13 +17,14 @@ class Wrapper(NamedTuple):
 
     text: str  # type of the text model, if it is not in `text_config`
     is_tied: bool = False  # default of `tie_word_embeddings`
-    # Whether `tie_word_embeddings` in `text_config` ties the output head without the outer field.
+    # Whether `tie_word_embeddings` in `text_config` ties the output head even if the outer field
+    # is false.
     counts_inner: bool = False
     defaults: Mapping[str, Any] = {}  # values of fields that `text_config` lacks
 
 
 _VOXTRAL = {"max_position_embeddings": 131072, "rope_theta": 1e8, "head_dim": 128}
-# By the model type of the outer config.
+# The wrappers by the model type of the outer config.
 WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_5": Wrapper("qwen3_5_text"),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
@@ -40,7 +41,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", is_tied=True),
     "voxtral": Wrapper("llama", defaults={**_VOXTRAL, "rms_norm_eps": 1e-5}),
 }
-# The model type of the family, by the type of a text model.
+# Maps the types of text models to the model types of their families.
 FAMILIES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -74,7 +75,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "glm4v_moe_text": {"max_position_embeddings": 65536, "attention_bias": True},
 }
-# Values that hold for a type regardless of its fields.
+# Values of fields that hold for a type even if its config has other values.
 _FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 # Fields of the other parts and of their connection.
 OTHER_PARTS = frozenset(
@@ -99,8 +100,8 @@ _MROPE = "mrope_section", "mrope_interleaved"
 def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
-    The config has the type of the model's family, and the fields that all parts share. Defaults of
-    the model's type are set where they differ from the family's defaults.
+    Its `model_type` names the model's family. It includes the fields that all parts share.
+    Defaults of the model's own type are filled in where they differ from the family's defaults.
 
     Raises:
         CheckpointError: `text_config` is not an object.
@@ -141,7 +142,7 @@ def _nested(hf: HFConfig, wrapper: Wrapper, nested: Any) -> dict[str, Any]:
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a rotary embedding that concern text, not positions in images."""
+    """Return a rotary embedding's fields, without the fields for positions in images."""
     plain = {name: value for name, value in fields.items() if name not in _MROPE}
     for name in "rope_type", "type":
         if plain.get(name) == "mrope":

@@ -20,8 +20,8 @@ _DEFAULTS: Mapping[str, int | None] = {
 # N by model type: if `layer_types` is not set, every N-th layer has no window.
 _PERIODS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}
 _PERIOD_FIELDS = {"gemma3_text": "sliding_window_pattern"}
-# Types in which `use_sliding_window` turns windows on; types in which only the layers from
-# `max_window_layers` on have windows; and types without windows.
+# _SWITCHED: types in which `use_sliding_window` turns windows on. _FROM_LAYER: types in which only
+# the layers from `max_window_layers` on have windows. _WITHOUT: types without windows.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _FROM_LAYER = ("qwen2", "qwen3")
 _WITHOUT = ("llama",)

@@ -1,1 +1,1 @@
-"""Weights as values. Only these modules know how a weight is stored."""
+"""Classes of weights. Only these modules know how the numbers of a weight are stored."""

@@ -13,7 +13,10 @@ from specjax.device.weights.weight import Weight, weight
 @weight
 @dataclass(frozen=True)
 class LatentUp(Weight):
-    """A matrix [R, D_n + D_v] for each of H heads, stored transposed; D_n columns make its key."""
+    """A matrix [R, D_n + D_v] for each of H heads, stored transposed.
+
+    The first D_n columns give the head's keys, and the others give its values.
+    """
 
     values: jax.Array  # [H (D_n + D_v), R]
     num_heads: int
@@ -31,17 +34,20 @@ class LatentUp(Weight):
         return made[..., : self.key_dim], made[..., self.key_dim :]
 
     def absorb(self, queries: jax.Array) -> jax.Array:
-        """Return queries [N, H, R] for latents, from queries [N, H, D_n] for keys."""
+        """Convert queries that are compared with keys to queries that are compared with latents.
+
+        `queries` is [N, H, D_n], and the result is [N, H, R].
+        """
         return jnp.einsum("nhd,hdr->nhr", queries, self._by_head()[:, : self.key_dim])
 
     def project(self, mixed: jax.Array) -> jax.Array:
-        """Return mixed values [N, H, D_v], from mixed latents [N, H, R]."""
+        """Convert weighted sums of latents [N, H, R] to weighted sums of values [N, H, D_v]."""
         return jnp.einsum("nhr,hdr->nhd", mixed, self._by_head()[:, self.key_dim :])
 
     def _by_head(self) -> jax.Array:
         """Return the weights [H, D_n + D_v, R].
 
-        XLA fuses slices of the middle axis into the products; it would copy slices of others.
+        XLA fuses slices of the middle axis into the products. It would copy slices of another axis.
         """
         return self.values.reshape(self.num_heads, -1, self.values.shape[1])
 

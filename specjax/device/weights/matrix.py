@@ -20,7 +20,10 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Matrix(Weight):
-    """A matrix [in, out]. Projections that share an input are named parts of the columns."""
+    """A matrix [in, out], which may merge several projections of one input.
+
+    Each projection is a named part of the columns.
+    """
 
     values: jax.Array
     parts: Parts = ()  # name and number of columns of each part
@@ -92,8 +95,8 @@ class Dense(Matrix):
     def on(self, platform: str) -> Matrix:
         """See `Weight`.
 
-        Arrays on several devices stay unchanged, and so do NumPy arrays, which hold the weights
-        while an engine sleeps.
+        Arrays on several devices stay unchanged. NumPy arrays also stay unchanged: the weights are
+        NumPy arrays while an engine sleeps.
         """
         values = self.values
         if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
@@ -157,11 +160,14 @@ def dense(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the specs of projections [out, in] that share an input, merged to one matrix.
+    """Return the specs of projections [out, in] that share an input, merged into one matrix.
 
     Args:
+        names: the names of the tensors, which hold one projection each.
+        num_in: the width of the input.
+        num_outs: the width of each tensor's output.
         parts: the names of the matrix's parts, or a mapping from name to number of columns. Use a
-            mapping if the parts are not the tensors.
+            mapping if a part is not exactly one tensor.
         interleaved: see `projection`, also for `rows` and `columns`.
     """
     sizes = parts if isinstance(parts, Mapping) else dict(zip(parts, num_outs, strict=False))

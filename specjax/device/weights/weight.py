@@ -36,7 +36,7 @@ class Weight:
         return False
 
     def on(self, platform: str) -> "Weight":
-        """Return the weight in the form by which devices of `platform` multiply fastest."""
+        """Return the weight in the form with which devices of `platform` multiply fastest."""
         return self
 
 
@@ -46,10 +46,10 @@ def is_weight(x: Any) -> bool:
 
 
 def weights_on(platform: str, params: Any) -> Any:
-    """Return a tree of parameters with every weight in its form for `platform` ("cpu", "gpu").
+    """Return the tree `params` with every weight in its form for `platform` ("cpu" or "gpu").
 
-    Arrays that need not change are not copied. Parameters of more than `MAX_DOUBLED` bytes stay as
-    they are.
+    Arrays that need not change are not copied. If all parameters together have more than
+    `MAX_DOUBLED` bytes, the tree is returned unchanged.
     """
     if sum(x.nbytes for x in jax.tree.leaves(params)) > MAX_DOUBLED:
         return params

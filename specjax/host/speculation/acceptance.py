@@ -21,15 +21,15 @@ from typing import NamedTuple
 # large batch gives many counts per round, but the next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
-# The prior rate of all positions is optimistic. With few requests learning is slow, but an extra
-# draft costs little; with many, one round is enough to learn.
+# The prior rate of all positions is optimistic. With few requests, learning is slow, but an extra
+# draft costs little. With many requests, one round is enough to learn.
 _FIRST_RATE = 0.8
 _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
 _OFFSET_WEIGHT = 20.0
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of a round for one request: the number of usable drafts, and of accepted drafts.
+    """The outcome of a round for one request: the numbers of usable drafts and of accepted drafts.
 
     Drafts after the end of an output are not usable. Drafts after the first rejected draft are not
     verified (see `depth`).
@@ -71,8 +71,8 @@ class _Counts:
 class Acceptance:
     """Learns acceptance rates from outcomes of rounds, for all requests together and by group.
 
-    The prior rate of a position comes from the rate of the position before it. The log-odds of both
-    rates differ by an offset, which changes little when acceptance rises or falls as a whole. So
+    The prior rate of a position comes from the rate of the position before it, by adding a learned
+    offset to the log-odds. The offset changes little when acceptance rises or falls as a whole. So
     deeper drafts need not be tried repeatedly. The prior rate of a group is the rate of all
     requests.
     """
@@ -134,9 +134,10 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move each offset towards the difference that the log-odds of current rates have.
+        """Move the offset of each position towards its current value.
 
-        The more drafts were just verified at a position, the further its offset moves.
+        This is the difference between the log-odds of the position's rate and of the rate before
+        it. The more drafts were just verified at a position, the further its offset moves.
         """
         rates = self._pooled()
         for i in range(1, self.max_drafts):
@@ -165,7 +166,7 @@ def conditional(rates: Sequence[float]) -> list[float]:
 
 
 def logit(p: float) -> float:
-    """Return the log-odds of a probability, which is first clipped to differ from 0 and 1."""
+    """Return the log-odds of a probability. Probabilities near 0 and 1 are clipped first."""
     p = min(max(p, 1e-4), 1 - 1e-4)
     return math.log(p / (1 - p))
 

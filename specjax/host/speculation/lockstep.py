@@ -23,11 +23,11 @@ class Replicas(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this replica decides. Exactly one replica does."""
+        """Whether this replica is the leader. Exactly one replica is."""
         ...
 
     def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
-        """Return the loads of all replicas; only the leader needs them."""
+        """Return the loads of all replicas. Only the leader uses the result."""
         ...
 
     def broadcast(self, k: int) -> int:
@@ -62,7 +62,7 @@ class LockstepPolicy:
 
     @property
     def weighs_requests(self) -> bool:
-        """Whether the wrapped policy weighs requests."""
+        """Whether the wrapped policy reads `num_context` and `members` of a load."""
         return self._policy.weighs_requests
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -94,12 +94,12 @@ class LockstepPolicy:
         self._policy.target_changed()
 
     def drafter_changed(self) -> None:
-        """Notify the wrapped policy."""
+        """Notify the wrapped policy. All replicas change their weights at the same step."""
         self._policy.drafter_changed()
 
 
 def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
-    """Return the joint load of a step on all replicas."""
+    """Return one load, with the largest sizes, the smallest budget and all members of `loads`."""
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
     budgets = [load.max_tokens for load in loads if load.max_tokens is not None]
     return DecodeLoad(

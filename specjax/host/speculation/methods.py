@@ -16,7 +16,7 @@ WARM_UP_ROUNDS = 10
 def spread_ks(max_k: int) -> tuple[int, ...]:
     """Return the Ks to choose from: every K up to 5, then odd Ks, and `max_k`.
 
-    Large Ks differ little, and a program is compiled for every K.
+    A program is compiled for every K, and neighbouring large Ks differ little.
     """
     return tuple(k for k in range(max_k + 1) if k <= 5 or k % 2 or k == max_k)
 
@@ -26,7 +26,7 @@ def profile_policy(
 ) -> GoodputPolicy:
     """Return a policy that uses the rates and times of a profile.
 
-    Rounds are padded to the batch sizes `batches`. If the profile is online, its rates are only the
+    Rounds are padded to the batch sizes `batches`. If `profile.is_online`, its rates are only the
     prior of the learned rates. K is at most `max_k`, by default the profile's maximum.
     """
     max_k = profile.max_drafts if max_k is None else max_k
@@ -43,7 +43,7 @@ def profile_policy(
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
     """Return a policy that learns rates and times while serving.
 
-    If `cost` is None, replays of rounds give the first times.
+    The first times are `cost` or, if it is None, come from replays of rounds.
     """
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 

@@ -23,7 +23,7 @@ PROBE_EVERY = 200  # maximum number of rounds between two tries
 FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and of rounds between them
 DOUBT = 2.0  # a K may be faster than it seems by this number of standard deviations
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
-PARKED_VERDICTS = 16  # number of verdicts that a try should yield
+PARKED_VERDICTS = 16  # number of outcomes (one per request and round) that a try should yield
 OTHER_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
@@ -34,7 +34,8 @@ class DecodeLoad:
     Attributes:
         num_sequences: number of sequences ready to decode.
         num_context: number of tokens before the round, summed over sequences.
-        max_tokens: the step's token budget; sequences that do not fit into it wait.
+        max_tokens: the step's token budget. Sequences that do not fit into it wait. None for no
+            budget.
         members: number of sequences by (group, maximum number of useful drafts).
     """
 
@@ -44,7 +45,7 @@ class DecodeLoad:
     members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
 
     def share(self, k: int) -> float:
-        """Return the fraction of sequences that fit into a round of k drafts. At least one fits."""
+        """Return the fraction of sequences that fit into a round of k drafts: at least one does."""
         if self.max_tokens is None or not self.num_sequences:
             return 1.0
         return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)
@@ -91,7 +92,7 @@ class Policy(Protocol):
     def weighs_requests(self) -> bool:
         """Whether `choose` reads `num_context` and `members` of a load.
 
-        If not, both may be left empty.
+        If it does not, callers may leave both empty.
         """
         ...
 
@@ -104,7 +105,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape are ready. `time` measures the milliseconds of a round."""
+        """Note that rounds of this shape are ready. `time` measures and returns milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -116,11 +117,11 @@ class Policy(Protocol):
         ...
 
     def target_changed(self) -> None:
-        """Note that the target has new weights: learned acceptance may be outdated."""
+        """Note that the target has new weights, so that learned acceptance may be outdated."""
         ...
 
     def drafter_changed(self) -> None:
-        """Note that the drafter has new weights: learned acceptance no longer applies."""
+        """Note that the drafter has new weights, so that learned acceptance no longer applies."""
         ...
 
 
@@ -269,7 +270,8 @@ class GoodputPolicy:
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
         """Return the current K, after replacing it with `best` if one of two conditions holds.
 
-        Either `best` is clearly better, or Ks other than the current one have long been better.
+        Either `best` is clearly better than the current K, or the current K has long not been the
+        best.
         """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
@@ -328,7 +330,7 @@ class GoodputPolicy:
         )
 
     def target_changed(self) -> None:
-        """Give old counts less weight, and try drafts again soon if K was 0."""
+        """Give old counts less weight. If K is 0, try drafting again soon."""
         if self._learns_acceptance:
             self.acceptance.discount()
             self._is_due, self._patience = True, PARKED_FIRST
@@ -358,8 +360,8 @@ class GoodputPolicy:
     def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        This is the K that may be the fastest in view of the uncertainty of its time. Every
-        `PROBE_EVERY` rounds, it is the neighbour of `best` with the fewest rounds.
+        A K is tried if its time is so uncertain that its goodput may be the best. If no K was tried
+        for `PROBE_EVERY` rounds, the neighbour of `best` with the fewest rounds is tried.
         """
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
         if self._learns_cost and tried:

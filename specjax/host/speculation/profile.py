@@ -1,8 +1,8 @@
 """Profiles of step times and acceptance rates, measured in advance and stored as JSON.
 
-A file has the four keys that vLLM #32374 proposes. It may have a fifth key, "measured", which
-describes what was measured. Times are per step, not per token. Rates are unconditional. Every entry
-of a file is checked when the file is read.
+A file has the four keys that vLLM #32374 proposes. It may have a fifth key, "measured", which names
+the model and the device that were measured. Times are per step, not per token. Rates are
+unconditional. Every entry of a file is checked when the file is read.
 """
 
 import json
@@ -29,7 +29,7 @@ _OPTIONAL = "measured"
 
 
 class Comparison(NamedTuple):
-    """Time per output token of each K, and the K with the shortest time."""
+    """The time per output token of each K, and the K with the shortest time, per batch size."""
 
     tpot_ms: dict[int, dict[int, float]]  # by batch size and K
     best_k: dict[int, int]  # by batch size; the smallest of equally good Ks
@@ -46,8 +46,8 @@ class Profile:
             draft.
         max_drafts: the largest K.
         is_online: whether rates are learned while serving, with `rates` as the prior.
-        measured: what was measured; None if that is unknown. "model" is the fingerprint of the
-            model, and "device" is the kind of device. If `step_ms` are times without context,
+        measured: a description of the measurement; None if it is unknown. "model" is the model's
+            fingerprint, and "device" is the kind of device. If `step_ms` are times without context,
             "ms_per_context_token" is the time that each context token adds to a step.
     """
 
@@ -83,7 +83,9 @@ class Profile:
 
     @classmethod
     def of(cls, content: Any, where: str) -> "Profile":
-        """Return the profile in JSON `content`. Error messages name its source `where`.
+        """Return the profile that `content`, a parsed JSON file, describes.
+
+        `where` is the name of the profile in error messages.
 
         Raises:
             ValueError: an entry is invalid; the message names the entry.
@@ -140,7 +142,7 @@ class Profile:
         return Comparison(tpot, best)
 
     def as_table(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the best K for batch sizes from 1 to the largest, as ranges (lo, hi, K)."""
+        """Return the best K for batch sizes from 1 to the largest measured, as (lo, hi, K)."""
         best = self.table(range(1, max(self.step_ms) + 1)).best_k
         ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
         return tuple((run[0], run[-1], k) for k, run in ranges)
@@ -151,7 +153,7 @@ class _RepeatedKeyError(ValueError):
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Refuse repeated keys, because otherwise the last would silently win."""
+    """Build a JSON object. Refuse repeated keys: Python would silently use the last value."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:

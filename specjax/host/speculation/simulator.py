@@ -42,7 +42,7 @@ class World:
     shift: float = 0.0
 
     def ms(self, batch: int, k: int) -> float:
-        """Return the milliseconds, without noise, of a round of k drafts with a padded batch."""
+        """Return the milliseconds, without noise, of a round of k drafts padded to `batch`."""
         return self.cost.ms(batch, k)
 
     def padded(self, num_sequences: int) -> int:
@@ -73,8 +73,8 @@ class Workload:
     Attributes:
         lengths: number of tokens that each request decodes.
         arrivals: arrival time of each request, in milliseconds.
-        effects: for each request, the difference between its log-odds of acceptance and the typical
-            ones.
+        effects: for each request, the difference between its log-odds of acceptance and the
+            log-odds of a typical request.
     """
 
     lengths: Sequence[int]
@@ -113,14 +113,14 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """The outcome of a simulated run. Regret is the loss of expected goodput.
+    """The outcome of a simulated run. Regret is the fraction of expected goodput that is lost.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
         regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
-        ms_by_batch: time spent in rounds, by padded batch size.
+        ms_by_batch: milliseconds spent in rounds, by padded batch size.
         lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
-        trace: (start in milliseconds, number of sequences, K) of each round.
+        trace: a tuple (start in milliseconds, number of sequences, K) for each round.
     """
 
     makespan_ms: float = 0.0

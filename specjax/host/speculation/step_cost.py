@@ -45,7 +45,7 @@ class StepCost:
     ):
         """`points` are the known times; each K in `ks` becomes a point, too.
 
-        `batches` are the batch sizes to which rounds are padded. If it is empty, rounds are not
+        `batches` are the batch sizes to which rounds are padded. If there are none, rounds are not
         padded.
         """
         self._measured = {batch: dict(column) for batch, column in points.items()}
@@ -70,10 +70,10 @@ class StepCost:
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the time, without context, of a round with one of `batches` and one of `ks`.
+        """Set the measured time of a round without context.
 
-        At Ks that were not measured for a batch size, the time grows with K as it does at the
-        largest measured batch size.
+        `batch_size` must be one of `batches`, and `k` one of `ks`. At Ks that were not measured for
+        a batch size, the time grows with K as it does at the largest measured batch size.
         """
         self._measured.setdefault(batch_size, {})[k] = ms
         whole = self._measured[max(self._measured)]
@@ -165,13 +165,13 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add the log ratio of a served round to the point `column`."""
+        """Add `surprise`, the log ratio of a served time to its point's time, to point `column`."""
         self.served[column].append(surprise)
         self.levels[column] = median(self.served[column])
         self._sum()
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the step times from replays by `points`; keep the times measured in service."""
+        """Replace the replayed times by `points`, and keep the served times."""
         for served, old, new in zip(self.served, self.points, points, strict=True):
             served.extend([x + math.log(old / new) for x in served])
         self.levels = [median(served) if served else 0.0 for served in self.served]
@@ -186,8 +186,8 @@ class _Row:
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated times of all points.
 
-        `elsewhere` is the shared part that other rows suggest. The estimate of an unserved point is
-        kept between the times of served points.
+        `elsewhere` is the shared part that other rows suggest. The estimate of a point that was
+        never served is kept between the times of served points with smaller and larger Ks.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
@@ -210,7 +210,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight, from 0 to 1, of a point's served rounds relative to the point's prior."""
+    """Return the weight of a point's served times, from 0 to 1. The prior has the rest."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 
@@ -238,7 +238,7 @@ def _along_k(points: Column, k: int) -> float:
 
 
 def _line(points: Mapping[int, float], x: float) -> float:
-    """Interpolate linearly between points. Outside them, return the value of the nearest point."""
+    """Interpolate linearly between `points`. Outside, return the value of the nearest point."""
     xs = sorted(points)
     if x <= xs[0]:
         return points[xs[0]]

@@ -13,10 +13,10 @@ GPUS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txtpb")
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU, given by its description."""
+    """A GPU's name and XLA's description of this GPU."""
 
     name: str  # like "h200"
-    target_config: str
+    target_config: str  # the text of the GPU's .txtpb file
 
     @classmethod
     def named(cls, name: str) -> "GPU":

@@ -17,13 +17,16 @@ from specjax.device.weights.matrix import Matrix, dense
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLA:
-    """Weights of a layer. Q is the rank of queries, or their width if they are not low-rank."""
+    """Weights of a latent attention layer.
+
+    Q is the rank of the queries, or their width if they are not low-rank.
+    """
 
     down: Matrix  # [D, Q + R + D_r], queries and latents
     q_norm: jax.Array | None  # [Q]; like `q_up`, None if queries are not low-rank
     q_up: Matrix | None  # [Q, H (D_n + D_r)]
     latent_norm: jax.Array  # [R]
-    up: LatentUp  # R to the keys D_n and values D_v of H heads
+    up: LatentUp  # projects latents [R] to keys [H, D_n] and values [H, D_v]
     out: Matrix  # [H D_v, D]
 
     def mix(

@@ -1,4 +1,4 @@
-"""The residual stream between layers. The kernel of the next norm adds a layer's output."""
+"""The residual stream between layers. A layer's output is added to it by the next norm's kernel."""
 
 from typing import NamedTuple, Protocol
 

@@ -103,8 +103,8 @@ class Rope:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's correction of attention for contexts that are `factor` times longer.
+    """Return the number by which YaRN multiplies attention if contexts are `factor` times longer.
 
-    `weight` multiplies its logarithmic term.
+    `weight` multiplies the number's logarithmic term.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

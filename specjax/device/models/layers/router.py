@@ -42,7 +42,7 @@ class Router(Protocol):
 class SoftmaxRouter:
     """A router that chooses the experts with the largest logits.
 
-    Their weights are a softmax over the chosen experts, or over all experts.
+    The weights are a softmax over the logits of the chosen experts, or of all experts.
     """
 
     normalises: bool = True  # whether the softmax is over the chosen experts only
@@ -78,7 +78,7 @@ class SigmoidRouter:
     """
 
     normalises: bool = True  # whether the weights are divided by their sum
-    scaling: float = 1.0  # multiplies the normalised weights
+    scaling: float = 1.0  # multiplies the weights, normalised or not
     num_groups: int = 1
     num_chosen_groups: int = 1
 

@@ -22,7 +22,7 @@ class Rows(Protocol):
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Mix each row with the rows before it, by the method of `kind` for this class of rows.
+        """Mix each row with the rows before it. Call the method of `kind` for this class of rows.
 
         Args:
             kind: the cache kind, which determines the mixing (attention, delta rule).
