@@ -1,15 +1,14 @@
 """Divides the arrays of a model over devices, tensor by tensor of its checkpoint.
 
-A model for one of n devices has fewer heads, inner columns or tokens than the whole model. Its
-specs give the shapes of that device's arrays. An axis of a tensor in a file consists of sections,
-such as the rows of q, k and v. The names of the sections (`TensorSpec.cuts`) select a `Share`, which
-says which part of a section each device takes.
+The model of one device has fewer heads, inner columns and tokens than the whole model, so that its
+specs describe smaller arrays. An axis of a file tensor consists of sections, such as the rows of q, k and
+v. The name of a section (see `TensorSpec.cuts`) selects a `Share`, which defines the part of the
+section that each device takes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +31,20 @@ class Share(NamedTuple):
 
 
 def even(total: int, num_devices: int, multiple: int = 1) -> Share:
-    """Return consecutive shares of equal size, a multiple of `multiple`. The last may have zeros."""
+    """Return shares of consecutive units.
+
+    All shares have the same size, a multiple of `multiple`. The last shares may have zeros.
+    """
     size = multiple * -(-total // (multiple * num_devices))
     starts = [min(i * size, total) for i in range(num_devices)]
     return Share(total, size, tuple(starts), tuple(min(size, total - start) for start in starts))
 
 
 def first_only(num_devices: int) -> Share:
-    """Return the share of an array that is added to a sum over devices: others have zeros."""
+    """Return the share of an array that only the first device has; other devices have zeros.
+
+    Biases that are added before a sum over devices are divided in this way.
+    """
     return Share(1, 1, (0,) * num_devices, (1, *(0,) * (num_devices - 1)))
 
 
@@ -49,7 +54,8 @@ def grouped(
     """Return the shares of query heads, and of the key heads that groups of query heads attend to.
 
     If there are fewer key heads than devices, several devices hold the same key head and divide its
-    query heads, if `may_copy` is true. If the key heads do not divide evenly, the last devices have heads of zeros.
+    query heads, provided that `may_copy` is true. If the key heads do not divide evenly, the last
+    devices have heads of zeros.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:
@@ -73,9 +79,9 @@ def _scaled(share: Share, factor: int) -> Share:
 
 @dataclass(frozen=True)
 class Cut:
-    """The sections of one axis of a file tensor: pairs of a share, or None for all rows, and a size.
+    """The sections of one axis of a file tensor: pairs of a share and a number of rows.
 
-    Every device takes all rows of a section without a share.
+    Every device takes all rows of a section whose share is None.
     """
 
     axis: int
@@ -84,34 +90,30 @@ class Cut:
     def take(self, tensor: Any, device: int, xp: Any = np) -> Any:
         """Return a device's part of a file tensor, an array of the module `xp`."""
         x, pieces = xp.moveaxis(tensor, self.axis, 0), []
-        for (share, size), first in zip(self.sections, self._firsts, strict=True):
-            if share is None:
-                pieces.append(x[first : first + size])
-                continue
-            start, count, whole = (
-                value * size // share.total
-                for value in (share.starts[device], share.counts[device], share.size)
-            )
-            pieces.append(x[first + start : first + start + count])
-            pieces.append(xp.zeros((whole - count, *x.shape[1:]), x.dtype))
+        for start, count, size in self._ranges(device):
+            pieces.append(x[start : start + count])
+            if size > count:
+                pieces.append(xp.zeros((size - count, *x.shape[1:]), x.dtype))
         return xp.moveaxis(xp.concatenate(pieces), 0, self.axis)
 
     def put(self, part: np.ndarray, device: int, tensor: np.ndarray) -> None:
         """Write a device's part to a file tensor: the inverse of `take`."""
         x, y, place = np.moveaxis(tensor, self.axis, 0), np.moveaxis(part, self.axis, 0), 0
-        for (share, size), first in zip(self.sections, self._firsts, strict=True):
-            start, count, whole = (0, size, size)
-            if share is not None:
-                start, count, whole = (
-                    value * size // share.total
-                    for value in (share.starts[device], share.counts[device], share.size)
-                )
-            x[first + start : first + start + count] = y[place : place + count]
-            place += whole
+        for start, count, size in self._ranges(device):
+            x[start : start + count] = y[place : place + count]
+            place += size
 
-    @property
-    def _firsts(self) -> list[int]:
-        return list(accumulate((size for _, size in self.sections[:-1]), initial=0))
+    def _ranges(self, device: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each section's rows on a device: the first row, their number, and with zeros."""
+        first = 0
+        for share, size in self.sections:
+            if share is None:
+                yield first, size, size
+            else:
+                values = share.starts[device], share.counts[device], share.size
+                start, count, padded = (value * size // share.total for value in values)
+                yield first + start, count, padded
+            first += size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,4 +200,4 @@ def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | Non
     axis, sections = spec.cuts[index]
     if all(name is None for name, _ in sections):
         return None
-    return Cut(axis, tuple((name and shares[name], size) for name, size in sections))
+    return Cut(axis, tuple((None if name is None else shares[name], n) for name, n in sections))

@@ -207,9 +207,7 @@ def stored(
     return TensorSpec(tuple(names), shapes, fill=fill, cuts=cut_rows(shapes, rows))
 
 
-def depthwise(
-    name: str, channels: int, taps: int, sections: str | Sections | None = None
-) -> Any:
+def depthwise(name: str, channels: int, taps: int, sections: str | Sections | None = None) -> Any:
     """Return the spec of depthwise convolution weights [taps, channels].
 
     The file tensor is [channels, 1, taps]. `sections` are those of the channels.

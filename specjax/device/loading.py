@@ -69,8 +69,8 @@ def load_params(
 
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
         parts = [_narrowed(files.read(rename(name))) for name in spec.names]
-        is_divided = isinstance(spec, DividedSpec)
-        array = lay_out(parts, spec, dtype, placement.sharding(DIVIDED if is_divided else REPLICATED))
+        place = DIVIDED if isinstance(spec, DividedSpec) else REPLICATED
+        array = lay_out(parts, spec, dtype, placement.sharding(place))
         is_finite = all_finite(array)
         # Block, so that the host's copy is freed before the next tensors are read.
         return jax.block_until_ready(array), is_finite

@@ -68,9 +68,9 @@ def on_one(x: jax.Array) -> jax.Array:
     return x.addressable_shards[0].data[0] if is_divided(x) else x
 
 
-def assemble(parts: Sequence[np.ndarray], sharding: NamedSharding) -> jax.Array:
+def assemble(parts: Sequence[np.ndarray], sharding: Sharding) -> jax.Array:
     """Return the divided array [devices, ...] with these parts, one per device."""
-    devices = sharding.mesh.devices.flat
-    placed = [jax.device_put(x[None], one) for x, one in zip(parts, devices, strict=True)]
     shape = len(parts), *parts[0].shape
+    places = sharding.addressable_devices_indices_map(shape)
+    placed = [jax.device_put(parts[at[0].start][None], one) for one, at in places.items() if at]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

@@ -224,7 +224,11 @@ class DFlashHead(ShapedHead):
         if own is None:
             return target.logits(params.target, hidden)
         logits = own.multiply(hidden, jnp.float32)
-        return logits if self.target_ids(params.drafter) is not None else target.vocabulary.part(logits)
+        return (
+            logits
+            if self.target_ids(params.drafter) is not None
+            else target.vocabulary.part(logits)
+        )
 
 
 def first_layer(names: Collection[str]) -> str:

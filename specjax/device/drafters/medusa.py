@@ -164,7 +164,9 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         def logits_of(i: int, drafts: Sequence[jax.Array]) -> jax.Array:
             head = partial(self.head.logits_of, params.drafter, i)
             logits = on_rows(head, hidden, context.row_multiple)
-            return logits if params.drafter.target_ids is not None else target.vocabulary.part(logits)
+            return (
+                logits if params.drafter.target_ids is not None else target.vocabulary.part(logits)
+            )
 
         return self.draw_each(target, params, context, k, logits_of), state
 

@@ -115,5 +115,6 @@ def drafter_from_config(
 def _shapes(drafter: Drafter, dtype: str) -> Any:
     assert drafter.weights is not None
     return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs_of(drafter.weights)
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype),
+        specs_of(drafter.weights),
     )

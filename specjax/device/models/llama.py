@@ -157,9 +157,7 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
             columns=sections,
         ),
         out=dense([f"{prefix}.o_proj.weight"], q, [model.hidden_size], rows="heads"),
-        qkv_bias=stored(
-            [f"{name}.bias" for name in inputs], *((n,) for n in sizes), rows=sections
-        )
+        qkv_bias=stored([f"{name}.bias" for name in inputs], *((n,) for n in sizes), rows=sections)
         if model.qkv_bias
         else None,
         out_bias=stored([f"{prefix}.o_proj.bias"], (model.hidden_size,))

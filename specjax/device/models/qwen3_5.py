@@ -174,7 +174,9 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         )
 
     def exact(name: str) -> Any:
-        return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32", cuts=cut_rows([(num_values,)], "value_heads"))
+        shapes = ((num_values,),)
+        cuts = cut_rows(shapes, "value_heads")
+        return TensorSpec((f"{prefix}.{name}",), shapes, dtype="float32", cuts=cuts)
 
     return GatedDeltaNet(
         in_proj=in_proj,

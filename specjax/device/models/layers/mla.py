@@ -62,7 +62,10 @@ def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) 
             dim,
             [q_rank or q_width, kind.rank + kind.rope_dim],
             parts=("q", "latent"),
-            columns=((None if q_rank else "heads", q_rank or q_width), (None, kind.rank + kind.rope_dim)),
+            columns=(
+                (None if q_rank else "heads", q_rank or q_width),
+                (None, kind.rank + kind.rope_dim),
+            ),
         ),
         q_norm=stored([f"{prefix}.q_a_layernorm.weight"], (q_rank,)) if q_rank else None,
         q_up=dense([f"{prefix}.q_b_proj.weight"], q_rank, [q_width], columns="heads")

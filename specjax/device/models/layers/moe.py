@@ -14,7 +14,6 @@ from specjax.device.models.layers.mlp import (
     ClampedSwiGLU,
     FeedSettings,
     SwiGLU,
-    mlp,
     mlp_specs,
 )
 from specjax.device.models.layers.router import Router, SoftmaxRouter
@@ -126,17 +125,23 @@ def moe_specs(
             names.get(fused[0]) == (num_experts, dim, 2 * inner)
             and names.get(fused[1]) == (num_experts, inner, dim)
         )
-        gate_up = fused_expert_matrices(fused[0], num_experts, dim, 2 * inner, is_swapped, columns=(("inner", inner),) * 2)
+        gate_up = fused_expert_matrices(
+            fused[0], num_experts, dim, 2 * inner, is_swapped, columns=(("inner", inner),) * 2
+        )
         down = fused_expert_matrices(fused[1], num_experts, inner, dim, is_swapped, rows="inner")
     else:
         pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
         gate_up = expert_matrices(pairs, dim, [inner, inner], columns="inner")
-        down = expert_matrices([(f"{one}.down_proj.weight",) for one in single], inner, [dim], rows="inner")
+        down = expert_matrices(
+            [(f"{one}.down_proj.weight",) for one in single], inner, [dim], rows="inner"
+        )
     return MoE(
         router=mixture.router.specs(prefix, dim, num_experts),
         gate_up=gate_up,
         down=down,
-        shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared, name="shared") if shared else None,
+        shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared, name="shared")
+        if shared
+        else None,
         shared_gate=dense([f"{prefix}.{mixture.shared_name}_gate.weight"], dim, [1])
         if mixture.has_shared_gate
         else None,
