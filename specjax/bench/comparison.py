@@ -40,7 +40,7 @@ class BenchRun:
         self.figures: list[Figures] = []
         self.is_interrupted = False
         self._load, self._start = load_now(), time.perf_counter()
-        self._spans: list[CpuTime] = []  # of rounds
+        self._spans: list[CpuTime] = []  # CPU times of the rounds
         self._measuring_seconds = 0.0
         self._num_rounds = 0
         self._engines: dict[str, Engine] = {}
@@ -79,7 +79,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations in turn with plain decoding. An interrupt keeps the figures."""
+        """Measure configurations and plain decoding in turn. An interrupt keeps earlier figures."""
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:

@@ -22,7 +22,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.drafters import parse_drafter
 from specjax.text.tokenizer import load_tokenizer
 
-# Prefill is not timed. With small chunks few programs suffice, and a batch starts together.
+# Small chunks need few programs, and their slowness does not matter, as prefill is not timed.
 _PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512
 
 

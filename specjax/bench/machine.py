@@ -97,8 +97,8 @@ class Machine:
     def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
         """Check the machine after a measurement.
 
-        `load` is the load that was read before the measurement. `spans` are the times of its
-        rounds.
+        `load` is the load that was read before the measurement. `spans` are the CPU times of the
+        measurement's rounds.
         """
         cpus = num_cpus()
         return cls(

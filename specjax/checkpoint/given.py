@@ -106,12 +106,12 @@ def _read(array: Any) -> jax.Array | np.ndarray:
 
 
 def _in_row_order(array: Any) -> jax.Array:
-    """Return the array in row-major memory; copy an array with another layout.
+    """Return the array in row-major memory. An array with another layout is copied.
 
-    For example, a transposed view has another layout. `jax.device_put(may_alias=False)` copies
-    other layouts wrongly (jax 0.10.2, CPU).
+    For example, a transposed view has another layout. `jax.device_put(may_alias=False)` would copy
+    such an array wrongly (jax 0.10.2, CPU).
     """
     layout, order = array.format.layout, tuple(range(array.ndim))
-    if layout is None or layout.major_to_minor == order:  # None: the array was deleted
+    if layout is None or layout.major_to_minor == order:  # the layout of a deleted array is None
         return array
     return jax.device_put(array, Format(Layout(order), array.sharding))

@@ -80,7 +80,7 @@ class _Storage(NamedTuple):
 
 class _View(NamedTuple):
     storage: _Storage
-    offset: int  # number of elements before the first
+    offset: int  # number of elements of the storage before the first element
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 

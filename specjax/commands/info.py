@@ -187,7 +187,7 @@ class Described:
     drafter_params: Any  # arrays or their shapes
     num_drafts: int
     page_size: int
-    windows: tuple[int, ...]  # sizes in tokens, of layers with separate pages
+    windows: tuple[int, ...]  # sizes, in tokens, of windows with separate pages
 
     def slot(self, dtype: str) -> dict[str, int] | None:
         """Return the bytes per request that the target keeps outside pages, by part.
@@ -220,18 +220,18 @@ class Described:
         )
 
     def needs(self, dtype: str) -> Needs:
-        """Return the memory needs with one recurrent state per request.
+        """Return the memory that is needed with one recurrent state per request.
 
-        The state is advanced one round later.
+        An accepted token advances the state in the next round.
         """
         own, drafter = self.caches(dtype)
         weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the memory needs with K + 1 snapshots per request instead of one state.
+        """Return the memory that is needed with K + 1 snapshots per request instead of one state.
 
-        There is one snapshot after each token of a round. Return None if the target is not
+        The snapshots are the states after each token of a round. Return None if the target is not
         recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
@@ -353,7 +353,7 @@ def describe_gpu(
 ) -> dict[str, Any]:
     """Return what fits in bf16 on `num_devices` GPUs of a kind.
 
-    This is the length of the longest request, and the maximum number of requests by their length.
+    The result has the maximum length of one request, and the maximum number of requests by length.
     """
     needs = setup.needs("bfloat16")
     snapshots = setup.needs_with_snapshots("bfloat16")

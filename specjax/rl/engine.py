@@ -146,7 +146,7 @@ class RolloutEngine:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
-            label: a name for the call, which `abort` accepts.
+            label: a name for the call, by which `abort` can end it.
 
         Raises:
             ValueError: a prompt or parameter is not supported; raised before generation.
@@ -334,7 +334,7 @@ class RolloutEngine:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Undo `sleep`: restore the device memory, with weights that were updated in the meantime.
+        """Undo `sleep`: restore the device memory, with weights that were updated during `sleep`.
 
         An engine paused by `pause` stays paused.
         """
@@ -345,11 +345,11 @@ class RolloutEngine:
                 self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
-        """Return draft acceptance per pair of weights versions, the current pair last."""
+        """Return the draft acceptance of each pair of target and drafter versions, newest last."""
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target. A trainer gets the same from equal arrays."""
+        """Return `weights.checksum` of the target. Equal arrays have equal checksums."""
         with self._turns:
             return checksum(self._engine.params.target)
 
@@ -410,8 +410,8 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace weights between two steps, one array at a time.
 
-        `target` and `own` have the new arrays of target and drafter, or are None for no change.
-        `version` is None if `target` is None.
+        `target` has the target's new arrays, and `own` the drafter's; None keeps the old arrays.
+        `version` is the target's new version, or None if `target` is None.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)

@@ -157,7 +157,7 @@ def hf_named(
         state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays, such as a restored
             checkpoint. If all paths end in ".value", this suffix is ignored.
         names: rules by path pattern. In a pattern such as "layers.*.attn.q_proj.w", "*" matches one
-            part of the path. A tensor's name in place of a rule keeps the array's layout.
+            part of the path. A rule may be only a tensor's name, which keeps the array's layout.
         lora_scale: alpha / rank of the LoRA adapters in the state. The adapters `x_lora_a` and
             `x_lora_b` are merged into the weight `x`.
 

@@ -24,7 +24,7 @@ class Running:
     sample_index: int
     label: Hashable = None  # label of the call
     before: Rollout | None = None  # the aborted rollout that this one resumes
-    spans: list[Span] = field(default_factory=list)  # earlier tokens, with their weights versions
+    spans: list[Span] = field(default_factory=list)  # tokens with a recorded weights version
 
     @property
     def request_id(self) -> Hashable:

@@ -212,7 +212,7 @@ class TunixRollout:
             params = nnx.filter_state(params, nnx.Param)
             if filter_types is not None and nnx.LoRAParam in filter_types:
                 params = nnx.merge_state(nnx.state(self._actor, nnx.Param), params)
-        # Tunix's guard finds unintended transfers; these are intended.
+        # Tunix may forbid implicit transfers of arrays, but an update needs them.
         with jax.transfer_guard("allow"):
             if self._names is not None:
                 params = hf_named(params, self._names, lora_scale=self._lora_scale)

@@ -114,7 +114,7 @@ def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
 
 
 class _Needed(NamedTuple):
-    """The required shape and dtype of a given array."""
+    """The shape and dtype that an array of a weight update must have."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -246,7 +246,7 @@ def _check(
 
 
 def _hints(faults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return remedies for common mistakes, recognised by names and dtypes."""
+    """Return remedies for the common mistakes that names and dtypes in `faults` reveal."""
     found = {
         "these are LoRA adapters; merge them into the weights first (peft: merge_and_unload() of a "
         "copy of the model; flax: hf_named with lora_scale)": any(

@@ -1,4 +1,4 @@
-"""Implementations of `Rows` for training, without a paged cache: sequences and blocks of drafts."""
+"""Implements `Rows` for training without a paged cache: rows of sequences and of draft blocks."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
