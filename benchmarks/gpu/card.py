@@ -1,4 +1,4 @@
-"""The limits of this card, to which other figures are relative."""
+"""Measures the limits of the card, to which other figures are compared."""
 
 import importlib
 import pkgutil

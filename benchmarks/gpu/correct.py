@@ -237,7 +237,11 @@ def largest_errors(outs: list[jax.Array], truths: list[jax.Array]) -> jax.Array:
 
 
 def relative_errors(out: jax.Array, truth: jax.Array) -> jax.Array:
-    """Return |out - truth| / |truth|, and the largest difference over the root mean square."""
+    """Return two errors of an array.
+
+    The first is |out - truth| / |truth|. The second is the largest difference, divided by the root
+    mean square of `truth`.
+    """
     out, truth = out.astype(jnp.float32), truth.astype(jnp.float32)
     finite = jnp.isfinite(truth)
     agree = jnp.where(finite, jnp.isfinite(out), (out == truth) | (jnp.isnan(out + truth)))

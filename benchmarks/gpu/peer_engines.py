@@ -17,7 +17,10 @@ Generate = Callable[[list[list[int]], int], Any]  # takes prompts and the number
 
 
 def time_transformers(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time a decode step of transformers for one request, about as long as requests in `grid`."""
+    """Time a decode step of transformers for one request.
+
+    The request is about as long as the requests in `grid`.
+    """
     row = {"what": "peer decode", "model": MODEL, "batch": 1}
     step: dict[str, Callable[[], Any]] = {}
 

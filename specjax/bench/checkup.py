@@ -182,7 +182,7 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield the trials that differ from `own`, the unchanged drafter."""
+    """Yield trials, each with one change to `own`, which is the trial of the unchanged drafter."""
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
         if min(layers) >= 0 and max(layers) <= target.num_layers:

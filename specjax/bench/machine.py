@@ -66,10 +66,11 @@ class CpuTime:
 
 
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
-    """Return the time that threads ran, divided by the time that they asked for; None if unknown.
+    """Return the CPU share: the time that threads ran, divided by the time that they needed.
 
-    Threads ask for a processor while they run or wait. They can ask for at most `num_cpus`
-    processors at a time, because further threads wait for each other.
+    Threads need a processor while they run or wait for a processor. At most `num_cpus` processors
+    count as needed at a time, because further threads wait for each other. Return None if the times
+    are unknown.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
@@ -126,7 +127,7 @@ class Machine:
 
     @property
     def line(self) -> str | None:
-        """A sentence that lists the doubts; None without doubts."""
+        """A sentence that lists the doubts; None if there are no doubts."""
         if not self.doubts:
             return None
         return (

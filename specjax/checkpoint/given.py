@@ -15,7 +15,7 @@ from jax.experimental.layout import Format, Layout
 
 
 def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
-    """Return an array of any library as a JAX or NumPy array, without a copy where possible.
+    """Return an array of any library as a JAX or NumPy array. It is copied only if necessary.
 
     Arrays traced by JAX are returned unchanged.
 
@@ -78,7 +78,7 @@ def _problem(array: Any) -> str | None:
 
 
 def _problem_of_torch(tensor: Any) -> str | None:
-    """Return the problem of a torch tensor, as `_problem` does."""
+    """Return why a torch tensor's values cannot be read, and a remedy; None if they can be read."""
     if hasattr(tensor, "full_tensor"):
         return "is split over processes (a DTensor); pass its full_tensor()"
     if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):

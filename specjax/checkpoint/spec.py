@@ -34,7 +34,7 @@ class TensorSpec:
             a new leading axis; 0 without such an axis.
         is_squeezed: whether to drop the second axis, which has size one.
         dtype: the fixed dtype of the array; None for the model's dtype.
-        fill: the initial value for training; None for random matrices and for norms of one.
+        fill: the initial value for training. If None, matrices are random, and norms are one.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
         axes: for each axis of the array, the logical name by which a `Placement` may shard it
@@ -129,7 +129,7 @@ def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-    """Invert `_regroup`."""
+    """Reorder rows of the engine's order to the file's order. Inverse of `_regroup`."""
     if not sizes:
         return x
     num_groups = len(x) // sum(sizes)

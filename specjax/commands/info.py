@@ -318,7 +318,7 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
 
 def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
-    """Return the values that "auto" and None have on this device, and the reasons for them."""
+    """Return the values to which this device resolves "auto" and None, with the reasons."""
     return {
         "dtype": dtype.name,
         "dtype_reason": dtype.reason,
@@ -351,9 +351,9 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 def describe_gpu(
     setup: Described, config: EngineConfig, gpu: GPU, num_devices: int
 ) -> dict[str, Any]:
-    """Return what fits in bf16 on `num_devices` GPUs of a kind.
+    """Return the longest request and the largest batches that fit in bf16 on `num_devices` GPUs.
 
-    The result has the maximum length of one request, and the maximum number of requests by length.
+    The largest batches are numbers of requests, for several lengths of a request.
     """
     needs = setup.needs("bfloat16")
     snapshots = setup.needs_with_snapshots("bfloat16")

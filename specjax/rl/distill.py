@@ -214,7 +214,7 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter, unless it is the drafter that was published last."""
+        """Continue from the engine's drafter, if it was replaced by other means than this object."""
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
             # The optimiser's state belongs to other weights.
@@ -267,7 +267,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of the newest checkpoint, in a tree like `own`, and its facts from JSON.
+    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON items.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

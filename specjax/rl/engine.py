@@ -135,7 +135,7 @@ class RolloutEngine:
         *,
         label: Hashable = None,
     ) -> RolloutBatch:
-        """Generate n samples per prompt. The samples of a prompt share its cache pages.
+        """Generate `n` samples of each prompt, which share the cache pages of the prompt.
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
@@ -205,7 +205,7 @@ class RolloutEngine:
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
-            ValueError: tokens are outside the vocabulary, or too many; raised before scoring.
+            ValueError: there are too many tokens or unknown tokens; raised before scoring.
             RuntimeError: the device failed.
         """
         requests = self._make_scored(samples, sampling_params, features)
@@ -244,12 +244,12 @@ class RolloutEngine:
         arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`; nested mappings or an nnx.State with the same
-                paths; a mapping from Hugging Face names to arrays, or pairs (name, array); or a
-                folder with such weights (see `read_weights`), which is read before anything is
-                changed. The layout conversion of Hugging Face arrays is compiled at the first
-                update. Floats are cast. Buffers such as `e_score_correction_bias` may be absent and
-                keep their values. With an MTP drafter, tensors mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State with its paths; a
+                mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
+                `read_weights`), which is read before anything is changed. At the first update,
+                the layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers
+                such as `e_score_correction_bias` may be absent, and then keep their values. With
+                an MTP drafter, tensors mtp.* update the drafter as well.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
                 "wait" finishes them before the update. "keep" continues them after the update:
@@ -257,9 +257,9 @@ class RolloutEngine:
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: weights do not fit (the error lists the differences), cannot be read or are
-                not finite, or the version is not higher; nothing has changed.
-            CheckpointError: the folder has no weights, or they are damaged; nothing has changed.
+            ValueError: the weights do not fit, cannot be read or are not finite, or the version is
+                not higher. Nothing has changed. The error lists what does not fit.
+            CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
         named, own = read_finite(weights, self.params.target, "weights"), None

@@ -99,12 +99,13 @@ class ArrayRule:
     """A rule that converts one kind of array of another model to tensors of a checkpoint.
 
     Attributes:
-        name: the tensor's name. Each "*" is replaced by the text that the same "*" matched in the
-            path. Each "#" is replaced by the index along one axis of `stacked`.
+        name: the name of the tensor in the checkpoint. A "*" in the name is replaced by the text
+            that the corresponding "*" of the path's pattern matched. A "#" is replaced by the
+            index along an axis of `stacked`.
         layout: a function that converts an array to the checkpoint's layout, in which projections
             are [out, in].
         stacked: the array's axes along which tensors are stacked, as for scanned layers or experts.
-        is_optional: whether a state may lack the array, such as the array of a tied head.
+        is_optional: whether a state may lack the array. For example, a tied head has no array.
     """
 
     name: str

@@ -40,7 +40,8 @@ class StartMaker:
         """Return a `Start` for each prompt, or for each rollout to resume.
 
         Args:
-            counts: whether the prompts use up their numbers. False if the prompts are only checked.
+            counts: whether to count the prompts, so that later prompts get other seeds. False if
+                the prompts are only checked.
 
         Raises:
             ValueError: a prompt or rollout is not supported.

@@ -383,7 +383,7 @@ def _check_complete(batch: Sequence[Rollout]) -> None:
 def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
     """Return prompts i32[B, P], padded on the left.
 
-    P is `width`, or the next power of two if a prompt is longer.
+    P is `width`. If a prompt is longer, P is the smallest power of two that fits all prompts.
     """
     longest = max(map(len, prompts), default=0)
     if longest > width:

@@ -1,4 +1,4 @@
-"""The training losses of drafters, by the class of their weights."""
+"""The training losses of drafters: one loss for each class of drafter weights."""
 
 import math
 from dataclasses import replace
