@@ -231,7 +231,7 @@ def check(
 def largest_errors(outs: list[jax.Array], truths: list[jax.Array]) -> jax.Array:
     """Return the error in norm and the worst row's error, each the largest among the arrays.
 
-    They are infinite if other elements are finite in `outs` than in `truths`.
+    Both are infinite if an element is finite in `outs` but not in `truths`, or the reverse.
     """
     return jnp.max(jnp.stack(list(map(relative_errors, outs, truths))), axis=0)
 

@@ -51,7 +51,7 @@ class Results:
     def append(self, case: Case, status: str, seconds: float, **fields: Any) -> None:
         """Write a line.
 
-        If it has a figure in GB/s, add the figure as a fraction of the card's copy bandwidth.
+        If the line has a figure in GB/s, add the figure as a fraction of the card's copy bandwidth.
         """
         with self._lock:
             if fields.get("what") == "copy" and "gbps" in fields:

@@ -53,7 +53,7 @@ class Text(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A drafter, and the inputs that it gets."""
+    """A drafter, and the inputs that it gets in the trial."""
 
     name: str
     drafter: Drafter

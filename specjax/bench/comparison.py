@@ -1,4 +1,4 @@
-"""Measures plain decoding, then each drafter. An interrupt keeps the results so far."""
+"""Measures plain decoding, then each drafter. If it is interrupted, it keeps the results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,10 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations and plain decoding in turn. An interrupt keeps earlier figures."""
+        """Measure configurations and plain decoding in turn.
+
+        If the measurement is interrupted, the figures so far are kept.
+        """
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:
@@ -175,7 +178,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load plain decoding or a drafter, and compile every step of the measurement."""
+    """Load an `LLM` without or with a drafter, and compile every step of the measurement."""
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),

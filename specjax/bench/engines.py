@@ -1,4 +1,4 @@
-"""Opens two engines for measuring policies, with and without a drafter.
+"""Opens two engines for measuring policies: one with a drafter, and one without.
 
 Both engines share the target's weights.
 """
@@ -75,7 +75,7 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests, which repeat prompts if there are too few.
+        """Return `batch_size` requests, which repeat prompts if there are too few prompts.
 
         The requests ignore EOS, so that batches stay full.
         """

@@ -50,8 +50,8 @@ class Figures:
         num_differing: number of prompts whose output tokens differ from plain decoding's.
         repeated_8gram_share: fraction of 8-grams that occurred earlier in the same output.
         num_low_repeat: number of outputs whose fraction of repeated 8-grams is below LOW_REPEAT.
-        mean_acceptance_length_low_repeat: mean acceptance length of these outputs; None if there
-            are none, or if the batch size is above 1.
+        mean_acceptance_length_low_repeat: mean acceptance length of the outputs that
+            `num_low_repeat` counts; None if there are none, or if the batch size is above 1.
     """
 
     configuration: str
@@ -165,7 +165,7 @@ def identity_line(figures: Sequence[Figures]) -> str | None:
     """Return the line that says whether outputs are identical to plain decoding's outputs.
 
     Return None if only plain decoding was measured. The line counts the prompts that every row of
-    the table has run. After an interrupt these are fewer.
+    the table has run. After an interrupt, some prompts may not count.
     """
     if len(figures) == 1:
         return None
@@ -248,7 +248,7 @@ def cells(figures: Figures) -> tuple[str, ...]:
 
 
 class TextTable:
-    """Formats the table as lines of text, which can be printed one by one."""
+    """Formats a table of figures as lines of text, which can be printed one by one."""
 
     def __init__(self, names: Sequence[str]):
         """`names` are the names of all rows, including rows that are not measured yet."""

@@ -16,10 +16,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An engine array: file tensors that are concatenated along their first axis, then transposed.
+    """Describes how an engine array is built from tensors of a file.
 
-    Checkpoints store projections as [out, in]; the engine uses [in, out], and merges projections
-    with the same input.
+    The tensors are concatenated along their first axis, and the result may be transposed, because
+    checkpoints store projections as [out, in], and the engine uses [in, out]. The engine merges
+    projections with the same input.
 
     Attributes:
         names: the names of the file tensors.
@@ -181,7 +182,7 @@ def depthwise(name: str, channels: int, taps: int, axis: str | None = None) -> A
 
 
 def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]) -> Any:
-    """Return the spec of an array [experts, in, sum of outs], which stacks merged projections."""
+    """Return the spec of an array [experts, in, sum of outs]: one merged projection per expert."""
     return TensorSpec(
         tuple(name for one in names for name in one),
         tuple((n, num_in) for _ in names for n in num_outs),

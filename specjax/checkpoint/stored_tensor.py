@@ -1,4 +1,4 @@
-"""Reads tensors at known locations in files, which is the same for both file formats."""
+"""Reads tensors at known locations in files. Both file formats use this module."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -94,7 +94,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return the functions, by name, that turn a text into a prompt. The first is the default."""
+    """Return functions that turn a text into a prompt, by the form's name, default first."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 

@@ -174,7 +174,7 @@ class Needs:
         return min(longest, num * self.page_size)
 
     def largest_batch(self, num_tokens: int, num_bytes: int) -> int:
-        """Return how many requests of `num_tokens` fit in `num_bytes` next to the weights."""
+        """Return how many requests of `num_tokens` tokens fit in `num_bytes` with the weights."""
         return max(0, (num_bytes - self.weights) // self.request(num_tokens))
 
 

@@ -102,7 +102,7 @@ class OnlineDistiller:
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
         """Train on the target's features of these rollouts, and update the engine's drafter.
 
-        The rollouts in memory are trained on, too; the current target recomputes their features.
+        The rollouts in memory are also used. The current target recomputes their features.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
@@ -214,7 +214,7 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter, if it was replaced by other means than this object."""
+        """Continue from the engine's drafter if it was replaced by other means than this object."""
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
             # The optimiser's state belongs to other weights.

@@ -171,7 +171,7 @@ class RolloutEngine:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
         Generation starts with the first iteration; leaving the iteration aborts the remaining
-        rollouts. Other methods, including `abort` and `update_weights`, may be called during it.
+        rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
         """
         starts = self._make(prompts, sampling_params)
         return (rollout for _, rollout in self._loop.run(starts, label))
@@ -282,8 +282,8 @@ class RolloutEngine:
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or the given weights do not fit; nothing has
-            changed.
+            ValueError: the drafter has no weights, or the given weights do not fit. Nothing has
+                changed.
         """
         check_choice("pause", pause, PAUSES)
         own = read_finite(weights, self.params.drafter, "drafter's weights")
@@ -292,7 +292,7 @@ class RolloutEngine:
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
-        """Stop generating until `resume`; `mode` is like `pause` in `update_weights`."""
+        """Stop generating until `resume`. The modes are the values of `pause` in `update_weights`."""
         check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()

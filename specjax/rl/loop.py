@@ -165,7 +165,7 @@ class Loop:
             raise RuntimeError("this RolloutEngine is closed; build a new one")
 
     def check_ready(self) -> None:
-        """Raise an error if the engine is closed or its weights are torn."""
+        """Raise an error if the engine is closed, or if its weights mix two versions."""
         self.check_open()
         if self.is_torn:
             raise RuntimeError(

@@ -288,7 +288,7 @@ def _by_mode(config: Any) -> Mapping[Any, Any]:
 
 
 def _training(by_mode: Mapping[Any, Any]) -> Any:
-    """Return the config of Tunix's Mode.TRAIN, or of the key "train"."""
+    """Return the config for training, whose key is Tunix's Mode.TRAIN or "train"."""
     found = [config for mode, config in by_mode.items() if getattr(mode, "value", mode) == "train"]
     if not found:
         raise ValueError(
