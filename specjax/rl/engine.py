@@ -292,7 +292,7 @@ class RolloutEngine:
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
-        """Stop generating until `resume`. The modes are the values of `pause` in `update_weights`."""
+        """Stop generating until `resume`. For `mode`, see `pause` in `update_weights`."""
         check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()

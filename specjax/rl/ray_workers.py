@@ -209,7 +209,7 @@ class RayRollouts:
         self._pool.state = replace(self._pool.state, sleep_level=0)
 
     def acceptance(self) -> list[list[VersionAcceptance]]:
-        """Return the `RolloutEngine.acceptance` of each worker's engine, since the worker's start."""
+        """Return the `RolloutEngine.acceptance` of each worker's engine."""
         return self._pool.call_all("acceptance")
 
     def metrics(self) -> list[Metrics]:
