@@ -5,8 +5,8 @@ python benchmarks/seed_exact.py --exact
 
 Prompts are the held-out questions that ship with specjax, each cut at several lengths. Every output
 is compared with the output of an engine without a drafter, token by token. A difference is allowed
-if it is a near-tie: the two best scores lie within 2e-4. With --exact, the engines
-run in exact mode, and no difference is allowed.
+if it is a near-tie: the two best scores lie within 2e-4. With --exact, the engines run in
+exact mode, and no difference is allowed.
 """
 
 import argparse

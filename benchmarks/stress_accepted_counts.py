@@ -8,8 +8,8 @@ host launches the next step. If the number came late, or from another request, t
 wrong. Tokens would then change, but not at once and not always. So requests of different lengths
 join and leave slots all the time, at temperature 1 and with asynchronous scheduling. Every output
 must equal the output of an engine with one slot and no drafter. A difference is allowed if it is a
-near-tie: the two best scores lie within 2e-4. With --exact, the engines run in
-exact mode, and no difference is allowed.
+near-tie: the two best scores lie within 2e-4. With --exact, the engines run in exact mode, and
+no difference is allowed.
 """
 
 import argparse

@@ -66,11 +66,10 @@ class CpuTime:
 
 
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
-    """Return the CPU share: the time that threads ran, divided by the time that they needed.
+    """Return the time that threads ran, divided by the time that they ran or waited.
 
-    Threads need a processor while they run or wait for a processor. At most `num_cpus` processors
-    count as needed at a time, because further threads wait for each other. Return None if the times
-    are unknown.
+    The divisor counts at most `num_cpus` processors at a time, because further threads wait for
+    each other. Return None if the times are unknown.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
