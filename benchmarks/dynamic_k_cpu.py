@@ -1,11 +1,11 @@
-"""Dynamic K on the demo models, against static K and no speculation, and the cost of a switch.
+"""Compares dynamic K with static K and no speculation on a demo model, and times changes of K.
 
     python benchmarks/dynamic_k_cpu.py
     python benchmarks/dynamic_k_cpu.py --only switch
 
 All alternatives run in turn in one process, in rounds, so that other load on the machine affects
-all equally. Adaptive K starts every run from the engine's measurements at start-up, without any
-knowledge of acceptance.
+all of them equally. Adaptive K starts every run with the times that the engine measured at
+start-up, and without any knowledge of acceptance.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TAIL_REQUESTS, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LONGEST = 64, 24, 0.9, 160
 
 
 def main() -> None:
-    """Measure one part, or each part in a separate process, and write the results."""
+    """Measure the part given by --only, or every part in a separate process; write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
-    """Return the setup of the demo model."""
+    """Return the setup of the demo model. `others` replace fields of the setup."""
     fields = {
         "model": "demo-llama",
         "method": "eagle3",
@@ -87,7 +87,10 @@ def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
 
 
 def measure_sweep(setup: Setup) -> list[dict[str, Any]]:
-    """Measure tokens per second of every policy and batch size, and the cost of K = 0."""
+    """Return tables of the tokens per second of every policy at every batch size.
+
+    With the drafter's own acceptance, a table also compares K = 0 and no drafter.
+    """
     report, rates = bench(setup, None, show_progress=False), setup.synthetic_rates
     statics = [f"K={k}" for k in setup.ks]
     name = "nothing accepted" if rates else "the drafter's own acceptance"
@@ -138,7 +141,7 @@ def _cell(spread: dict[str, float]) -> list[float]:
 
 
 class Cyclic(PolicyRule):
-    """A policy with another K at every step, which records the times of rounds."""
+    """A policy that changes K at every step, and records the times of rounds."""
 
     is_learning = True
     choices = KS
@@ -149,32 +152,32 @@ class Cyclic(PolicyRule):
         self.num_rounds = 0
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the next K, in an order that has every change from one K to another."""
+        """Return the next K. The order of Ks contains every change from one K to another."""
         self.num_steps += 1
         stride = 1 + self.num_steps // len(KS) % (len(KS) - 1)
         return KS[self.num_steps * stride % len(KS)]
 
     def observe(self, outcome: Round) -> None:
-        """Record the time."""
+        """Record the time of a round."""
         self.num_rounds += 1
         if outcome.ms is not None:
             self.times[outcome.batch, outcome.k].append(outcome.ms)
 
 
 class Steady(Cyclic):
-    """A policy with one K, for comparison."""
+    """A policy that never changes K, for comparison."""
 
     def __init__(self, k: int):
         super().__init__()
         self.k = k
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return K."""
+        """Return the constant K."""
         return self.k
 
 
 def measure_switch(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """Change K at every one of 2,000 steps; compare with equally long runs of one K."""
+    """Compare a run that changes K at each of 2,000 steps with equally long runs of constant K."""
     setup = make_setup(settings, batch_sizes=(SWITCH_BATCH,), max_tokens=96)
     rows = []
     with open_engines(setup, show_progress=False) as engines:
@@ -220,7 +223,7 @@ def measure_switch(settings: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
-    """Return the outputs, and the seconds from the first request's start to the last one's end."""
+    """Run all requests; return their outputs, and the seconds until the last request ended."""
     start = time.perf_counter()
     samples = [sample for request in requests for sample in engine.add(request)]
     while engine.has_work:
@@ -229,7 +232,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]],
 
 
 class Traced:
-    """A policy with a trace of its choices."""
+    """Wraps a policy, and records its choices."""
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -240,7 +243,7 @@ class Traced:
         self.trace: list[tuple[float, int, int]] = []
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the policy's choice."""
+        """Return the wrapped policy's choice, and record it with the time and the batch size."""
         k = self._policy.choose(load)
         if load.num_sequences:
             self.trace.append((time.perf_counter(), load.num_sequences, k))
@@ -248,7 +251,7 @@ class Traced:
 
 
 def measure_tail(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure rollouts: all requests at once, with lognormal lengths."""
+    """Return tables of rollouts, in which all requests start at once and have lognormal lengths."""
     setup = make_setup(settings, batch_sizes=(TAIL_REQUESTS,), max_tokens=TAIL_LONGEST)
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(np.log(TAIL_MEDIAN), TAIL_SIGMA, TAIL_REQUESTS)
@@ -296,7 +299,11 @@ def measure_tail(settings: argparse.Namespace) -> list[dict[str, Any]]:
 def run_tail(
     settings: argparse.Namespace, engines: Engines, requests: Sequence[Request]
 ) -> tuple[dict[str, list[float]], list[list[tuple[float, int, int]]], dict[str, float], bool]:
-    """Return makespans, traces of adaptive K, acceptance lengths, and whether outputs are equal."""
+    """Run the rollouts with every policy in turn.
+
+    Return makespans by policy, the traces of adaptive K, acceptance lengths by policy, and whether
+    all outputs are equal.
+    """
     engine = engines.drafting.engine
     measured = adaptive_policy(max(KS))
     engine.set_policy(measured)
@@ -324,13 +331,13 @@ def run_tail(
 
 
 def _acceptance(before: Metrics, after: Metrics, num_requests: int) -> float:
-    """Return the tokens per round of a request, without its first token."""
+    """Return the mean number of tokens per round of a request, without a request's first token."""
     num_tokens = after.num_generation_tokens - before.num_generation_tokens - num_requests
     return num_tokens / (num_tokens - (after.num_accepted_tokens - before.num_accepted_tokens))
 
 
 def plot_tail(trace: Sequence[tuple[float, int, int]], lengths: Sequence[int]) -> None:
-    """Plot the number of requests and K over time."""
+    """Plot the number of running requests and the chosen K over time."""
     start = trace[0][0]
     times = [moment - start for moment, _, _ in trace]
     figure = Figure(figsize=(7, 4), layout="constrained")

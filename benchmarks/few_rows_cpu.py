@@ -1,10 +1,11 @@
-"""The cost of additional rows on a CPU: forms of a product of a few rows with a layer's weights.
+"""Measures what additional rows cost on a CPU, for several forms of a layer's weights.
 
     python benchmarks/few_rows_cpu.py
 
-A round verifies K + 1 rows, so speculation pays off if these cost little more than one row. The
-products of demo-llama's layers run in several forms, with norms and SwiGLU between them and without
-attention. NumPy's BLAS is the last form.
+A round verifies K + 1 rows. So speculation pays off if K + 1 rows cost little more than one row.
+The products of rows and weights are those in the layers of demo-llama, with norms and SwiGLU
+between them and without attention. Each form stores the weights and multiplies by them in another
+way. The last form is NumPy's BLAS.
 """
 
 import argparse
@@ -26,14 +27,19 @@ NOTE = "Engines have blocks in a batch. One row of bfloat16 goes through a plain
 
 
 class Form(NamedTuple):
-    """A method to multiply rows [N, in] by a weight; `pack` makes the weight from f32[in, out]."""
+    """A form of weights.
+
+    Attributes:
+        multiply: a function that takes rows [N, in] and a packed weight, and returns the product.
+        pack: a function that takes a weight f32[in, out], and returns it in this form.
+    """
 
     multiply: Callable[[Any, Any], Any]
     pack: Callable[[np.ndarray], Any] = jnp.asarray
 
 
 def _tiles(weight: np.ndarray) -> jax.Array:
-    """Return the columns in blocks, f32[out / TILE, in, TILE]."""
+    """Return a weight as blocks of columns, f32[out / TILE, in, TILE]."""
     return jnp.asarray(weight.reshape(len(weight), -1, TILE).transpose(1, 0, 2).copy())
 
 
@@ -43,8 +49,8 @@ def _rows_of(tiles: jax.Array) -> jax.Array:
 
 
 def _by_sums(x: jax.Array, tiles: jax.Array) -> jax.Array:
-    """Multiply by one XLA loop per block, which stays in the cache while all rows read it."""
-    if len(x) == 1:  # for one row, XLA makes a slow loop
+    """Multiply by one XLA loop per block. The block stays in the cache while all rows read it."""
+    if len(x) == 1:  # XLA's loop for one row is slow
         return _by_sums(jnp.repeat(x, 2, axis=0), tiles)[:1]
     return _rows_of((x[None, :, :, None] * tiles[:, None]).sum(2))
 
@@ -77,7 +83,7 @@ FORMS = {
 
 
 def layers(form: Form, xp: Any, weights: Any, x: Any) -> Any:
-    """Run rows [N, WIDTH] through the products of all layers; `xp` is NumPy or jax.numpy."""
+    """Run rows x [N, WIDTH] through the products of all layers. `xp` is NumPy or jax.numpy."""
 
     def normed(x: Any) -> Any:
         return x / xp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)

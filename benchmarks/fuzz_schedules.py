@@ -1,12 +1,12 @@
-"""Random schedules: every token, page and slot is accounted for, for any events in an engine.
+"""Runs random schedules of events in an engine, and accounts for every token, page and slot.
 
     python benchmarks/fuzz_schedules.py
     python benchmarks/fuzz_schedules.py --schedules 10000 --seed 0 --real 50
 
 Most schedules run the engine's loop and scheduler on a simulated device, which checks all its
-inputs (tests/fuzz); tokens must equal each request's run alone. Some run on real engines, where a
-difference is a near-tie if the two best scores lie within 2e-4. A failure prints its seed and the
-command to repeat it.
+inputs (tests/fuzz). A request must have the same tokens as when it runs alone. Some schedules run
+on real engines. There, a difference counts as a near-tie if the two best scores lie within 2e-4.
+For a failure, the seed and the command that repeats it are printed.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from support.schedule_runs import check_schedule  # noqa: E402
 from specjax import LLM  # noqa: E402
 from specjax.bench.identity import NEAR_TIE  # noqa: E402
 
-GROUP = 50  # schedules per task of a process
+GROUP = 50  # number of schedules that a process runs as one task
 K = 3
 MIN_PAGES, MAX_PAGES = 8, 10
 SIZES: dict[str, Any] = {
@@ -105,7 +105,7 @@ def run_simulated(settings: argparse.Namespace) -> tuple[Counter, list[str]]:
     if len(groups) < 2:
         results = map(run_group, groups)
         return merge(results, tally, failures)
-    # JAX has threads, which a fork would lose.
+    # JAX has threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, mp_context=context) as pool:
         futures = [pool.submit(run_group, group) for group in groups]
@@ -125,7 +125,7 @@ def merge(results: Any, tally: Counter, failures: list[str]) -> tuple[Counter, l
 
 
 def run_group(seeds: range) -> tuple[Counter, list[str]]:
-    """Run the schedules of these seeds; return their tally and failures."""
+    """Run the schedules with these seeds; return their tally and their failures."""
     tally: Counter = Counter()
     failures = []
     for seed in seeds:
@@ -145,7 +145,7 @@ def print_tally(tally: Counter, seconds: float) -> None:
 
 
 def max_tokens_in_flight(tally: Counter) -> int:
-    """Return the maximum number of unread steps at a launch: an engine keeps at most one."""
+    """Return the maximum number of steps in flight when another step was launched: 0 or 1."""
     return int(tally["steps launched over another"] > 0)
 
 
@@ -176,7 +176,7 @@ def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Fou
 
 
 def make_llms(stack: ExitStack, method: str, target: str | Path) -> tuple[LLM, LLM]:
-    """Return an engine with few pages and drafts, and an engine with one slot and no drafts."""
+    """Return an engine that has few pages and makes drafts, and an engine with one slot only."""
     head = f"{target}-eagle3" if method == "eagle3" else str(target)
     drafter = {"method": method, "model": head, "num_speculative_tokens": K}
     llm = LLM(
@@ -209,7 +209,7 @@ def write(
     real: dict[str, Found],
     failures: list[str],
 ) -> None:
-    """Write the result."""
+    """Write the result to its file."""
     if settings.json is None:
         return
     mismatches = [text for found in real.values() for text in found.identity.mismatches]

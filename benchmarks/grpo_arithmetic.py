@@ -1,4 +1,4 @@
-"""The learning in `examples/grpo_arithmetic.py`, and the time saved by speculation, by seed.
+"""Runs `examples/grpo_arithmetic.py` with several seeds, and reports learning and time saved.
 
     python benchmarks/grpo_arithmetic.py --seeds 0 1
 
@@ -103,7 +103,7 @@ def tables(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run, and write results/grpo_arithmetic.json and its plot."""
+    """Run every seed, and write results/grpo_arithmetic.json and its plot."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     args = parser.parse_args()

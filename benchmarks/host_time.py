@@ -1,11 +1,11 @@
-"""The host's work per step, in milliseconds by phase.
+"""Measures the host's work per step, in milliseconds by phase.
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --only simulated --steps 100
 
-The engine's loop runs on the tests' simulated device, whose time is excluded. For up to 64 requests
-it also runs on this machine's CPU, with demo-llama and its EAGLE-3 drafter; there `run` includes
-XLA's computation before it returns.
+The engine's loop runs on the tests' simulated device, whose time is excluded. For up to 64
+requests, the loop also runs on this machine's CPU, with demo-llama and its EAGLE-3 drafter. There,
+the phase `run` includes the part of XLA's computation that is done before the call returns.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(device: str, make: Callable[..., Any], num_steps: int) -> dict[str, Any]:
-    """Return a table of times by number of requests and K."""
+    """Return a table of times per step, by number of requests and K."""
     rows = []
     for num_requests in NUM_REQUESTS[device]:
         for k in KS:
@@ -108,7 +108,10 @@ def step_times(engine: Engine, num_requests: int, num_steps: int) -> list[dict[s
 
 @contextmanager
 def timed_phases(engine: Engine) -> Iterator[Counter]:
-    """Time the calls that make up the phases of a step, in milliseconds."""
+    """Time the calls that make up the phases of a step.
+
+    Yield a counter, to which the milliseconds of each phase are added.
+    """
     spent: Counter = Counter()
 
     def timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,14 @@
-"""Many callers at once: an AsyncLLM under load, with some callers that leave before the end.
+"""Tests an AsyncLLM under load by many callers; some of them leave before their request ends.
 
     python benchmarks/load_async.py
     python benchmarks/load_async.py --model demo-qwen3.5 --method mtp --cancel 0.5
 
-Callers take requests of mixed sizes in turn; many have a common prefix. Some requests are given up:
-their task is cancelled, before or during output, the iteration is left, or another caller aborts
-them by id. Every other request must finish exactly once, at its length limit or at an end of
-sequence, and a sample of them must equal the output of an engine with one slot and no drafter
-(near-ties as in `specjax.bench.identity`). At the end the engine must be empty, and the memory of
-the process must be as after the first requests.
+Callers take requests of mixed sizes in turn. Many prompts have a common prefix. Some requests are
+given up in one of three ways: their task is cancelled before or during the output, their caller
+leaves the iteration, or another caller aborts them by id. Every other request must finish exactly
+once, at its length limit or at an end of sequence. Some of the outputs are compared with an engine
+that has one slot and no drafter; near-ties are allowed (see `specjax.bench.identity`). At the end,
+the engine must be empty, and the process must have as little memory as after the first requests.
 """
 
 import argparse
@@ -33,25 +33,25 @@ from specjax.checkpoint.hub import resolve
 from specjax.device.models.registry import describe_model, read_config
 
 LONGEST_PROMPT, MAX_TOKENS = 200, 48
-NUM_FAMILIES = 6  # of prompts with a common prefix
+NUM_FAMILIES = 6  # number of common prefixes
 COMMON = {"max_model_len": LONGEST_PROMPT + MAX_TOKENS, "max_logprobs": 0, "verbose": False}
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
-MAX_GROWTH = 64.0  # MiB, maximum growth of the process after the first requests
-QUANTILES = 0.5, 0.9, 0.99  # of latencies
+MAX_GROWTH = 64.0  # MiB by which the process may grow after the first requests
+QUANTILES = 0.5, 0.9, 0.99  # quantiles of latencies to report
 WAYS = "cancelled at once", "cancelled", "left", "aborted"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request, and how it is given up, if at all."""
+    """A request, and the way in which its caller gives it up, if any."""
 
     number: int
     prompt: list[int]
     params: SamplingParams
     request_id: str | None
-    way: str | None  # one of WAYS
-    delay: float  # seconds or outputs until it is given up
-    is_begun: bool  # whether `delay` counts from the first output rather than the call
+    way: str | None  # one of WAYS; None if the request is not given up
+    delay: float  # number of outputs if `way` is "left", else seconds, until it is given up
+    is_begun: bool  # whether `delay` begins at the first output, not at the call
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Tally:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the load, then compare; return 0 if there were no faults."""
+    """Run the load, then compare outputs. Return 0 if there were no faults, else 1."""
     settings = read_settings(arguments)
     source = provenance()
     model = settings.model
@@ -83,7 +83,7 @@ def measure(
     source: dict[str, Any],
     sizes: dict[str, Any],
 ) -> int:
-    """Run the load on a model, compare a sample, and write the result."""
+    """Run the load on a model, compare some outputs, and write the result."""
     options = COMMON | sizes
     vocab_size = describe_model(read_config(resolve(model))).vocab_size
     jobs = make_jobs(settings, vocab_size)
@@ -128,7 +128,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def drafter_of(settings: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the speculative config of a demo checkpoint."""
+    """Return the speculative config that the settings describe, with a demo checkpoint."""
     if settings.method == "none":
         return None
     folder = DRAFTERS[settings.model][settings.method]
@@ -140,7 +140,7 @@ def drafter_of(settings: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def make_jobs(settings: argparse.Namespace, vocab_size: int) -> list[Job]:
-    """Return the requests, which depend only on the settings."""
+    """Return the jobs, which depend only on the settings."""
     rng = np.random.default_rng(settings.seed)
     families = rng.integers(0, vocab_size, (NUM_FAMILIES, LONGEST_PROMPT))
     numbers = range(settings.requests)
@@ -154,7 +154,7 @@ def make_job(
     vocab_size: int,
     share_given_up: float,
 ) -> Job:
-    """Return a request whose prompt begins like one of the families."""
+    """Return a random job. Its prompt begins like a random row of `families`."""
     length = int(rng.integers(1, LONGEST_PROMPT + 1))
     prompt = families[rng.integers(len(families)), :length].copy()
     own = int(rng.integers(0, length + 1))
@@ -178,7 +178,7 @@ def make_job(
 async def run_load(
     model: str | Path, jobs: Sequence[Job], num_callers: int, options: dict[str, Any]
 ) -> tuple[Tally, float, dict[str, Any]]:
-    """Run all jobs by `num_callers` callers; return outcomes, seconds, and the final metrics."""
+    """Let `num_callers` callers run all jobs; return outcomes, seconds, and the final metrics."""
     async with AsyncLLM(model, **options) as llm:
         tally = Tally()
         waiting = iter(jobs)
@@ -191,7 +191,7 @@ async def run_load(
 
 
 async def call(llm: AsyncLLM, jobs: Iterator[Job], tally: Tally) -> None:
-    """Run one job after another, as one caller."""
+    """Be a caller: run the next job of `jobs` until none is left."""
     for job in jobs:
         begun = asyncio.Event()
         await give_up(llm, job, asyncio.create_task(serve(llm, job, tally, begun)), begun, tally)
@@ -201,7 +201,7 @@ async def call(llm: AsyncLLM, jobs: Iterator[Job], tally: Tally) -> None:
 async def give_up(
     llm: AsyncLLM, job: Job, task: asyncio.Task[None], begun: asyncio.Event, tally: Tally
 ) -> None:
-    """Wait for a job's task, or give it up at its time."""
+    """Give up a job after its delay, if it is to be given up; then wait for its task."""
     if job.way == "cancelled at once":
         await asyncio.sleep(0)
     elif job.way in ("cancelled", "aborted"):
@@ -222,7 +222,7 @@ async def give_up(
 
 
 async def serve(llm: AsyncLLM, job: Job, tally: Tally, begun: asyncio.Event) -> None:
-    """Read the outputs of a job to the end, or until its caller leaves."""
+    """Call `read`, and set `begun` at the end even if there was no output."""
     try:
         await read(llm, job, tally, begun)
     finally:
@@ -230,7 +230,7 @@ async def serve(llm: AsyncLLM, job: Job, tally: Tally, begun: asyncio.Event) -> 
 
 
 async def read(llm: AsyncLLM, job: Job, tally: Tally, begun: asyncio.Event) -> None:
-    """Read and check the outputs of a job."""
+    """Read and check the outputs of a job to the end, or until its caller leaves."""
     start, num_outputs, last = time.perf_counter(), 0, None
     stream = llm.generate_stream(job.prompt, job.params, request_id=job.request_id)
     async with aclosing(stream):
@@ -262,7 +262,7 @@ async def read(llm: AsyncLLM, job: Job, tally: Tally, begun: asyncio.Event) -> N
 
 
 def check(jobs: Sequence[Job], tally: Tally) -> None:
-    """Record jobs that did not end as they should."""
+    """Record faults: jobs that did not end as they should, and request ids that were used twice."""
     tally.faults += [f"id {one!r} came {n} times" for one, n in tally.ids.items() if n > 1]
     for job in jobs:
         output = tally.finished.get(job.number)
@@ -280,7 +280,7 @@ def check(jobs: Sequence[Job], tally: Tally) -> None:
 
 
 async def check_idle(llm: AsyncLLM, tally: Tally) -> None:
-    """Record requests and pages that remain in the engine after the last caller left."""
+    """Record a fault if requests or pages remain in the engine after the last caller left."""
     for _ in range(600):
         metrics = llm.metrics()
         left = metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage
@@ -293,7 +293,7 @@ async def check_idle(llm: AsyncLLM, tally: Tally) -> None:
 def compare_sample(
     alone: LLM, jobs: Sequence[Job], tally: Tally, settings: argparse.Namespace
 ) -> Identity:
-    """Run some finished jobs again, one at a time, and compare their outputs."""
+    """Run some finished jobs again on the engine `alone`, and compare the outputs."""
     rng = np.random.default_rng([settings.seed, 1])
     numbers = rng.permutation(sorted(tally.finished))[: settings.compare]
     chosen = [jobs[number] for number in numbers]
@@ -312,7 +312,7 @@ def resident_memory() -> float:
     """Return the resident memory of the process, in MiB."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # the maximum so far, which is equivalent if memory only grows
+    except OSError:  # take the maximum so far, which also reveals growth
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     (line,) = (line for line in lines if line.startswith("VmRSS:"))
@@ -327,7 +327,7 @@ def make_result(
     seconds: float,
     metrics: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the result in the format of `report.py`."""
+    """Return the result in the format that `report.py` describes."""
     warm, hits = tally.memory[settings.warmup - 1], metrics["prefix_cache_hits"]
     num_given_up = sum(tally.given_up.values())
     outcome = [

@@ -1,8 +1,9 @@
-"""Memory of published models on an H200, reported by `specjax info` from their configs.
+"""Tabulates the memory that published models need on an H200, as reported by `specjax info`.
 
     python benchmarks/memory_table.py
 
-Nothing is measured and no GPU is needed: the numbers follow from the shapes of the engine's arrays.
+Nothing is measured, and no GPU is needed. The numbers follow from the models' configs, which
+determine the shapes of the engine's arrays.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from specjax.commands.info import GPU_MEMORY_UTILIZATION, describe
 from specjax.config import SpeculativeConfig
 from specjax.inspect.gpus import GPU
 
-# By size; models without an MTP module decode without drafts.
+# Drafter by model, in order of size. Models without an MTP module decode without drafts.
 MODELS = {
     "Qwen3.5-0.8B": "mtp",
     "Qwen3.5-2B": "mtp",
@@ -25,7 +26,7 @@ MODELS = {
     "Qwen3-Next-80B-A3B": "mtp",
     "Llama-3.1-8B": None,
 }
-SECTIONS = ("weights", "drafter", "cache", "h200")  # the rest depends on the machine
+SECTIONS = ("weights", "drafter", "cache", "h200")  # other sections depend on this machine
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
 
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def tables(k: int, page_size: int) -> dict[str, Any]:
-    """Return the tables of all models, and their reports."""
+    """Return the tables, which have a row for each model, and the models' reports."""
     reports = {name: report(name, method, k, page_size) for name, method in MODELS.items()}
     usable = next(iter(reports.values()))["h200"]["usable_bytes"] / GIB
     total = GPU.named("h200").memory_bytes

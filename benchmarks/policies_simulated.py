@@ -1,12 +1,13 @@
-"""Policies for K against each other and an oracle, in a simulator without a device.
+"""Compares policies for K with each other and with an oracle, in a simulator without a device.
 
     python benchmarks/policies_simulated.py
     python benchmarks/policies_simulated.py --seeds 2 --requests 48
 
-Rollouts of 256 requests that start together and end one after the other, on three grids of step
-times (tests/host/speculation/baselines.py). Acceptance stays as profiled, falls or rises half-way,
-or is zero. Every policy has the same requests for each seed. Then constant loads, on these grids
-and on an H100's times (steady_loads.py, next to baselines.py).
+There are two kinds of simulations. In rollouts, 256 requests start together and end one after the
+other. Step times come from three grids (tests/host/speculation/baselines.py). The acceptance stays
+as profiled, falls or rises half-way, or is zero. For a seed, every policy has the same requests. In
+the second kind, the load is constant, and step times come from these grids or from an H100
+(steady_loads.py, next to baselines.py).
 """
 
 import argparse
@@ -65,7 +66,7 @@ def main() -> None:
     is_default = (settings.seeds, settings.requests) == (8, 256)
     if settings.json is None and is_default:
         settings.json = RESULTS / "policies_simulated.json"
-    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork would lose
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which do not survive a fork
     with ProcessPoolExecutor(settings.processes, context) as pool:
         tables = compare(pool, settings.seeds, settings.requests)
         tables.append(follow(pool, settings.seeds))
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def show(cell: Any) -> str:
-    """Return a cell as text for the terminal; a summary is shown as its median."""
+    """Return a table's cell as text. Of a median with quartiles, only the median is shown."""
     value = cell[0] if isinstance(cell, list) else cell
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
@@ -99,7 +100,7 @@ def show(cell: Any) -> str:
 
 
 def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[dict[str, Any]]:
-    """Return tables of regret, worst batch size and makespan of every policy."""
+    """Return tables with every policy's regret, regret at its worst batch size, and makespan."""
     cases = list(product(GRIDS, CHANGES.values(), ["oracle", *POLICIES]))
     jobs = [(*case, seed, num_requests) for case in cases for seed in range(seeds)]
     outcomes = list(pool.map(roll_out, *zip(*jobs, strict=True), chunksize=4))
@@ -150,7 +151,7 @@ def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[di
 
 
 def roll_out(grid: str, change: float | None, name: str, seed: int, num_requests: int) -> Outcome:
-    """Run one rollout; return its outcome without the trace."""
+    """Simulate one rollout; return its outcome without the trace."""
     return replace(run(Scenario(grid, change), name, seed, num_requests), trace=[])
 
 
@@ -158,7 +159,7 @@ def roll_out(grid: str, change: float | None, name: str, seed: int, num_requests
 
 
 class Watched:
-    """A policy with a count of its rounds' tokens."""
+    """Wraps a policy, and counts the tokens of every round."""
 
     is_learning = True
 
@@ -195,7 +196,7 @@ class Watched:
 
 
 def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
-    """Return a table of how fast policies learn at constant loads."""
+    """Return a table that shows how fast policies learn if the load is constant."""
     shifts = [shift for shift in SHIFTS if shift]
     cases = list(product(STEADY_BATCHES, shifts, LEARNING))
     jobs = [(*case, seed) for case in cases for seed in range(seeds)]
@@ -221,7 +222,10 @@ def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
 
 
 def hold(batch: int, shift: float, name: str, seed: int) -> tuple[float, float]:
-    """Return the first rounds' regret in percent, and the rounds from the shift to recovery."""
+    """Return the regret of the first rounds in percent, and the number of rounds to recover.
+
+    These are the rounds from the shift of the acceptance until the regret is small again.
+    """
     scenario = Scenario("seed", shift)
     policy = MAKERS[name](scenario)
     assert policy is not None
@@ -242,13 +246,13 @@ def hold(batch: int, shift: float, name: str, seed: int) -> tuple[float, float]:
 
 
 def loss_of(rates: Sequence[float], ms: np.ndarray) -> np.ndarray:
-    """Return the fraction of the best goodput that each K loses."""
+    """Return, for each K, how much lower its goodput is than the best, as a fraction."""
     goodput = np.cumsum([1.0, *rates]) / ms
     return 1 - goodput / goodput.max()
 
 
 def recovery(lost: np.ndarray, times: np.ndarray) -> int:
-    """Return the number of rounds until the first window with little loss."""
+    """Return the number of rounds before the first window of rounds with little regret."""
     window = np.ones(min(WINDOW, len(lost)))
     regret = np.convolve(lost, window, "valid") / np.convolve(times, window, "valid")
     return int(np.argmax(regret <= RECOVERED)) if (regret <= RECOVERED).any() else len(lost)
@@ -258,7 +262,7 @@ def recovery(lost: np.ndarray, times: np.ndarray) -> int:
 
 
 def against_static(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
-    """Return a table of adaptive K relative to the best static K, when cold and later."""
+    """Return a table of adaptive K's speed relative to the best static K, at first and later."""
     cases = list(product(LAWS, H100_MS))
     jobs = [(*case, seed) for case in cases for seed in range(seeds)]
     found = list(pool.map(hold_h100, *zip(*jobs, strict=True), chunksize=4))
@@ -287,7 +291,10 @@ def against_static(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
 
 
 def hold_h100(law: str, batch: int, seed: int) -> tuple[float, float, float]:
-    """Return tokens per millisecond relative to the best static K: cold, later, all rounds."""
+    """Return adaptive K's tokens per millisecond, as ratios to the best static K.
+
+    The ratios are for the first rounds, for later rounds, and for all rounds.
+    """
     served = serve(adaptive_policy(max(KS)), batch, law, SERVED_ROUNDS, seed)
     parts = slice(COLD_ROUNDS), slice(FROM_ROUND, None), slice(None)
     cold, steady, whole = (float(served.of_best_static(batch, law, part)) for part in parts)

@@ -1,11 +1,11 @@
-"""Rollouts by two workers on two cores, against one worker.
+"""Compares rollouts by two workers on two cores with rollouts by one worker.
 
     python benchmarks/ray_cpu.py
 
-All workers exist from the start and run the same prompts in turn, in an order that rotates every
-round, so that other load on the machine affects all equally. One worker is measured twice: with one
-thread, like each of the two workers, which shows scaling; and with both cores, which is the
-baseline that two workers on one machine have to beat.
+All workers exist from the start. The configurations run the same prompts in turn, in an order that
+rotates every round, so that other load on the machine affects all of them equally. A single worker
+is measured with one thread, like each of the two workers, which shows scaling. It is also measured
+with two threads on both cores, which is the baseline that two workers on one machine have to beat.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-os.environ.setdefault("RAY_worker_niceness", "0")  # else workers yield to other processes
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default, workers yield to other processes
 
 import ray
 from report import RESULTS, provenance, summary, write_result
@@ -26,7 +26,7 @@ from specjax.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 8, "max_model_len": 512, "num_pages": 512}
-CONFIGURATIONS = (  # workers, and threads of each
+CONFIGURATIONS = (  # name, number of workers, and threads per worker
     ("1 worker, 1 thread", 1, 1),
     ("1 worker, 2 threads", 1, 2),
     ("2 workers, 1 thread each", 2, 1),
@@ -50,7 +50,7 @@ def main() -> None:
             engine.generate(questions[:4], SamplingParams(max_tokens=8))
         names, num_tokens = list(engines), []
         for number in range(settings.rounds):
-            # Numbered, so that no round finds another round's pages.
+            # Prompts are numbered, so that no round finds cached pages of another round.
             asked = [
                 f"{number}.{i} {questions[i % len(questions)]}" for i in range(settings.prompts)
             ]

@@ -1,9 +1,9 @@
-"""The format of `results/*.json`, and RESULTS.md rendered from all results and `GPU_RUNS`.
+"""Writes results in a common format, and renders RESULTS.md from all results and `GPU_RUNS`.
 
     python benchmarks/report.py
 
-A result has a title, a description, its provenance, tables, and the samples behind them. A cell of
-a table is text, a number, or [median, lower quartile, upper quartile].
+A result has a title, a description, its provenance, tables, and the samples from which the tables
+were computed. A cell of a table is text, a number, or [median, lower quartile, upper quartile].
 """
 
 import json
@@ -23,17 +23,18 @@ from specjax.bench.environment import describe_environment, package_version
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
-GPU_RUNS = "gpu.jsonl", "gpu_h200.jsonl"  # an H100 and an H200
+GPU_RUNS = "gpu.jsonl", "gpu_h200.jsonl"  # result lines of an H100 and of an H200
 
 
 def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the facts that a result depends on besides its settings; `packages` adds versions.
+    """Return the facts on which a result depends, in addition to its settings.
 
-    Call it before the work, as the load average tells whether other programs were running.
+    `packages` names further packages whose versions matter. Call this function before the work,
+    because the load average tells whether other programs were running.
     """
     environment = describe_environment()
     environment["versions"] |= {name: package_version(name) for name in packages}
-    # The node's name and the places of files are private.
+    # The machine's name and the paths of files are private.
     environment["system"] = f"{platform.system()} {platform.machine()}"
     arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
     return {
@@ -46,7 +47,7 @@ def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def summary(samples: Sequence[float]) -> list[float]:
-    """Return median and quartiles, as a cell."""
+    """Return a cell: [median, lower quartile, upper quartile]."""
     return [float(np.quantile(samples, q)) for q in (0.5, 0.25, 0.75)]
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     spread = "Cells with a range are median (lower to upper quartile)."
     runs = [read_lines(RESULTS / name) for name in GPU_RUNS]
     if runs[0]:
-        from gpu.plot import plot  # the other benchmarks do without matplotlib
+        from gpu.plot import plot  # imported here, so that other benchmarks do not need matplotlib
 
         plot(runs[0], FOLDER / "plots" / "gpu.png")
     sections = map(render_section, runs)

@@ -1,12 +1,13 @@
-"""The long tail of rollouts: adaptive K against no speculation and a static K, in turn.
+"""Compares adaptive K with no speculation and with static K, in rollouts with a long tail.
 
     python benchmarks/rollouts_cpu.py
     python benchmarks/rollouts_cpu.py --max-num-seqs 16 --repeats 5 --num-prompts 24
 
-64 prompts are continued 8 times each, all at once, to lengths drawn from a lognormal distribution:
-a few are much longer than the rest, and at the end few requests run at a time. Every policy has a
-separate engine, like a trainer's. Before every run, its weights are updated to the same values:
-caches are cleared, and adaptive K no longer trusts its measurements. The policies take turns.
+64 prompts are continued 8 times each. All samples start at once, and their lengths are drawn from a
+lognormal distribution. So a few samples are much longer than the rest, and at the end few requests
+run at a time. Every policy has a separate engine, as in training. Before every run, the engine's
+weights are updated to the same values. This clears caches, and adaptive K no longer trusts its
+measurements. The policies take turns.
 """
 
 import argparse
@@ -28,12 +29,12 @@ from specjax.checks import check_positive
 from specjax.rl import RolloutEngine
 
 OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"
-BLOCK = "adaptive K, block verification"  # other tokens from the same distribution
+BLOCK = "adaptive K, block verification"  # draws other tokens, from the same distribution
 NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
 MAX_MODEL_LEN, PAGE_SIZE = 448, 16
-TAIL = 0.25  # fraction of max_num_seqs; with fewer running requests it is the tail
-WARM_UP = 128  # samples
+TAIL = 0.25  # the tail begins when fewer requests than this fraction of max_num_seqs run
+WARM_UP = 128  # number of samples to warm up
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Run:
     """One rollout of all samples.
 
     Attributes:
-        outputs: tokens by sample.
-        ends: 0, then the seconds from the start at which samples ended, ascending.
-        rounds: number of rounds by K, up to each of `ends`.
-        acceptance: tokens per round of a request.
+        outputs: the tokens of each sample.
+        ends: 0, followed by the seconds from the start to the end of each sample, ascending.
+        rounds: for each of `ends`, the number of rounds until then, by K.
+        acceptance: the mean number of tokens per round of a request.
     """
 
     outputs: dict[int, list[int]]
@@ -54,7 +55,7 @@ class Run:
 
     @property
     def makespan(self) -> float:
-        """Seconds until the last sample ended."""
+        """The seconds until the last sample ended."""
         return self.ends[-1]
 
     def when(self, num_unfinished: int) -> float:
@@ -62,7 +63,7 @@ class Run:
         return self.ends[-1 - num_unfinished]
 
     def rounds_between(self, more: int, fewer: int) -> Counter[int]:
-        """Return rounds by K while between `more` and `fewer` samples were left."""
+        """Return the number of rounds by K, from when `more` to when `fewer` samples were left."""
         return self.rounds[-1 - fewer] - self.rounds[-1 - more]
 
 
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 def draw_lengths(count: int) -> list[int]:
-    """Return the number of tokens of each sample, equal in every run."""
+    """Return the number of tokens of each sample. It is the same in every run."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, count)
     return np.clip(drawn, SHORTEST, LONGEST).astype(int).tolist()
 
@@ -136,7 +137,7 @@ def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
 def measure(
     engines: dict[str, RolloutEngine], lengths: Sequence[int], settings: argparse.Namespace
 ) -> dict[str, list[Run]]:
-    """Run every policy once per repeat, in an order that rotates."""
+    """Run every policy once per repeat, and return the runs. The order of policies rotates."""
     tokenizer = engines[OFF].tokenizer
     assert tokenizer is not None
     questions = read_questions()
@@ -162,7 +163,7 @@ def measure(
 
     names = list(engines)
     runs: dict[str, list[Run]] = {name: [] for name in names}
-    for engine in engines.values():  # untimed: touches memory, and lets adaptive K learn rates
+    for engine in engines.values():  # untimed: touches memory, and adaptive K learns rates
         roll_out(engine, prompts[:WARM_UP], params(settings.repeats)[:WARM_UP])
     for repeat in range(settings.repeats):
         first = repeat % len(names)
@@ -175,7 +176,7 @@ def measure(
 def roll_out(
     engine: RolloutEngine, prompts: Sequence[Any], params: Sequence[SamplingParams]
 ) -> Run:
-    """Return one run."""
+    """Generate all samples, and return the run."""
     outputs, ends, rounds = {}, [0.0], [Counter()]
     engine.update_weights(engine.params.target)
     before, start = engine.metrics(), time.perf_counter()
@@ -184,7 +185,7 @@ def roll_out(
         rounds.append(Counter(engine.metrics().k_histogram) - Counter(before.k_histogram))
         outputs[rollout.prompt_index] = rollout.token_ids.tolist()
     after = engine.metrics()
-    # A sample's first token comes with its prompt.
+    # A sample's first token comes from prefill, not from a round.
     num_tokens = sum(map(len, outputs.values())) - len(outputs)
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     return Run(outputs, ends, rounds, num_tokens / (num_tokens - num_accepted))
@@ -196,7 +197,7 @@ def tabulate(
     lengths: Sequence[int],
     settings: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Return tables of makespans, and of adaptive K's choices as the engine emptied."""
+    """Return two tables: makespans by policy, and adaptive K's choices by samples left."""
     num_tail = int(TAIL * max_num_seqs)
     spans = {name: [run.makespan for run in mine] for name, mine in runs.items()}
     tails = {
@@ -256,7 +257,11 @@ def tabulate(
 
 
 def stretches(runs: Sequence[Run], count: int, max_num_seqs: int) -> Iterator[list[Any]]:
-    """Yield rows of time and K while the engine is full, and for each halving as it empties."""
+    """Yield the rows of adaptive K's table: fraction of the time, rounds and mean K.
+
+    The first row is for the time in which the engine is full. Each further row ends when half as
+    many samples are left as at its start.
+    """
     marks = [count, max_num_seqs]
     while marks[-1] > 1:
         marks.append(marks[-1] // 2)

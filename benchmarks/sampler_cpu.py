@@ -1,4 +1,4 @@
-"""The cost of sampling and verifying tokens, as a fraction of the demo model's decode step.
+"""Measures sampling and verification of tokens, as a fraction of the demo model's decode step.
 
 python benchmarks/sampler_cpu.py
 """
@@ -46,7 +46,7 @@ GRAMMAR = FREE | {"structured_outputs": {"json": {"type": "array", "items": {"ty
 
 
 def main() -> None:
-    """Time steps, and their sampling alone, in turn; write the result."""
+    """Time whole steps and the sampling of steps in turn, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
@@ -70,7 +70,7 @@ def main() -> None:
     samplers = {name: sampler(llm, case, settings.batch_size) for name, case in CASES.items()}
     batch_size = settings.batch_size
     grammar_times: dict[int, list[float]] = {count: [] for count in (0, 1, batch_size)}
-    for _ in range(settings.rounds + 1):  # the first warms up
+    for _ in range(settings.rounds + 1):  # the first round warms up
         for count, times in grammar_times.items():
             times.append(
                 decode_step_seconds(llm, [GRAMMAR] * count + [FREE] * (batch_size - count))
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def decode_step_seconds(llm: LLM, cases: list[dict[str, Any]]) -> float:
-    """Return the median time of decode steps with all requests, in one short generation."""
+    """Return the median time of decode steps, in a short generation of all requests."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, llm.target.vocab_size, (len(cases), 8)).tolist()
     requests = []
@@ -155,7 +155,7 @@ def decode_step_seconds(llm: LLM, cases: list[dict[str, Any]]) -> float:
 
 
 def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any]:
-    """Return the sampling of a step as a separate program, on random logits."""
+    """Return a function that runs a step's sampling on random logits, as a separate program."""
     vocab_size = llm.target.vocab_size
     params = SamplingParams(ignore_eos=True, seed=0, **case)
     request = llm.request_maker.make([5, 6, 7], params, 0, "prompt")
@@ -184,7 +184,7 @@ def sample_and_verify(
     history: History,
     has_edits: jax.Array,
 ) -> Verdict:
-    """Run a step's work on logits: the drafts' [K, B, V] and the target's [B, K+1, V]."""
+    """Draw drafts from `draft_logits` [K, B, V], and verify them by the `logits` [B, K + 1, V]."""
     batch = logits.shape[0]
     starts = history.lengths - 1
     rows = jnp.arange(batch)
@@ -208,7 +208,7 @@ def sample_and_verify(
 
 
 def median_seconds(run: Callable[[], Any], count: int = 20) -> float:
-    """Return the median time of a call."""
+    """Return the median time of a call of `run`, in seconds."""
     times = []
     for _ in range(count):
         start = time.perf_counter()

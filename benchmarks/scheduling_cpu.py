@@ -1,10 +1,10 @@
-"""The gain of a step in flight, and the cost of looking up a prefix.
+"""Measures what asynchronous scheduling gains, and what it costs to look up a cached prefix.
 
     python benchmarks/scheduling_cpu.py
     python benchmarks/scheduling_cpu.py --only prefixes
 
 Asynchronous and synchronous scheduling serve the same requests in turn on one engine, so that other
-load on the machine affects both equally. `host_time.py` has the host's share of a step.
+load on the machine affects both equally. `host_time.py` measures the host's share of a step.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure_async(settings: argparse.Namespace) -> dict[str, Any]:
-    """Measure tokens per second with both kinds of scheduling, paired."""
+    """Measure tokens per second with asynchronous and with synchronous scheduling, in pairs."""
     speculation = {
         "method": "eagle3",
         "model": str(demo_folder("demo-llama-eagle3")),
@@ -107,7 +107,7 @@ def measure_async(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve(engine: Engine, requests: Sequence[Request], *, is_async: bool) -> float:
-    """Return the tokens per second."""
+    """Run all requests, and return the tokens per second."""
     engine.config = replace(engine.config, async_scheduling=is_async)
     start = time.perf_counter()
     samples = [sample for request in requests for sample in engine.add(request)]
@@ -117,7 +117,7 @@ def serve(engine: Engine, requests: Sequence[Request], *, is_async: bool) -> flo
 
 
 def measure_prefixes() -> dict[str, Any]:
-    """Measure the milliseconds of looking up a prompt whose pages are all cached."""
+    """Measure how many milliseconds it takes to look up a prompt whose pages are all cached."""
     rows = []
     for length in PREFIXES:
         tokens = np.random.default_rng(0).integers(0, 1000, length + 1).tolist()
@@ -142,7 +142,7 @@ def measure_prefixes() -> dict[str, Any]:
 
 
 def keys_of(tokens: list[int]) -> list[Key]:
-    """Return the keys of all pages."""
+    """Return the keys of the pages that `tokens` fill."""
     keys: list[Key] = []
     extend_keys(keys, tokens, PAGE_SIZE, b"")
     return keys

@@ -1,11 +1,12 @@
-"""Same seed, same tokens: outputs under speculation compared with plain decoding, token by token.
+"""Checks that speculation gives the same tokens as plain decoding with the same seeds.
 
 python benchmarks/seed_exact.py
 python benchmarks/seed_exact.py --exact
 
 Prompts are the held-out questions that ship with specjax, each cut at several lengths. Every output
-is compared with the output of an engine without a drafter. A difference is a near-tie if the two
-best scores lie within 2e-4, which is checked for each; with --exact there may be none.
+is compared with the output of an engine without a drafter, token by token. A difference is allowed
+if it is a near-tie: the two best scores lie within 2e-4. With --exact, the engines run in
+exact mode, and no difference is allowed.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class WrongDrafter(NoDrafter):
 
 @dataclass(frozen=True)
 class EveryK(PolicyRule):
-    """A policy with another K at every step."""
+    """A policy that changes K at every step."""
 
     choices: tuple[int, ...] = (0, *KS)
     order: Iterator[int] = field(default_factory=lambda: itertools.cycle((3, 0, 5, 1)))
@@ -73,7 +74,7 @@ class EveryK(PolicyRule):
 
 @dataclass(frozen=True)
 class Work:
-    """Requests, and their outputs by plain decoding."""
+    """Requests, and the outputs that they have in plain decoding."""
 
     name: str
     requests: list[Request]
@@ -81,7 +82,7 @@ class Work:
 
 
 def main() -> int:
-    """Run every configuration, compare, and write the result."""
+    """Run every configuration, compare its outputs, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=24)
@@ -107,7 +108,7 @@ def main() -> int:
             print(*rows[-1], *found.near_ties, *found.mismatches, sep="\n  ", flush=True)
             total += found
             write(settings, source, rows, total)
-        # Programs take memory maps, and a process may have at most 65,530.
+        # Free the programs, because a process may have at most 65,530 memory maps.
         del engine
         jax.clear_caches()
         gc.collect()
@@ -117,7 +118,7 @@ def main() -> int:
 def write(
     settings: argparse.Namespace, source: dict[str, Any], rows: list[list[Any]], total: Identity
 ) -> None:
-    """Write the comparisons so far."""
+    """Write a result with the comparisons so far."""
     summary = (
         f"{total.num_tokens} tokens compared, {len(total.near_ties)} near-ties, "
         f"{len(total.mismatches)} mismatches"
@@ -145,7 +146,7 @@ def write(
 
 
 def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int = BATCH) -> LLM:
-    """Open the demo model, with or without a head."""
+    """Open the demo model with the drafter named `head`, or without a drafter if it is None."""
     speculation = head and {
         "method": "eagle" if head == "eagle1" else head,
         "model": str(CHECKPOINTS / f"demo-llama-{head}"),
@@ -166,7 +167,7 @@ def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int =
 def configurations(
     settings: argparse.Namespace,
 ) -> Iterator[tuple[str, Callable[[], tuple[Engine, dict[str, Any]]]]]:
-    """Yield names, and functions that return an engine and its policies."""
+    """Yield pairs (name, function). The function returns an engine, and policies by name of K."""
     static = {str(k): StaticPolicy(k) for k in KS}
 
     def eagle(head, batch, policies):
@@ -191,7 +192,7 @@ def configurations(
 
 
 def make_work(plain: LLM, temperature: float, name: str, settings: argparse.Namespace) -> Work:
-    """Return requests: questions cut at several lengths, each with its own seed."""
+    """Return requests for questions that are cut at several lengths, each with another seed."""
     assert plain.tokenizer is not None
     questions = tokenize(read_questions(), plain.tokenizer)
     cuts = -(-settings.prompts // len(questions))
@@ -211,7 +212,7 @@ def make_work(plain: LLM, temperature: float, name: str, settings: argparse.Name
 
 
 def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    """Return the outputs of requests with one sample each."""
+    """Run requests that have one sample each, and return their outputs."""
     engine.prepare(requests)
     for request in requests:
         engine.add(request)

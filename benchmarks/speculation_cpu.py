@@ -1,4 +1,4 @@
-"""`specjax bench` as a recorded result: a demo target without and with its drafters.
+"""Runs `specjax bench` on a demo target without and with its drafters, and writes the result.
 
 python benchmarks/speculation_cpu.py
 python benchmarks/speculation_cpu.py --model demo-qwen3.5

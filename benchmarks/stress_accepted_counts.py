@@ -1,14 +1,15 @@
-"""Accepted counts under stress: a hybrid's generations compared with the same requests run alone.
+"""Stress test of accepted counts: compares a hybrid's outputs with requests that run alone.
 
     python benchmarks/stress_accepted_counts.py
     python benchmarks/stress_accepted_counts.py --model demo-qwen3.5 --exact
 
-A recurrent state continues from the number of accepted tokens, which only the device knows while
-the host launches the next step. If the number were late, or another request's, the state would be
-wrong and tokens would change, but not at once and not always. So requests of different lengths join
-and leave slots all the time, at temperature 1 with asynchronous scheduling, and every generation
-must equal the output of an engine with one slot and no drafter. A difference is a near-tie if the
-two best scores lie within 2e-4, which is checked for each; with --exact there may be none.
+A recurrent state is advanced by the number of accepted tokens, which only the device knows when the
+host launches the next step. If the number came late, or from another request, the state would be
+wrong. Tokens would then change, but not at once and not always. So requests of different lengths
+join and leave slots all the time, at temperature 1 and with asynchronous scheduling. Every output
+must equal the output of an engine with one slot and no drafter. A difference is allowed if it is a
+near-tie: the two best scores lie within 2e-4. With --exact, the engines run in exact mode, and
+no difference is allowed.
 """
 
 import argparse
@@ -58,8 +59,8 @@ RANDOM = Qwen35(
     num_mtp_layers=1,
 )
 LONGEST_PROMPT, FEWEST_TOKENS = 40, 4
-CHUNK = 32  # prompt tokens per step; twice as many with many slots
-# Average number of requests that arrive before a step; rounds take turns.
+CHUNK = 32  # prompt tokens per step with one slot; with many slots, twice this number
+# The mean number of requests that arrive before a step. Rounds have these rates in turn.
 ARRIVALS = {"all at once": math.inf, "one by one": 0.1}
 
 Outputs = dict[tuple[int, int], list[int]]  # by request id and index of the sample
@@ -92,7 +93,7 @@ COLUMNS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the engines, and run every round."""
+    """Make the engines, and run every round. Return the exit status."""
     settings = read_settings(arguments)
     source = provenance()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,9 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_rounds(llm: LLM, alone: LLM, settings: argparse.Namespace, source: dict[str, Any]) -> int:
-    """Run and compare every round, writing the result after each; return 0 if all is equal.
+    """Run and compare every round, and write the result after each round.
 
-    Return 1 also if some number of accepted drafts never occurred, as the run then shows little.
+    Return 0 if all outputs are equal. Return 1 if outputs differ, or if a number of accepted drafts
+    never occurred, because the run then shows little.
     """
     tallies: dict[str, Tally] = {}
     shares = [0.0]
@@ -154,9 +156,9 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def write_random(folder: Path, model: Qwen35 = RANDOM) -> None:
     """Write a small untrained hybrid and its MTP module.
 
-    Drafts and target share their noise, and logits here are no larger than the noise, so that some
-    drafts are accepted for any weights. The embedding is small compared to what the layers add, so
-    that tokens depend on the states.
+    The drafter and the target sample with the same noise. Their logits are not larger than the
+    noise, so that some drafts are accepted with any weights. The embedding is small compared to the
+    layers' outputs, so that tokens depend on the states.
     """
     head = MTPHead(model)
     specs = model.specs(), head.specs()
@@ -168,7 +170,7 @@ def write_random(folder: Path, model: Qwen35 = RANDOM) -> None:
 
 
 def make_llms(folder: str | Path, settings: argparse.Namespace) -> tuple[LLM, LLM]:
-    """Open the model with its MTP module in many slots, and without drafts in one slot."""
+    """Return an engine with the MTP module and many slots, and a plain engine with one slot."""
     common = {
         "max_model_len": LONGEST_PROMPT + settings.max_tokens,
         "max_logprobs": 0,
@@ -208,7 +210,7 @@ def run_round(
 
 
 def make_requests(llm: LLM, settings: argparse.Namespace, number: int) -> list[Request]:
-    """Return the prompts in this round's order, with its own seeds and output lengths."""
+    """Return the requests of round `number`. Their order, seeds and lengths depend on the round."""
     rng = np.random.default_rng([settings.seed, number])
     prompts = make_prompts(llm, settings)
     first = number * settings.prompts
@@ -232,7 +234,8 @@ def make_requests(llm: LLM, settings: argparse.Namespace, number: int) -> list[R
 def make_prompts(llm: LLM, settings: argparse.Namespace) -> list[list[int]]:
     """Return beginnings of questions, or random tokens for a model without a tokenizer.
 
-    Lengths are first the possible lengths of a round of drafts, then any up to more than a chunk.
+    The first prompts have 1, 2, ... K + 2 tokens, about as many as a round. The other lengths are
+    random, up to more than a chunk.
     """
     rng = np.random.default_rng(settings.seed)
     texts = tokenize(read_questions(), llm.tokenizer) if llm.tokenizer else []
@@ -254,7 +257,11 @@ def make_arrivals(rate: float, most: int, seed: int) -> Iterator[int]:
 def serve(
     engine: Engine, requests: Sequence[Request], arrivals: Iterator[int] | None = None
 ) -> tuple[Outputs, float]:
-    """Return the outputs, and the seconds. Without `arrivals` all requests arrive at once."""
+    """Run the requests; return their outputs and the seconds.
+
+    `arrivals` yields the number of requests that arrive before each step. If it is None, all
+    requests arrive at once.
+    """
     arrivals = arrivals or itertools.repeat(len(requests))
     engine.prepare(requests)
     waiting = deque(requests)
@@ -272,14 +279,14 @@ def serve(
 def compare_all(
     engine: Engine, requests: Sequence[Request], expected: Outputs, outputs: Outputs
 ) -> Identity:
-    """Compare every sample of the requests."""
+    """Compare the outputs of every sample of the requests."""
     pairs = [(request, index) for request in requests for index in range(len(request.seeds))]
     keys = [(request.request_id, index) for request, index in pairs]
     return compare(engine, pairs, [expected[key] for key in keys], [outputs[key] for key in keys])
 
 
 def accepted_shares(metrics: Metrics) -> list[float]:
-    """Return the fractions of rounds in which 0, 1, ... K drafts were accepted."""
+    """Return the fraction of rounds that accepted n drafts, for each n from 0 to K."""
     at_least = [metrics.num_drafts, *metrics.num_accepted_tokens_per_pos, 0]
     return [(a - b) / metrics.num_drafts for a, b in itertools.pairwise(at_least)]
 
@@ -290,7 +297,7 @@ def write(
     tallies: dict[str, Tally],
     shares: list[float],
 ) -> None:
-    """Write the comparisons so far."""
+    """Write a result with the comparisons so far."""
     total = sum((tally.found for tally in tallies.values()), Identity())
     mode = ", in exact mode" if settings.exact else ""
     model = "A random hybrid" if settings.model == "random" else Path(settings.model).name

@@ -1,14 +1,15 @@
-"""specjax against Hugging Face transformers: the same checkpoint, CPU, cores and prompts, in f32.
+"""Compares specjax with Hugging Face transformers, on the same CPU, checkpoint and prompts.
 
     python benchmarks/transformers_cpu.py --model checkpoints/demo-llama \
         --drafter checkpoints/demo-llama-eagle3 --k 3
 
-Two comparisons, each in one process with the systems taking turns, never at the same time:
+The systems take turns in one process, never at the same time, with the same cores, in f32. There
+are two comparisons:
 
-- one prompt at a time, greedy, every system to the same number of tokens;
-- many prompts of mixed lengths with mixed output lengths: transformers in left-padded batches
-  that run to their longest member, specjax with continuous batching. Only requested tokens
-  count.
+- One prompt at a time, greedily.
+- Many prompts of mixed lengths, with mixed output lengths. Transformers runs left-padded batches,
+  until the longest output of each batch is complete. specjax uses continuous batching. Only
+  requested tokens count.
 
 The end of sequence is ignored, so that every system generates the same number of tokens.
 """
@@ -36,7 +37,10 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class System:
-    """A system that greedily generates exactly num_tokens[i] tokens for each prompts[i]."""
+    """A system that is compared.
+
+    `generate(prompts, num_tokens)` greedily generates exactly `num_tokens[i]` tokens for prompt i.
+    """
 
     name: str
     generate: Callable[[Prompts, Sequence[int]], list[list[int]]]
@@ -51,12 +55,12 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Requested tokens per second."""
+        """The requested tokens per second."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
 def transformers_system(folder: str, batch_size: int) -> System:
-    """Return transformers' default `generate`, over batches in the order of the prompts."""
+    """Return the system of transformers' default `generate`, on batches of prompts in order."""
     torch.set_num_threads(num_cpus())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -87,7 +91,7 @@ def transformers_system(folder: str, batch_size: int) -> System:
 
 
 def specjax_system(name: str, llm: LLM) -> System:
-    """Return `LLM.generate`, with all prompts at once."""
+    """Return the system of `LLM.generate`, which gets all prompts at once."""
 
     def generate(prompts: Prompts, num_tokens: Sequence[int]) -> list[list[int]]:
         params = [
@@ -103,7 +107,7 @@ def specjax_system(name: str, llm: LLM) -> System:
 def take_turns(
     systems: Sequence[System], loads: Sequence[tuple[Prompts, Sequence[int]]], rounds: int
 ) -> list[dict[str, Run]]:
-    """Run every load through every system, `rounds` times; the order rotates."""
+    """Run every load on every system, `rounds` times. The order of the systems rotates."""
     for system in systems:  # warm up
         system.generate(*loads[0])
     turns = []
@@ -122,7 +126,7 @@ def take_turns(
 
 
 def table(title: str, turns: Sequence[dict[str, Run]], notes: list[str]) -> dict[str, Any]:
-    """Return a table of each system's speed, and ratios to the others in the same turn."""
+    """Return a table of each system's speed, and of ratios to other systems in the same turn."""
     names = list(turns[0])
     names = sorted(names, key=[HF, PLAIN, *names].index)
 
@@ -146,7 +150,7 @@ def table(title: str, turns: Sequence[dict[str, Run]], notes: list[str]) -> dict
 def mixed_load(
     questions: Sequence[str], tokenizer: Any, args: argparse.Namespace
 ) -> tuple[Prompts, list[int]]:
-    """Return prompts of one to three questions each, and lognormal output lengths."""
+    """Return prompts that have one to three questions each, and lognormal output lengths."""
     rng = np.random.default_rng(args.seed)
     texts = []
     for i in range(args.num_prompts):

@@ -1,6 +1,7 @@
-"""The task of `grpo_arithmetic.py`: sums of a two-digit and a small number, and a reward.
+"""The task of `grpo_arithmetic.py`: questions for the sum of two numbers, and the reward.
 
-An answer adds the ones, then the tens and the carry, then states the result:
+The first number has two digits, and the second number is small. An answer adds the ones, then adds
+the carry to the tens, then states the result:
 
     Question: What is 48 + 4?
     Answer: 8+4=12
@@ -14,7 +15,7 @@ import random
 import re
 from dataclasses import dataclass
 
-MOST = 4  # maximum of the second number
+MOST = 4  # the largest second number
 NUM_QUESTIONS = 90 * MOST
 FINAL = re.compile(r"#### (-?\d+)")
 
@@ -32,7 +33,7 @@ class Question:
         return f"Question: What is {self.a} + {self.b}?\nAnswer:"
 
     def worked(self, slip: int = 0) -> str:
-        """Return an answer whose ones are wrong by `slip`, with correct steps after that."""
+        """Return an answer with all steps. The sum of the ones is wrong by `slip`."""
         tens, ones = divmod(self.a, 10)
         found = ones + self.b + slip
         steps = f"{ones}+{self.b}={found}\n{tens}+{found // 10}={tens + found // 10}"

@@ -1,9 +1,9 @@
-"""A conversation with the demo model: each turn finds the earlier ones in the prefix cache.
+"""A conversation with the demo model. Each turn finds the earlier turns in the prefix cache.
 
     python examples/chat.py
 
-On a terminal it continues with your questions; an empty line ends it. The demo model writes in the
-style of grade-school word problems, but does not solve them.
+On a terminal, you can then ask questions; an empty line ends the conversation. The demo model
+writes in the style of grade-school word problems, but does not solve them.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""GRPO: the training rows and the update, as pure functions.
+"""Training rows, losses and the update of GRPO, as pure functions.
 
 The loss is DeepSeekMath's (Shao et al. 2024, eq. 3) without a KL term, averaged over tokens as in
 DAPO (Yu et al. 2025, eq. 8), so that each token has the same weight.
@@ -28,30 +28,30 @@ class Rows(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """The state of training; updates donate it, so no other code may hold its arrays."""
+    """The state of training. Updates donate its arrays, so no other code may keep them."""
 
     params: Any
     optimizer_state: Any
 
 
-Loss = Callable[[jax.Array, Rows], jax.Array]  # of log-probabilities f32[N, L - 1]
+Loss = Callable[[jax.Array, Rows], jax.Array]  # takes log-probabilities f32[N, L - 1]
 Update = Callable[[Learner, Rows], tuple[Learner, jax.Array]]
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Return the advantages f32[G, n] of answers over other answers to the same question."""
+    """Return the advantage f32[G, n] of each answer over all n answers to the same question."""
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     return (centred / (rewards.std(axis=1, keepdims=True) + 1e-6)).astype(np.float32)
 
 
 def training_rows(rollouts: PaddedRollouts, advantages: np.ndarray) -> Rows:
-    """Return training rows of rollouts, with all padding at the end."""
+    """Return rollouts and their advantages as training rows, with all padding at the end."""
     rows = rollouts.joined()
     return Rows(rows.tokens, rows.mask.astype(np.float32), rows.logprobs, advantages)
 
 
 def grpo_loss(logprobs: jax.Array, rows: Rows, *, clip: float = 0.2) -> jax.Array:
-    """Return the clipped surrogate loss, relative to the rollouts' log-probabilities."""
+    """Return the clipped surrogate loss. Ratios are relative to the policy of the rollouts."""
     ratio = jnp.exp(jnp.where(rows.mask > 0, logprobs - rows.behaviour, 0.0))
     advantage = rows.advantages[:, None]
     surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
@@ -59,7 +59,7 @@ def grpo_loss(logprobs: jax.Array, rows: Rows, *, clip: float = 0.2) -> jax.Arra
 
 
 def imitation_loss(logprobs: jax.Array, rows: Rows) -> jax.Array:
-    """Return the cross-entropy of given answers, in nats per token."""
+    """Return the cross-entropy of the rows' answers, in nats per token."""
     return -(logprobs * rows.mask).sum() / rows.mask.sum()
 
 
@@ -74,15 +74,15 @@ def token_logprobs(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def begin(params: Any, optimizer: optax.GradientTransformation) -> Learner:
-    """Return a learner with copies of `params`: an engine's arrays must not be donated."""
+    """Return a learner with copies of `params`, because an engine's arrays must not be donated."""
     copies = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
     place = jax.tree.leaves(copies)[0].sharding
-    # All in one place, like the result of an update, so that the second one does not compile again.
+    # The result of an update has one sharding; the same here avoids a second compilation.
     return jax.device_put(Learner(copies, optimizer.init(copies)), place)
 
 
 def make_update(model: Model, optimizer: optax.GradientTransformation, loss: Loss) -> Update:
-    """Return a function for one optimiser step on the mean loss of rows, compiled per shape."""
+    """Return a function that takes one optimiser step on rows. It is compiled for each shape."""
 
     @partial(jax.jit, donate_argnums=0)
     def update(learner: Learner, rows: Rows) -> tuple[Learner, jax.Array]:

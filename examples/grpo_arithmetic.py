@@ -1,12 +1,13 @@
-"""GRPO that learns to add, with speculative rollouts, which are checked against plain ones.
+"""Trains a model to add by GRPO. Speculative rollouts are checked against plain rollouts.
 
     python examples/grpo_arithmetic.py --output runs/grpo
 
-Three engines run the weights of an optax trainer. The first two get new weights after every step:
+Three engines run the weights of an optax trainer. The first two engines are updated after every
+step:
 
 - "speculative" drafts with EAGLE-3 and adaptive K; its rollouts train the policy;
-- "plain" has no drafter. It repeats every rollout, which must have the same tokens and the same
-  log-probabilities, and its time is the baseline;
+- "plain" has no drafter. It repeats every rollout, and must give the same tokens and the same
+  log-probabilities. Its time is the baseline;
 - "probe" always drafts three tokens, so that acceptance can be compared over time. It answers the
   held-out questions.
 
@@ -49,7 +50,7 @@ from rich.console import Console
 from specjax.bench.environment import describe_environment
 from specjax.rl import OnlineDistiller, Rollout, RolloutBatch, RolloutEngine
 
-REFIT_ROLLOUTS = 256  # newest rollouts that a refit trains on
+REFIT_ROLLOUTS = 256  # number of newest rollouts that a refit trains on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ class Settings:
     """All settings of a run."""
 
     steps: int = 40
-    questions: int = 8  # per step
-    samples: int = 8  # per question
-    minibatches: int = 2  # per step
+    questions: int = 8  # number per step
+    samples: int = 8  # number per question
+    minibatches: int = 2  # number per step
     learning_rate: float = 1e-4
     imitation_steps: int = 100
     imitation_batch: int = 16
@@ -67,7 +68,7 @@ class Settings:
     slip_rate: float = 0.5  # fraction of imitated answers with a wrong digit
     refit_every: int = 10
     refit_steps: int = 60
-    held_out: int = 64  # questions
+    held_out: int = 64  # number of questions
     seed: int = 0
 
     def __post_init__(self):
@@ -93,13 +94,13 @@ class Step(NamedTuple):
 
     number: int
     reward: float
-    acceptance_length: float  # of rounds with drafts, for any K
+    acceptance_length: float  # mean over rounds with drafts, of any K
     mean_k: float
-    speculative_seconds: float  # for the rollouts
+    speculative_seconds: float  # duration of the speculative rollouts
     plain_seconds: float
     update_seconds: float  # to update the policy
     sync_seconds: float  # to update the speculative engine's weights
-    logprob_difference: float  # largest difference between the two engines
+    logprob_difference: float  # largest difference between "speculative" and "plain"
 
 
 HEADER = "step  reward  accepted  mean K  rollouts (s)  plain (s)  update (s)  sync (s)"
@@ -132,7 +133,10 @@ def imitate(engine: RolloutEngine, questions: Sequence[Question], settings: Sett
 def worked_rows(
     engine: RolloutEngine, questions: Sequence[Question], slip_rate: float, rng: random.Random
 ) -> Rows:
-    """Return rows of questions and worked answers, a fraction of them with a wrong digit."""
+    """Return training rows of questions and worked answers.
+
+    The fraction `slip_rate` of the answers has a wrong digit.
+    """
     assert engine.tokenizer is not None
     prompts = [engine.tokenizer.encode(question.prompt) for question in questions]
     slips = [rng.choice((-1, 1)) if rng.random() < slip_rate else 0 for _ in questions]
@@ -165,7 +169,7 @@ def improve(
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:
-    """Imitate, then improve; return the results as plain types."""
+    """Train by imitation, then by GRPO. Return the results as plain types."""
     start = time.perf_counter()
     train, held_out = split_questions(settings.seed, settings.held_out)
     console.print("building three engines, which compile all their programs")
@@ -206,7 +210,11 @@ def train_policy(
     console: Console,
     look: Callable[[str], None],
 ) -> list[Step]:
-    """Run the loop: roll out, judge, update, send weights, sometimes refit; return its steps."""
+    """Run the training loop, and return the measurements of its steps.
+
+    A step generates rollouts, computes rewards, updates the policy, and sends the weights to the
+    engines. After every `refit_every` steps, the drafter is refitted.
+    """
     rng = np.random.default_rng(settings.seed)
     engine = engines.speculative
     optimizer = make_optimizer(settings.learning_rate)
@@ -247,7 +255,7 @@ def train_policy(
 
 
 def summarize(steps: Sequence[Step], moments: Sequence[Moment], refit_every: int) -> dict[str, Any]:
-    """Return the summary; ratios of times are [median, lower quartile, upper quartile]."""
+    """Return a summary of the run. A ratio of times is [median, lower quartile, upper quartile]."""
     shipped, imitated, *refits, end = moments
     fresh = [step for step in steps if step.number > refit_every]
     summary: dict[str, Any] = {
@@ -268,13 +276,13 @@ def summarize(steps: Sequence[Step], moments: Sequence[Moment], refit_every: int
 
 
 def speedup(steps: Sequence[Step]) -> list[float]:
-    """Return the ratio of plain to speculative rollout times: median and quartiles."""
+    """Return the ratio of plain to speculative rollout times, as a median and two quartiles."""
     ratios = [step.plain_seconds / step.speculative_seconds for step in steps]
     return [float(np.quantile(ratios, q)) for q in (0.5, 0.25, 0.75)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the example with options from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in asdict(Settings()).items():
         option = f"--{name.replace('_', '-')}"

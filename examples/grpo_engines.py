@@ -12,11 +12,11 @@ from specjax import SamplingParams
 from specjax.rl import RolloutBatch, RolloutEngine
 
 TARGET, DRAFTER = "demo-llama", "demo-llama-eagle3"
-MAX_TOKENS = 24  # per answer; a right one has at most 21
+MAX_TOKENS = 24  # per answer; a right answer has at most 21
 PROBE_K = 3
 # Few requests, so that a step on two cores is bound by reading weights, as on a GPU.
 MAX_NUM_SEQS = 4
-PAGE_SIZE = 4  # small, so that samples share most of a prompt of 15 tokens
+PAGE_SIZE = 4  # small, so that samples share most pages of a prompt of 15 tokens
 # Every shape is compiled for three engines, one of them with every K. Prompts are short, so one
 # shape of each kind is enough.
 SHAPES = {
@@ -24,14 +24,14 @@ SHAPES = {
     "prefill_shapes": ((MAX_NUM_SEQS, 16),),
     "max_num_batched_tokens": MAX_NUM_SEQS * 16,
 }
-TOLERANCE = 1e-4  # between log-probabilities of steps of different shapes, in float32
+TOLERANCE = 1e-4  # for log-probabilities; programs of different shapes round differently
 
 
 class Moment(NamedTuple):
     """The probe's measurements on the held-out questions."""
 
     when: str
-    acceptance_length: float  # of PROBE_K drafts, at temperature 1
+    acceptance_length: float  # with PROBE_K drafts, at temperature 1
     sampled_accuracy: float  # at temperature 1
     greedy_accuracy: float
 
@@ -42,7 +42,7 @@ class Rollouts(NamedTuple):
     answers: RolloutBatch
     speculative_seconds: float
     plain_seconds: float
-    logprob_difference: float  # largest difference
+    logprob_difference: float  # largest difference between the engines
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Engines:
         )
 
     def update(self, params: Any) -> float:
-        """Update the two rollout engines; return the seconds that the speculative one took."""
+        """Update both rollout engines; return the seconds for the speculative engine."""
         self.plain.update_weights(params)
         return self.speculative.update_weights(params).seconds
 
@@ -94,7 +94,7 @@ class Engines:
         answers: dict[str, RolloutBatch] = {}
         seconds: dict[str, float] = {}
         order = ["speculative", "plain"]
-        for name in order if number % 2 else reversed(order):  # they alternate in order
+        for name in order if number % 2 else reversed(order):  # the order alternates
             start = time.perf_counter()
             answers[name] = generate(getattr(self, name), questions, params)
             seconds[name] = time.perf_counter() - start
@@ -106,7 +106,7 @@ class Engines:
         )
 
     def look(self, when: str, questions: Sequence[Question]) -> Moment:
-        """Answer held-out questions with the current weights of target and drafter."""
+        """Let the probe answer questions with the current weights of target and drafter."""
         probe, now = self.probe, self.speculative.params
         probe.update_weights(now.target, drafter=now.drafter)
         sampled = generate(probe, questions, SamplingParams(seed=0, max_tokens=MAX_TOKENS))
@@ -131,7 +131,7 @@ def generate(
 
 
 def rewards(questions: Sequence[Question], answers: RolloutBatch) -> np.ndarray:
-    """Return rewards f32[G, n] of n answers to each of G questions."""
+    """Return the rewards f32[G, n] of answers, for n answers to each of G questions."""
     judged = [reward(questions[answer.prompt_index], answer.text or "") for answer in answers]
     return np.array(judged, np.float32).reshape(len(questions), -1)
 

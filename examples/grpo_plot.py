@@ -1,4 +1,4 @@
-"""The plot of a run of `grpo_arithmetic.py`."""
+"""Plots a run of `grpo_arithmetic.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ PANELS = {
 
 
 def plot_steps(results: dict[str, Any], path: Path) -> None:
-    """Plot reward, acceptance length and mean K by step to a PNG; dashed lines are refits."""
+    """Plot reward, acceptance length and mean K by step, as a PNG. Dashed lines mark refits."""
     steps, settings = results["steps"], results["settings"]
     refits = range(settings["refit_every"], settings["steps"], settings["refit_every"])
     figure = Figure(figsize=(7, 7), layout="constrained")

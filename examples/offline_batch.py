@@ -1,4 +1,4 @@
-"""Answer a batch of questions without and with drafts: the same tokens, in fewer steps.
+"""Answers a batch of questions without and with drafts, which give the same tokens faster.
 
 python examples/offline_batch.py
 """

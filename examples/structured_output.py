@@ -1,8 +1,9 @@
-"""Outputs that must match a JSON schema, a regular expression or a list of choices, with drafts.
+"""Generates outputs that match a JSON schema, a regular expression or a list of choices.
 
     pip install "specjax[structured]" && python examples/structured_output.py
 
-The demo model does not know prices, but its outputs have the requested form.
+The engine drafts with EAGLE-3. The demo model does not know prices, but its outputs have the
+requested form.
 """
 
 import json

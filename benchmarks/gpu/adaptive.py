@@ -1,4 +1,4 @@
-"""Adaptive K against every static K, after it has learned the load."""
+"""Compares adaptive K, after a run in which it learns the load, with every static K."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ MODEL, MAX_K, OUTPUT, ROUNDS = "Llama-3.1-8B", 3, 256, 3
 
 @dataclass
 class Switched(PolicyRule):
-    """A static K while one is set, else adaptive K, so that one engine measures times once."""
+    """A policy with a fixed K, or with adaptive K if `k` is None.
+
+    All alternatives can then use one engine, which measures its step times only once.
+    """
 
     adaptive: Policy
     k: int | None = None
@@ -32,26 +35,29 @@ class Switched(PolicyRule):
         return self.adaptive.choices
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Begin the adaptive policy."""
+        """Call `begin` of the adaptive policy."""
         self.adaptive.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Let the adaptive policy measure it."""
+        """Call `shape_ready` of the adaptive policy."""
         self.adaptive.shape_ready(batch, k, time)
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the static K, or the adaptive policy's choice."""
+        """Return the fixed K, or the adaptive policy's choice if `k` is None."""
         return self.adaptive.choose(load) if self.k is None else self.k
 
     def observe(self, outcome: Round) -> None:
-        """Let the adaptive policy learn, only from its own rounds."""
+        """Pass a round to the adaptive policy, if this policy chose the round's K."""
         if self.k is None:
             self.adaptive.observe(outcome)
 
 
 def measure_adaptive(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Yield tokens per second by batch size, in turn, after a run in which adaptive K learns."""
-    batches = setting.pick((64, 4, 1, 16), (1,))  # on a CPU, the programs of host/1
+    """Yield, for each batch size, the tokens per second of adaptive K and of every static K.
+
+    Adaptive K first learns in a run that does not count. The alternatives then run in turn.
+    """
+    batches = setting.pick((64, 4, 1, 16), (1,))  # on a CPU, the same programs as in host/1
     policy = Switched(adaptive_policy(setting.pick(MAX_K, 1)))
     models = make_models(MODEL, setting)
     engine = make_engine(

@@ -1,4 +1,4 @@
-"""The limits of this card, to which other figures are relative."""
+"""Measures the limits of the card, to which other figures are compared."""
 
 import importlib
 import pkgutil
@@ -18,7 +18,10 @@ GIB = 2**30
 
 
 def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Yield the implementations of "auto", copy and read bandwidth, and bf16 products."""
+    """Yield the implementations that "auto" selects, the bandwidths, and the speed of products.
+
+    The bandwidths are of copies and of reads; the products are of bf16 matrices.
+    """
     yield check_choice(setting)
     num_bytes = setting.pick(4 * GIB, 2**20)
     device = {"device_kind": jax.devices()[0].device_kind, "jax": jax.__version__}
@@ -45,10 +48,10 @@ def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def check_choice(setting: Setting) -> dict[str, Any]:
-    """Return the implementation of each operation that "auto" selects.
+    """Return the implementation that "auto" selects for each operation.
 
     Raises:
-        RuntimeError: on a card, one is not a kernel: all figures would be of plain JAX.
+        RuntimeError: an implementation on the card is plain JAX and not a kernel.
     """
     packages = (one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg)
     modules = {name: importlib.import_module(f"pallas_kernels.{name}") for name in packages}

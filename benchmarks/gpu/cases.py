@@ -1,9 +1,7 @@
 """The cases to measure on the card, cheapest and most informative first.
 
-A case is a generator in a module of this folder, run in a separate process; it yields results,
-which are written immediately. `seconds` is the time after which it is killed; `least` is the
-minimum time to give first results, below which it is not started. `plan` selects cases for
-some minutes.
+A case is a generator function in a module of this folder. It runs in a separate process, and yields
+results, which are written immediately. `plan` selects cases that fit into a number of minutes.
 """
 
 from collections.abc import Mapping
@@ -11,16 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}  # so that CUPTI sees every kernel
-# Without autotuning, which compiles each product dozens of times, for cases that time nothing.
+# No autotuning, which compiles each product dozens of times: for cases that time nothing.
 UNTUNED = {"XLA_FLAGS": f"{NO_GRAPHS['XLA_FLAGS']} --xla_gpu_autotune_level=0"}
 # Makes XLA log when it records a graph again.
 LOGGED_GRAPHS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3"}
-SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # next to another framework
+SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves memory to another framework
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A case: one process."""
+    """A case, which runs in a separate process.
+
+    Attributes:
+        seconds: the time after which the process is killed.
+        least: the time that the first results need. With less time, the case is not started.
+    """
 
     name: str
     function: str  # "module:function", called with a `timing.Setting` and the arguments
@@ -29,16 +32,16 @@ class Case:
     least: float = 20.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    on_cpu: bool = True  # whether the smoke test runs it; one of each kind is enough
+    on_cpu: bool = True  # whether the smoke test runs it; one case of each kind is enough
 
     @property
     def group(self) -> str:
-        """The part of the name by which `--only` selects all cases that share it."""
+        """The first part of the name, by which `--only` selects all cases of a group."""
         return self.name.partition("/")[0]
 
 
 def _correct(dtype: str) -> Case:
-    # Half of the time is compilation of references, with one thread per core.
+    # References take half of the time to compile, with one thread per core.
     return Case(
         name=f"correct/{dtype}",
         function="correct:check_kernels",
@@ -59,7 +62,7 @@ def _tokens(model: str, dtype: str) -> Case:
         seconds=150,
         least=40,
         arguments={"dtype": dtype, "models": (model,)},
-        on_cpu=(model, dtype) == ("demo-llama", "float32"),  # others differ in what they load
+        on_cpu=(model, dtype) == ("demo-llama", "float32"),  # others only load other files
     )
 
 
@@ -191,14 +194,14 @@ CASES = (
         about="tokens of 200 steps with command buffers and without, K and requests alternating",
         seconds=90,
         least=60,
-        on_cpu=False,  # two processes that each compile an engine, like tokens
+        on_cpu=False,  # takes long, as each of its two processes compiles an engine
     ),
     _watch(
         "updates",
         60,
         "command buffers that are recorded again, of 20 steps",
         environment=LOGGED_GRAPHS,
-        on_cpu=False,  # there are none
+        on_cpu=False,  # a CPU has no command buffers
     ),
     _watch("arrivals", 100, "64 requests and a prompt a step: chunks and rounds apart, and joined"),
     _watch("compiling", 110, "steps of 16 requests while 8 programs are compiled behind them"),
@@ -308,7 +311,9 @@ CASES = (
 
 
 def select(names: list[str] | None) -> list[Case]:
-    """Return the cases with these names or groups, each once, in the order of the names; None: all.
+    """Return the cases with these names or groups, in the order of `names`, without duplicates.
+
+    Return all cases if `names` is None.
 
     Raises:
         ValueError: a name is unknown.

@@ -1,11 +1,15 @@
-"""Results of every kernel against its reference in f32, and against its own results when repeated.
+"""Checks every kernel against its reference in f32, and checks that its results are repeatable.
 
-An error is |out - truth| / |truth| in the Euclidean norm, the largest among a call's arrays; truth
-is the reference on the same values in f32, with exact f32 products. In bf16 the error is compared
-with the error of the reference in bf16, XLA's version of plain jnp. The same holds for the worst
-row's error: the largest difference divided by the root mean square of the array, because one wrong
-row of many hardly changes a norm. Programs are compiled in threads from shapes alone, while the
-operands of previous ones are made.
+An array's error is |out - truth| / |truth| in the Euclidean norm. The truth is the result of the
+reference in f32, for the same values and with exact f32 products. A call's error is the largest
+error of its arrays. A kernel in bf16 may have a larger error: it is compared with the error of the
+reference in bf16, which is plain jnp compiled by XLA.
+
+The worst row has a separate error, because a wrong row among many hardly changes a norm. It is the
+largest difference, divided by the root mean square of the array.
+
+Programs are compiled in threads, from the shapes of their operands alone. Meanwhile, the operands
+of programs that are ready are made.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,14 +45,14 @@ from schedules import split_states
 from threads import compile_all
 from timing import Setting, attempt
 
-ONLY_F32 = "truncation", "draw_tokens"  # bf16 is not a coarser reference for these
-ONLY_BF16 = "float8"  # a form of attention
-EXACT = "route"  # also in bf16: a sort does not round
+ONLY_F32 = "truncation", "draw_tokens"  # operations whose result in bf16 is not a coarser version
+ONLY_BF16 = "float8"  # a form of attention that is checked only with bf16
+EXACT = "route"  # must be exact in bf16 too, because a sort does not round
 TOLERANCE_F32, TOLERANCE_BF16, TIMES = 2e-5, 1.5, 3
 ROW_TOLERANCE_F32, ROW_TOLERANCE_BF16 = 5e-4, 2.5
 GIB = 2**30
 
-Make = Callable[[Any], Problem]  # takes a dtype
+Make = Callable[[Any], Problem]  # makes the problem in a dtype
 
 
 def check_kernels(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
@@ -73,9 +77,9 @@ def check_kernels(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
 
 
 def check_splits(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
-    """Compare states of the gated delta rule after T tokens: in one step, and in T steps."""
+    """Compare the gated delta rule's states after one step of T tokens, and after T steps."""
     heads, rows = setting.pick((DELTA_HEADS["27B"], 4), (TINY_HEADS, 2))
-    for batch in setting.pick((7, 8), (1,)):  # on both sides of the change of tiles
+    for batch in setting.pick((7, 8), (1,)):  # smaller and larger tiles
         row = {"what": "split steps", "shape": [batch, rows], "dtype": dtype}
 
         def one(batch=batch):
@@ -87,7 +91,7 @@ def check_splits(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
 
 
 def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
-    """Yield names with shapes, and functions that make the problem."""
+    """Yield pairs: a problem's name and sizes, and a function that makes the problem."""
     yield from _attentions(setting)
     yield from _delta_rules(setting)
     yield from _latents(setting)
@@ -103,13 +107,13 @@ def _attentions(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
     )
     plain = [(*shape, None) for shape in shapes]
     models = setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items()
-    # Other forms with one model's steps and the other's prompts; smoke has more of them.
+    # Other forms are checked with one shape per model; smoke has more of them.
     for (model, heads), shape in zip(models, shapes[-2:], strict=False):
         formed = [(*shape, form) for form in setting.pick(FORMS, ())]
         for batch, rows, context, form in plain + formed:
 
             def make(dtype, heads=heads, own=(batch, rows, context), form=form):
-                # In the longest, offsets of pages exceed 32 bits.
+                # In the pool of the longest context, offsets exceed 32 bits.
                 size = 5 * GIB if own[2] > 4096 else 0.5 * GIB
                 stored = "float8_e4m3fn" if form == "float8" else dtype
                 kv = pool(heads, setting.pick(size, 2**18), stored)
@@ -122,9 +126,9 @@ def _attentions(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
 
 
 def _delta_rules(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
-    # The 4B's heads differ only in number; each shape takes half a minute to compile.
+    # The 4B differs only in the number of heads; each shape takes half a minute to compile.
     for model, heads in setting.pick({"27B": DELTA_HEADS["27B"]}, {"tiny": TINY_HEADS}).items():
-        # Tiles differ below a batch of eight.
+        # Batches below eight have other tiles.
         shapes = ((1, 1, False), (7, 4, False), (16, 4, False), (64, 1, False), (2, 200, True))
         for batch, rows, folds in setting.pick(shapes, ()):
 
@@ -206,7 +210,7 @@ def compile_problem(make: Callable[[], Problem], dtype: str, setting: Setting) -
 def check(
     problem: Problem, programs: dict[str, Any], dtype: str, *, is_exact: bool
 ) -> dict[str, Any]:
-    """Return errors of kernel and reference, and whether the kernel's bits repeat."""
+    """Return the errors of the kernel and the reference, and whether the kernel's bits repeat."""
     given = problem.state, problem.items[0]
     truth = programs["truth"](*jax.tree.map(_as_f32, given))
     run = programs["kernel"]
@@ -225,12 +229,19 @@ def check(
 
 @jax.jit
 def largest_errors(outs: list[jax.Array], truths: list[jax.Array]) -> jax.Array:
-    """Return errors in norm and of the worst row; infinite if finiteness differs."""
+    """Return the error in norm and the worst row's error, each the largest among the arrays.
+
+    Both are infinite if an element is finite in `outs` but not in `truths`, or the reverse.
+    """
     return jnp.max(jnp.stack(list(map(relative_errors, outs, truths))), axis=0)
 
 
 def relative_errors(out: jax.Array, truth: jax.Array) -> jax.Array:
-    """Return |out - truth| / |truth|, and the largest difference over the root mean square."""
+    """Return two errors of an array.
+
+    The first is |out - truth| / |truth|. The second is the largest difference, divided by the root
+    mean square of `truth`.
+    """
     out, truth = out.astype(jnp.float32), truth.astype(jnp.float32)
     finite = jnp.isfinite(truth)
     agree = jnp.where(finite, jnp.isfinite(out), (out == truth) | (jnp.isnan(out + truth)))

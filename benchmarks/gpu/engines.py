@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights, and engines that run them."""
+"""Builds models of published shapes with random weights, and engines that run them."""
 
 import json
 from collections.abc import Sequence
@@ -52,7 +52,10 @@ PROMPT, OUTPUT, CHUNK_TOKENS = 128, 112, 2048
 
 @dataclass
 class Chosen(PolicyRule):
-    """A policy with a settable K among the compiled ones, which records milliseconds of rounds."""
+    """A policy that always chooses `k`, and that records the milliseconds of rounds.
+
+    `k` can be set to any of `choices`, for which rounds are compiled.
+    """
 
     choices: tuple[int, ...]
     k: int = 0
@@ -60,11 +63,11 @@ class Chosen(PolicyRule):
     ms: list[float] = field(default_factory=list)
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the fixed K."""
+        """Return `k`."""
         return self.k
 
     def observe(self, outcome: Round) -> None:
-        """Record the time."""
+        """Record a round's time if it was measured, and if the round had `k` drafts."""
         if outcome.ms is not None and outcome.k == self.k:
             self.ms.append(outcome.ms)
 
@@ -76,11 +79,11 @@ class Models:
     target: Model
     drafter: Drafter
     params: Params
-    plain_params: Params  # only the target's
+    plain_params: Params  # the target's parameters, without a drafter's
 
 
 def read_config(name: str, setting: Setting) -> dict[str, Any]:
-    """Return the config of a published model, or a tiny one of its kind."""
+    """Return a published model's config. For the smoke test, its sizes are tiny."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     text = config.get("text_config", config)
     if setting.is_cpu:
@@ -98,7 +101,7 @@ def make_models(name: str, setting: Setting) -> Models:
 
 
 def random_params(specs: Any, dtype: str, seed: int) -> Any:
-    """Return random matrices that keep the scale of their inputs, and norms of one."""
+    """Return random parameters. Matrices keep the scale of their inputs; norms are one."""
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     arrays = [
@@ -116,15 +119,15 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def make_config(batch: int, setting: Setting, max_drafts: int, **options: Any) -> EngineConfig:
-    """Return a config that just fits `batch` requests of a prompt and an output.
+    """Return the config of an engine that just fits `batch` requests; see `lengths`.
 
-    Chunks and rounds have one shape each: every shape takes seconds to compile.
+    Chunks have one shape, and rounds have one shape, as every shape takes seconds to compile.
     """
     prompt, output = lengths(setting)
     max_model_len = prompt + output + 2 * (max_drafts + 1) + options.pop("room", 0)
     budget = max(min(CHUNK_TOKENS, batch * PROMPT), batch * (max_drafts + 1))
     width = min(budget, PROMPT, max_model_len)
-    most = min(budget, batch * max_model_len)  # tokens of prompts in a step
+    most = min(budget, batch * max_model_len)  # maximum number of prompt tokens in a step
     fields = {
         "max_model_len": max_model_len,
         "max_num_seqs": batch,
@@ -143,7 +146,7 @@ def make_config(batch: int, setting: Setting, max_drafts: int, **options: Any) -
 
 
 def lengths(setting: Setting) -> tuple[int, int]:
-    """Return the lengths of prompts and outputs, in tokens."""
+    """Return the length of every prompt and the length of every output, in tokens."""
     return setting.pick((PROMPT, OUTPUT), (8, 12))
 
 
@@ -157,7 +160,10 @@ def make_engine(
     is_plain: bool = False,
     **options: Any,
 ) -> Engine:
-    """Return an engine for `batch` requests that accepts drafts at `rates`, or without drafter."""
+    """Return an engine for `batch` requests.
+
+    Its drafts are accepted at the synthetic `rates`. If `is_plain`, it has no drafter.
+    """
     config = make_config(batch, setting, max(policy.choices, default=0), **options)
     if is_plain:
         return Engine(config, models.target, NoDrafter(), models.plain_params, policy)
@@ -168,7 +174,7 @@ def make_engine(
 def make_requests(
     batch: int, vocab_size: int, output: int, setting: Setting, *, num_prompt: int | None = None
 ) -> list[Request]:
-    """Return greedy requests with random prompts that run to their last token."""
+    """Return greedy requests with random prompts, which ignore the end of sequence."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     prompts = rng.integers(0, vocab_size, (batch, num_prompt or lengths(setting)[0])).tolist()
@@ -176,7 +182,7 @@ def make_requests(
 
 
 def measure_engine(engine: Engine, policy: Chosen, k: int, setting: Setting) -> dict[str, Any]:
-    """Measure milliseconds per step and per token of a full batch at K = k."""
+    """Measure a full batch with K = `k`: milliseconds per step and per token."""
     policy.k, batch = k, engine.config.max_num_seqs
     vocab_size = engine.target.vocab_size
     decode(engine, make_requests(batch, vocab_size, 6, setting))  # touches memory
@@ -200,7 +206,7 @@ def measure_engine(engine: Engine, policy: Chosen, k: int, setting: Setting) -> 
 
 
 def step_floor(models: Models, batch: int, k: int, setting: Setting) -> int:
-    """Return the minimum bytes of a step in the middle of an output."""
+    """Return the minimum number of bytes that a step in the middle of an output must move."""
     prompt, output = lengths(setting)
     return minimum_bytes(
         models.target,
@@ -228,7 +234,7 @@ def _accepted(runs: Sequence[Run]) -> list[float]:
 
 
 def _per_step(before: Metrics, after: Metrics) -> dict[str, float]:
-    """Return the host's times between two snapshots, in milliseconds per step."""
+    """Return the host's times between two snapshots of the metrics, in milliseconds per step."""
     steps = max(1, after.num_steps - before.num_steps)
     return {
         name: (getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps)

@@ -1,4 +1,4 @@
-"""Tokens with and without CUDA graphs: a wrong graph update raises no error."""
+"""Compares tokens with and without CUDA graphs, because a wrong graph update raises no error."""
 
 import itertools
 import json
@@ -34,7 +34,10 @@ class Alternating(Chosen):
 
 
 def check_graphs(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Run the same 200 steps, with alternating requests and K, in two processes."""
+    """Run the same steps in two processes, with and without graphs; compare their outputs.
+
+    Requests and K alternate between steps.
+    """
     row = {"what": "same outputs", "model": TARGET, "dtype": "float32", "way": "without graphs"}
     if TARGET not in demo_folders():
         yield row | {"absent": f"{TARGET} is not in checkpoints"}
@@ -52,7 +55,7 @@ def check_graphs(setting: Setting) -> Iterator[dict[str, Any]]:
 
 def _run(environment: dict[str, str], setting: Setting) -> dict[str, Any]:
     if setting.is_cpu:
-        environment = {}  # flags that a CPU would refuse
+        environment = {}  # a CPU refuses the flags
     command = [sys.executable, __file__, json.dumps(setting.is_cpu)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
@@ -63,7 +66,7 @@ def _run(environment: dict[str, str], setting: Setting) -> dict[str, Any]:
 def main() -> None:
     """Run the steps, and print all outputs.
 
-    In float32, where a request's tokens do not depend on the K of its rounds.
+    The model runs in float32, so that a request's tokens do not depend on the K of its rounds.
     """
     setting = Setting(is_cpu=json.loads(sys.argv[1]))
     found = []

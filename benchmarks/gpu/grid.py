@@ -1,4 +1,4 @@
-"""Steps of whole models in the engine, by batch size and K."""
+"""Measures steps of whole models in the engine, by batch size and K."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +21,14 @@ FIRST_KS, OTHER_KS = (0, 3), (1, 5)
 CPU_KS = (0, 1)  # few drafts, because each is compiled separately
 COMPARED = (1, 64)  # batch sizes with more measurements than the grid
 TAX_ROUNDS = 3
-ROOM = 16  # tokens per request beyond those for K = 3; equal for all, so that programs are equal
+ROOM = 16  # more tokens per request than K = 3 needs, so that all engines have the same programs
 
 
 def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
-    """Yield the seed's cells of one batch size, the most informative K first."""
+    """Yield the figures of one batch size for each K, the most informative K first.
+
+    They can be compared with the published figures in `seed`.
+    """
     name = "Llama-3.1-8B"
     models = make_models(name, setting)
     row = {"what": "step", "model": name, "batch": batch}
@@ -48,7 +51,7 @@ def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
 def measure_models(
     setting: Setting, names: tuple[str, ...], batches: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Measure other models: a separate engine per batch size, with the same weights."""
+    """Measure other models. Each batch size has a separate engine, with the same weights."""
     for name in names:
         yield from _measure_model(name, setting.pick(batches, (2,)), setting)
 
@@ -83,7 +86,10 @@ def _cells(
 
 
 def measure_tax(models: Models, engine: Any, policy: Chosen, setting: Setting) -> dict[str, Any]:
-    """Compare K = 0 in an engine with a drafter with an engine without, in turn."""
+    """Compare steps with K = 0 of an engine that has a drafter, and steps of a plain engine.
+
+    The two engines take turns.
+    """
     batch = engine.config.max_num_seqs
     plain_policy = Chosen((0,))
     plain = make_engine(models, batch, plain_policy, (), setting, is_plain=True, room=ROOM)
@@ -105,7 +111,7 @@ def measure_tax(models: Models, engine: Any, policy: Chosen, setting: Setting) -
 
 
 def measure_drafts(models: Models, batch: int, setting: Setting) -> dict[str, Any]:
-    """Measure milliseconds of all drafts, of a round without drafts, and of a full round."""
+    """Measure a round's drafting alone, a round without drafts, and a full round."""
     most = max(setting.pick(FIRST_KS, CPU_KS))
     config, ms = make_config(batch, setting, most, room=ROOM), {}
     steps = ("target", 0, False), ("drafts", most, True), ("round", most, False)

@@ -1,9 +1,9 @@
-"""The host's cost: how busy steps keep the device, and the ways to launch steps.
+"""Measures how busy the host keeps the device, and compares ways to launch steps.
 
     busy = ms of a step on the device / ms per step of the engine
 
-The former is measured by many launches of the same program in a row, without host work between
-them; 1 means that the device never waits for the host.
+The time on the device is measured by many launches of the same program in a row, without host work
+between them. If `busy` is 1, the device never waits for the host.
 """
 
 import os
@@ -18,8 +18,8 @@ from steps import Step
 from timing import Setting, attempt, spread, step_times
 
 MODEL, KS = "Llama-3.1-8B", (0, 3)
-CPU_KS = (1,)  # one compilation of each is enough to see that it runs
-EARLY_LAUNCH = {"xla_gpu_enable_pdl": True}  # since jax 0.11; off by default
+CPU_KS = (1,)  # one value is enough to see that the programs run
+EARLY_LAUNCH = {"xla_gpu_enable_pdl": True}  # exists since jax 0.11, and is off by default
 WAYS = {
     "async": {},
     "sync": {"async_scheduling": False},
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
-    """Yield the fraction of the engine's time in which the device works."""
+    """Yield step times on the device and in the engine, and their ratio `busy`."""
     models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
     row = {"what": "host", "model": MODEL, "batch": batch}
     device_ms = {}
@@ -58,8 +58,9 @@ def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
 def measure_early_launch(setting: Setting, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Compare steps of one request with and without early launch of kernels.
 
-    With early launch, XLA makes each kernel wait before it reads or writes (programmatic dependent
-    launch), so all results must be equal; the same process tunes both in the same way.
+    With early launch (programmatic dependent launch), a kernel starts before the previous kernel
+    ends, and waits before it reads or writes. So all results must be equal. Both programs are
+    compiled in one process, so that they are tuned in the same way.
     """
     for name in names:
         models, ks = make_models(name, setting), setting.pick(KS, CPU_KS)
@@ -88,7 +89,7 @@ def measure_early_launch(setting: Setting, names: tuple[str, ...]) -> Iterator[d
 
 
 def measure_step(setting: Setting, label: str) -> Iterator[dict[str, Any]]:
-    """Measure a step of one request with the flags of this process."""
+    """Measure a step of one request with the XLA flags of this process."""
     models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
     for k in ks:
         row = {"what": "command buffers", "model": MODEL, "batch": 1, "k": k, "buffers": label}

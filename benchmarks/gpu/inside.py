@@ -1,4 +1,4 @@
-"""The time of a model's step, by kernel."""
+"""Measures the time of each kernel in a model's step."""
 
 import re
 from collections import defaultdict
@@ -16,7 +16,7 @@ ROOM = 16
 
 
 def profile_steps(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the kernels of a step in order, in microseconds, and sums by kind."""
+    """Yield the microseconds of each kernel of a step in order, and of each kind of kernel."""
     models = make_models(name, setting)
     for batch, ks in setting.pick(SHAPES, {2: (1,)}).items():
         for k in ks:
@@ -32,7 +32,7 @@ def profile_steps(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _sum(runs: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """Return medians over runs of the same kernels."""
+    """Return the kernels' median times over runs; runs of other lengths are left out."""
     if not runs:
         return {}
     length = median(len(run) for run in runs)

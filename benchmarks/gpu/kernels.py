@@ -1,4 +1,4 @@
-"""Each kernel's time at the shapes of real models, also with other tiles."""
+"""Times each kernel at the shapes of real models, with the default tiles and with others."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -33,19 +33,19 @@ from timing import Setting, attempt, measure
 from pallas_kernels.gated_delta_rule.triton.tuning import choose_tuning
 from pallas_kernels.paged_attention.tuning import choose_config
 
-POOL_BYTES = 5 * 2**30  # more than 32 bits can address, as in an engine
+POOL_BYTES = 5 * 2**30  # as in an engine, 32 bits cannot address the pool
 DTYPE = "bfloat16"
 
 
 def time_problem(problem: Problem, setting: Setting, config: Any = None) -> dict[str, Any]:
-    """Return times of one call; consumes the problem's state."""
+    """Return the times of a problem's calls. The problem's state is consumed."""
     launch = problem.launcher(setting.kernels, config)
     calls = len(problem.items)
     return measure(launch, setting, calls=calls, num_bytes=problem.num_bytes)
 
 
 def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time paged attention, first at 64 requests of 4k tokens."""
+    """Time paged attention. The first shape is 64 requests of 4,096 tokens."""
     models = setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION})
     pools = {name: pool(heads, setting.pick(POOL_BYTES, 2**18), DTYPE) for name, heads in
              models.items()}  # fmt: skip
@@ -56,7 +56,7 @@ def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
     )
 
     def make(model: str, batch: int, rows: int, context: int) -> Problem:
-        kv = jnp.copy(pools[model])  # a copy, which is consumed
+        kv = jnp.copy(pools[model])  # the program consumes the copy
         return attention(models[model], batch, rows, context, DTYPE, kv)
 
     def timed(model: str, batch: int, rows: int, context: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def time_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time paged attention with other tiles than the chosen ones."""
+    """Time paged attention with the default tiles, and with other tiles."""
     models = setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION})
     for model, heads in models.items():
         kv = pool(heads, setting.pick(POOL_BYTES, 2**18), DTYPE)
@@ -111,8 +111,11 @@ def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def time_delta_rule_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time other tiles of a step: rows of a state per program, and warps; and for the kernel that
-    prepares the inputs of new tokens, tokens per program."""
+    """Time steps of the gated delta rule with other tiles.
+
+    The tiles differ in the rows of a state per program and in the number of warps. For the kernel
+    that prepares the inputs of new tokens, they differ in the tokens per program.
+    """
     heads = setting.pick(DELTA_HEADS["27B"], TINY_HEADS)
     tiles = [(32, 32, 4), (32, 16, 2), (32, 16, 4), (32, 32, 8), (32, 64, 4), (32, 64, 8)]
     tiles += [(32, 8, 1), (16, 32, 4), (16, 16, 2), (64, 32, 4)]
@@ -137,7 +140,7 @@ def time_delta_rule_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
 def tune(
     row: dict[str, Any], make: Any, base: Any, others: Iterable[Any], setting: Setting
 ) -> Iterator[dict[str, Any]]:
-    """Yield times with each config, then the name of the best."""
+    """Yield a result for each config, and last the config with the highest bandwidth."""
     times = {}
     for config in (base, *dict.fromkeys(others)):
         if config == base and times:
@@ -155,7 +158,7 @@ def tune(
 
 
 def time_latents(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time latent attention of rounds, and of a prefill chunk."""
+    """Time latent attention at the shapes of rounds and of a prefill chunk."""
     for model, heads in setting.pick(LATENT_HEADS, {"tiny": TINY_LATENT}).items():
         for batch, rows, context in setting.pick(
             ((64, 4, 2048), (1, 4, 4096), (8, 2, 4096), (1, 512, 1024)), ((2, 2, 40),)
@@ -166,8 +169,10 @@ def time_latents(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time the kernels between the large ones. As in a step, their data comes from the card's
-    cache, so that GB/s may exceed the memory's."""
+    """Time the smaller kernels of a step.
+
+    Their data comes from the card's cache, as in a step, so GB/s may exceed the memory's bandwidth.
+    """
     for model, heads in setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items():
         for batch, rows in setting.pick(((1, 4), (64, 1), (64, 4), (256, 4)), ((2, 2),)):
             row = _row("rope_write", model, batch, rows)

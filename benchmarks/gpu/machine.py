@@ -1,4 +1,4 @@
-"""The provenance of results, found without using the card, whose memory is for the cases."""
+"""Describes the provenance of results, without JAX, which would take memory of the card."""
 
 import csv
 import platform
@@ -19,7 +19,10 @@ MOVING = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
 def describe(*, is_cpu: bool, commit: str | None = None) -> dict[str, Any]:
-    """Return commit (unless given), versions and device."""
+    """Return the provenance of results: command, commit, versions and device.
+
+    The commit is read from git if `commit` is None.
+    """
     gpu = None if is_cpu else _query(FIXED)
     return {
         "command": " ".join(["python", "benchmarks/gpu/run.py", *_arguments()]),
@@ -32,12 +35,12 @@ def describe(*, is_cpu: bool, commit: str | None = None) -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Return current clocks, power and temperature; None if unknown."""
+    """Return the GPU's current clocks, power and temperature; None if they are unknown."""
     return _query(MOVING)
 
 
 def now() -> str:
-    """Return the current date, for a result line."""
+    """Return the current date and time as text, for a result line."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -68,7 +71,10 @@ def _versions() -> dict[str, str]:
 
 
 def commit_of(root: Path) -> str:
-    """Return a checkout's commit, and whether it has changes; "unknown" without git."""
+    """Return a checkout's commit as text, or "unknown" if git cannot tell it.
+
+    The text ends in "with changes" if there are uncommitted changes.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

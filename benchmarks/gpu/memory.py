@@ -1,4 +1,4 @@
-"""Small cases of `smoke` under compute-sanitizer, which finds reads and writes out of bounds."""
+"""Runs small cases of `smoke` in compute-sanitizer, which finds accesses out of bounds."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from one_case import MARK
 from timing import Setting
 
 TOOL = "compute-sanitizer"
-# In the usual memory pool, addresses out of an array's bounds are within the pool.
+# The usual memory pool would hide accesses out of an array's bounds but within the pool.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-ERRORS = 86  # exit status if it found errors
+ERRORS = 86  # exit status of the tool if it found errors
 
 
 def check_memory(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Run the cases under the tool; without the tool, as on a CPU, run only the cases."""
+    """Run the cases in compute-sanitizer. On a CPU without this tool, run the cases alone."""
     tool = shutil.which(TOOL)
     if tool is None and not setting.is_cpu:
         yield {"what": "memory", "absent": f"there is no {TOOL}"}

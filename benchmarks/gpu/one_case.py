@@ -1,4 +1,4 @@
-"""The process of one case: it imports the case's module, and prints its results."""
+"""Runs one case: imports the case's module, calls its function, and prints the results."""
 
 import importlib
 import json
@@ -8,11 +8,11 @@ from typing import Any
 
 from timing import Setting
 
-MARK = "RESULT "  # see `run`
+MARK = "RESULT "  # as in `run`
 
 
 def main() -> None:
-    """Run the case in the argument."""
+    """Run the case that the argument describes as JSON."""
     asked = json.loads(sys.argv[1])
     logging.getLogger("pallas_kernels").addHandler(_Told())
     module, _, name = asked["function"].partition(":")
@@ -22,12 +22,15 @@ def main() -> None:
 
 
 def emit(row: dict[str, Any]) -> None:
-    """Print a result for `run`."""
+    """Print a result in the form that `run` reads."""
     print(MARK + json.dumps(row, default=float), flush=True)
 
 
 class _Told(logging.Handler):
-    """A log handler that reports kernels' log lines: they say if a reference runs instead."""
+    """A log handler that prints log lines of the kernels as results.
+
+    A line tells, for example, that the reference runs instead of a kernel.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         emit({"what": "log", "message": record.getMessage()})

@@ -1,10 +1,10 @@
-"""Two commits against each other: for each line of a paired run, the ratio of old to new time.
+"""Compares the times of two commits: prints the ratio of old to new time of each measurement.
 
     python benchmarks/gpu/run.py --pair OTHER_CHECKOUT --only kernels/others
-    python benchmarks/gpu/pairs.py                 the ratios again
+    python benchmarks/gpu/pairs.py                 prints the ratios again
 
-Every case runs with the old and with the new sources in turn, twice, in separate processes. The
-benchmarks are from this checkout both times; specjax and pallas_kernels are from each commit.
+Every case runs twice with the old sources and twice with the new sources, in turn and in separate
+processes. The sources are specjax and pallas_kernels. The benchmarks are always this checkout's.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 OUTPUT = Path(__file__).resolve().parents[1] / "results" / "gpu_pairs.jsonl"
 ROUNDS = 2
-# Lines with equal values of these fields measure the same.
+# Lines with equal values of these fields are measurements of the same thing.
 SETTINGS = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
             "config", "part", "tokens", "dim", "size", "peer", "message")  # fmt: skip
 TIMES = (
@@ -26,20 +26,20 @@ TIMES = (
     "ms_per_step",
     "ms",
     "steps_ms",
-)  # the first one in a line is compared
+)  # of these fields, the first that a line has is compared
 
 Line = Mapping[str, Any]
 
 
 def key(line: Line) -> tuple[str, ...]:
-    """Return a key that is equal for lines of the same measurement."""
+    """Return a key that all lines of the same measurement have in common."""
     return line["case"], *(str(line.get(name)) for name in SETTINGS)
 
 
 def ratios(lines: Iterable[Line]) -> list[tuple[str, float, float]]:
-    """Return (name, old time, new time) of measurements with both commits, as medians of rounds.
+    """Return a tuple (name, old time, new time) for each measurement of both commits.
 
-    Only lines of the last pair of commits count.
+    The times are medians over rounds. Only lines of the last pair of commits count.
     """
     paired = [line for line in lines if "pair" in line["provenance"] and line["status"] == "result"]
     if not paired:
@@ -57,13 +57,13 @@ def ratios(lines: Iterable[Line]) -> list[tuple[str, float, float]]:
 
 
 def time_of(line: Line) -> float | None:
-    """Return the time in a line; None if it failed, or has no time."""
+    """Return the time in a line; None if the measurement failed, or if the line has no time."""
     found = next((line[name] for name in TIMES if line.get(name)), None)
     return found["median"] if isinstance(found, Mapping) else found
 
 
 def show(lines: Iterable[Line]) -> str:
-    """Return one line per ratio."""
+    """Return the ratios as text, with a line for each measurement."""
     rows = [f"{old:10.4g} {new:10.4g} {old / new:7.3f}  {name}" for name, old, new in ratios(lines)]
     return "\n".join([f"{'old':>10} {'new':>10} {'old/new':>7}", *rows])
 

@@ -1,4 +1,4 @@
-"""Other libraries' engines with the same model on the same card, if installed."""
+"""Times engines of other libraries, if installed, with the same model on the same card."""
 
 import importlib
 import time
@@ -17,7 +17,10 @@ Generate = Callable[[list[list[int]], int], Any]  # takes prompts and the number
 
 
 def time_transformers(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time one token of one request of about the grid's length, in milliseconds."""
+    """Time a decode step of transformers for one request.
+
+    The request is about as long as the requests in `grid`.
+    """
     row = {"what": "peer decode", "model": MODEL, "batch": 1}
     step: dict[str, Callable[[], Any]] = {}
 
@@ -56,7 +59,7 @@ def _transformers_step(setting: Setting) -> Callable[[], Any]:
             return model(ids, **arguments).logits.argmax(-1)
 
     run(ids, torch.arange(128, device=device))
-    # The same position each time, which costs the same as the next one.
+    # All launches decode the same position; the next position would cost the same.
     return partial(run, ids[:, :1], torch.tensor([128], device=device))
 
 
@@ -109,7 +112,10 @@ def time_sglang(setting: Setting) -> Iterator[dict[str, Any]]:
 def _time_engine(
     name: str, start: Callable[[], Generate], setting: Setting
 ) -> Iterator[dict[str, Any]]:
-    """Yield milliseconds per token by batch size, or one line if it is not installed."""
+    """Yield the start-up time of an engine, and its milliseconds per token by batch size.
+
+    If the library is not installed, yield only a line that says this.
+    """
     generate: list[Generate] = []
     row = {"what": "peer decode", "model": MODEL, "peer": name}
 
@@ -126,7 +132,11 @@ def _time_engine(
 
 
 def _ms_per_token(generate: Generate, batch: int, setting: Setting) -> dict[str, Any]:
-    """Measure from outputs of two lengths, so that prompts and the call do not count."""
+    """Measure milliseconds per token.
+
+    They are computed from the difference between outputs of two lengths, so that the times of the
+    prompts and of the call cancel.
+    """
     prompt, long = lengths(setting)
     short = long // 4
     prompts = [[100 + i] * prompt for i in range(batch)]

@@ -1,4 +1,4 @@
-"""Other libraries' kernels for the same work on the same card, if installed."""
+"""Times kernels of other libraries, if installed, for the same work on the same card."""
 
 import importlib
 import time
@@ -27,7 +27,10 @@ DTYPE = "bfloat16"
 
 
 def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time one token per request, for requests of equal length. Torch's cache is contiguous."""
+    """Time attention of one token per request. All requests have the same length.
+
+    Torch's cache is contiguous; the other caches are paged.
+    """
     for model, heads in setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items():
         for batch, context in setting.pick(((64, 4096), (1, 4096)), ((2, 64),)):
             row = {"what": "peer attention", "model": model, "batch": batch, "context": context}
@@ -93,7 +96,7 @@ def _jax_attention(
     items = tuple(jnp.asarray(tables.reshape(2, batch, columns)))
     q, lengths = normal(3, (batch, num_heads, dim), DTYPE), jnp.full(batch, context, jnp.int32)
 
-    # It divides a context into whole blocks of pages.
+    # The kernel divides a context into whole blocks of pages.
     block = min(8, columns)
     splits = min(16, columns // block)
 
@@ -140,7 +143,10 @@ PEERS_OF_ATTENTION = {
 
 
 def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time T tokens on a state; the peer has no convolution, no gates and no lazy advance."""
+    """Time the gated delta rule for T tokens.
+
+    The kernel of flash-linear-attention does less: no convolution, no gates and no lazy states.
+    """
     heads = setting.pick(DELTA_HEADS["27B"], TINY_HEADS)
     for batch, rows in setting.pick(((64, 1), (64, 4), (1, 4)), ((2, 2),)):
         row = {"what": "peer delta rule", "model": "27B", "batch": batch, "rows": rows}
@@ -163,7 +169,7 @@ def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
-    # Key heads are repeated to the number of value heads, as its interface requires.
+    # Key heads are repeated to the number of value heads, as the kernel requires.
     tokens = (batch, rows, heads.num_values)
     q, k = (random(*tokens, heads.key_dim) for _ in "qk")
     v, beta = random(*tokens, heads.value_dim), random(*tokens).sigmoid()
@@ -185,7 +191,7 @@ def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict
 
 
 def torch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
-    """Return `launch_times` of torch programs."""
+    """Return the seconds per launch of torch programs, like `launch_times`."""
     torch = importlib.import_module("torch")
     if setting.is_cpu:
         return launch_times(lambda: launch() and None, setting)
@@ -211,7 +217,7 @@ def _figures(times: list[float], calls: int, moved: float) -> dict[str, Any]:
 
 
 def try_peer(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run `attempt`; a peer that is not installed counts as absent, not as an error."""
+    """Call `attempt`. A library that is not installed is reported as absent, not as an error."""
 
     def run() -> dict[str, Any]:
         try:

@@ -1,16 +1,17 @@
-"""The commands for some minutes on a GPU machine, in calls that each start with a copy of the work
+"""Plans measurements in limited time on a GPU machine, as calls that each get a copy of the work
 tree.
 
-    python benchmarks/gpu/plan.py                 for 15 minutes, 10 a command, a tree of 64 MiB
-    python benchmarks/gpu/plan.py --report FILE   the faults in the returned lines
-    python benchmarks/gpu/plan.py --dry-run       the same here: tiny shapes, kernels interpreted
+    python benchmarks/gpu/plan.py                 plan for 15 minutes, 10 per call, 64 MiB of files
+    python benchmarks/gpu/plan.py --report FILE   print the faults in the returned lines
+    python benchmarks/gpu/plan.py --dry-run       run here: tiny shapes, kernels interpreted
 
-A call is a few blocks, each a `run.py` with a separate budget, so that no block takes another's
-time. Checks that could invalidate all other results come first. Results are written immediately as
-lines in the output folder. If two cases in a row hang, a call ends.
+A call is one command with a few blocks. Each block is a `run.py` with a separate budget, so that no
+block takes the time of another block. Checks that could invalidate all other results come first.
+Results are written immediately as lines in the output folder. A call ends if two cases in a row
+hang.
 
-Issue the calls back to back: idle machine time counts. For a card with more memory, use the same
-plan again; its copy bandwidth differs, and most kernels' times follow from it.
+Issue the calls back to back, because idle time on the machine counts. The same plan can be repeated
+on a card with more memory. Its copy bandwidth differs, which determines most kernels' times.
 """
 
 import argparse
@@ -28,10 +29,10 @@ from machine import commit_of
 from run import HUNG, MAX_HUNG
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = "../left-out"  # holds checkpoints that a call does not need
+LEFT_OUT = "../left-out"  # folder for checkpoints that a call does not need
 MIB = 2**20
-START_SECONDS, MARGIN_SECONDS = 60, 10  # to start a machine; spare time per command
-# Fields of a line that must not be false, and fields that identify it.
+START_SECONDS, MARGIN_SECONDS = 60, 10  # time to start a machine, and spare time per call
+# Fields of a line that must not be false, and fields that identify the measurement.
 HOLD = "passes", "is_repeatable", "is_same"
 ABOUT = "what", "model", "shape", "dtype", "batch", "k", "way"
 LLAMA = ("demo-llama", "demo-llama-eagle1", "demo-llama-eagle3", "demo-llama-dflash")
@@ -87,18 +88,24 @@ BLOCKS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a machine: total seconds, and seconds and bytes per command."""
+    """The limits of a machine.
+
+    Attributes:
+        total: seconds for all calls together.
+        command: seconds per call.
+        size: bytes of files per call.
+    """
 
     total: float
     command: float
     size: float
 
     def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
-        """Yield, for each machine, its calls, which are lists of blocks in order.
+        """Yield a list of calls for each machine. A call is a list of blocks, in order.
 
         Args:
-            sizes: bytes of each checkpoint.
-            rest: bytes of all other files, which are always sent.
+            sizes: the bytes of each checkpoint by name.
+            rest: the bytes of all other files, which are sent with every call.
 
         Raises:
             ValueError: a block does not fit even in a separate call.
@@ -138,7 +145,10 @@ def _seconds(blocks: Sequence[Block]) -> float:
 
 
 def sizes_of_tree() -> tuple[dict[str, int], int]:
-    """Return the bytes of checkpoints by name, and of all other files tracked or not ignored."""
+    """Return the bytes of each checkpoint by name, and the bytes of all other files.
+
+    Files that git ignores do not count.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -157,7 +167,7 @@ def sizes_of_tree() -> tuple[dict[str, int], int]:
 
 
 def command_of(blocks: Sequence[Block], options: str) -> str:
-    """Return a shell line that runs the blocks until MAX_HUNG cases hung."""
+    """Return a shell line that runs the blocks, but stops once MAX_HUNG cases in a row hang."""
     run = (
         f"run() {{ [ $hung -ge {MAX_HUNG} ] && return; python benchmarks/gpu/run.py {options} "
         f'"$@"; s=$?; hung=$((s > {HUNG} ? hung + s - {HUNG} : 0)); }}; hung=0'
@@ -169,7 +179,7 @@ def command_of(blocks: Sequence[Block], options: str) -> str:
 def show(limits: Limits, output: str) -> Iterator[str]:
     """Yield the plan, as shell lines with comments."""
     sizes, rest = sizes_of_tree()
-    commit = commit_of(ROOT).replace(" ", "-")  # "-with-changes" if it has some
+    commit = commit_of(ROOT).replace(" ", "-")  # ends in "-with-changes" if there are changes
     options = f"--commit {commit} --output {output}/gpu.jsonl --cache /tmp/gpu"
     for machine, calls in enumerate(limits.pack(sizes, rest), 1):
         seconds = START_SECONDS + sum(map(_seconds, calls))
@@ -192,7 +202,10 @@ def show(limits: Limits, output: str) -> Iterator[str]:
 
 
 def dry_run() -> int:
-    """Run the plan's blocks here, except cases that do not run on a CPU."""
+    """Run the plan's blocks on this machine's CPU, and print the faults. Return 1 if there are any.
+
+    Cases that cannot run on a CPU are left out.
+    """
     blocks = []
     for block in BLOCKS:
         names = tuple(case.name for case in select(list(block.cases)) if case.on_cpu)
@@ -210,7 +223,10 @@ def dry_run() -> int:
 
 
 def report(lines: Iterable[str]) -> list[str]:
-    """Return the faults in a results file: unfinished cases, and results that do not hold."""
+    """Return the faults in the lines of a results file.
+
+    Faults are cases that did not end as planned, failed checks, and errors.
+    """
     found = []
     for line in map(json.loads, lines):
         reasons = [line["status"]] if line["status"] not in ("result", "done") else []
@@ -224,7 +240,7 @@ def report(lines: Iterable[str]) -> list[str]:
 
 
 def main() -> int:
-    """Print the plan, or run it here."""
+    """Print the plan or a report, or run the plan here."""
     parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--total-minutes", type=float, default=15.0, help="%(default)s")
     parser.add_argument("--command-minutes", type=float, default=10.0, help="%(default)s")

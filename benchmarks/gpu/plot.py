@@ -1,4 +1,4 @@
-"""The plot of a run on the card."""
+"""Plots the results of a run on the card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,10 @@ from matplotlib.figure import Figure
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
-    """Plot milliseconds per token by batch size, and kernels' fraction of the copy bandwidth."""
+    """Plot milliseconds per token by batch size, and the kernels' bandwidths.
+
+    A kernel's bandwidth is shown as a fraction of the copy bandwidth.
+    """
     results = latest(line for line in lines if line["status"] == "result")
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""Prefill throughput, relative to the card's matmul rate."""
+"""Measures prefill throughput, also relative to the card's matmul rate."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,10 @@ ROUNDS = 5
 
 
 def measure_prefill(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Measure 32 prompts of 1,900 tokens, in chunks of up to 4 x 2,048."""
+    """Measure the prefill of 32 prompts of 1,900 tokens.
+
+    A chunk has up to four prompts of up to 2,048 tokens.
+    """
     batch, num_tokens, rows, width = setting.pick((32, 1900, 4, 2048), (2, 12, 2, 16))
     row = {"what": "prefill", "model": MODEL, "batch": batch, "tokens": num_tokens}
 
@@ -53,10 +56,13 @@ def run(engine: Engine, batch: int, num_tokens: int, setting: Setting) -> float:
 
 
 def flops(config: dict[str, Any], num_tokens: int) -> float:
-    """Return a prompt's FLOPs: layers' products and causal attention, without the output head."""
+    """Return the FLOPs of a prompt, for matmuls of layers and for causal attention.
+
+    The output head is left out.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     attention = hidden * dim * 2 * (heads + config["num_key_value_heads"])
     weights = attention + 3 * hidden * config["intermediate_size"]
-    pairs = num_tokens * (num_tokens + 1) / 2  # of a query and a key
+    pairs = num_tokens * (num_tokens + 1) / 2  # pairs of a query and a key
     return config["num_hidden_layers"] * (2 * num_tokens * weights + 4 * heads * dim * pairs)

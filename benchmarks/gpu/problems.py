@@ -1,8 +1,9 @@
-"""Inputs of the kernels at the shapes of real models, to test their results and their time.
+"""Makes inputs of the kernels at the shapes of real models, to test results and to measure time.
 
-A problem has a state, which a call updates; some items, which calls use in turn, so that no call
-finds its data in the card's cache; and the minimum bytes that one call moves. Values are random,
-because the card processes zeros faster. They are equal on every device, bit by bit.
+A problem has a state, which each call updates. It has several items; calls use them in turn, so
+that no call finds its data in the card's cache. It also has the minimum number of bytes that a call
+moves. Values are random, because the card processes zeros faster. The values have the same bits on
+every device.
 """
 
 from collections.abc import Callable
@@ -31,19 +32,19 @@ from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.route import Rule, route
 from pallas_kernels.truncation import truncate
 
-CACHE_BYTES = 2**28  # size of a problem's items, several times the card's cache
+CACHE_BYTES = 2**28  # total size of a problem's items, several times the card's cache
 PAGE_SIZE, TAPS, MAX_ROWS, EPS = 16, 4, 6, 1e-6
 DELTA_HEADS = {"4B": Heads(16, 32, 128, 128), "27B": Heads(16, 48, 128, 128)}
 TINY_HEADS = Heads(1, 2, 16, 16)
-# Query heads, key heads and their dimension.
+# The number of query heads, the number of key heads, and the dimension of a head.
 ATTENTION_HEADS = {"Llama-8B": (32, 8, 128), "Qwen-27B": (24, 4, 256)}
 TINY_ATTENTION = (4, 2, 64)
-# Other forms of `attention`.
+# Variants of `attention`; None is plain attention.
 FORMS = "window", "sinks", "soft cap", "float8", "part"
-# Heads, width of a latent, and width of a rotated key.
+# The number of heads, the width of a latent, and the width of a rotated key.
 LATENT_HEADS = {"GLM-4.7-Flash": (20, 512, 64), "DeepSeek-V3": (128, 512, 64)}
 TINY_LATENT = (4, 64, 16)
-# Experts, experts per row, and the rule of the choice.
+# The number of experts, the number of experts per row, and the rule that chooses them.
 ROUTES = {
     "Qwen3-30B-A3B": (128, 8, Rule()),
     "gpt-oss-20b": (32, 4, Rule()),
@@ -56,17 +57,17 @@ TINY_ROUTES = (8, 2, Rule())
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem; `call(state, item, kernels, config)` returns the state and an output."""
+    """A problem. `call(state, item, kernels, config)` returns the new state and an output."""
 
     state: Any
     items: tuple[Any, ...]
     call: Callable[[Any, Any, str, Any], tuple[Any, Any]]
     num_bytes: float
-    # Returns the results of a call, from its final state and its output.
+    # Takes a call's new state and output; returns the results to check.
     results: Callable[[Any, Any], Any] = lambda state, output: output
 
     def program(self, kernels: str, config: Any = None) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Return one jitted program of all calls in turn; the state is donated."""
+        """Return a jitted program that runs a call for each item in turn, and donates the state."""
 
         @partial(jax.jit, donate_argnums=0)
         def run(state, items):
@@ -80,7 +81,10 @@ class Problem:
         return run
 
     def launcher(self, kernels: str, config: Any = None) -> Callable[[], Any]:
-        """Return a function that launches the program on its previous state; consumes the state."""
+        """Return a function that launches the program, each time on the previous launch's state.
+
+        The first launch consumes the problem's state.
+        """
         run, state = self.program(kernels, config), [self.state]
 
         def launch():
@@ -92,7 +96,7 @@ class Problem:
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(seed, shape, dtype):
-    # Sums of eight whole numbers, so that no device rounds differently.
+    # A number is a scaled sum of eight integers, so that no device rounds differently.
     place = _hash(jax.lax.iota(jnp.uint32, int(np.prod(shape))))
     total = jnp.zeros(place.shape, jnp.int32)
     for i in range(4):
@@ -104,14 +108,14 @@ def _normal(seed, shape, dtype):
 
 
 def _hash(x):
-    """Mix all bits of a word by the last steps of MurmurHash3 (Appleby 2011)."""
+    """Mix the bits of every word, like the last steps of MurmurHash3 (Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return numbers of nearly standard normal distribution, made on the device."""
+    """Return numbers with a nearly standard normal distribution, computed on the device."""
     return _normal(seed, tuple(shape), jnp.dtype(dtype).name)
 
 
@@ -125,7 +129,10 @@ def attention(
     num_items: int = 4,
     form: str | None = None,
 ) -> Problem:
-    """Return attention of rows at the end of `context` tokens, on random pages of the pool `kv`."""
+    """Return the problem of attention for rows at the end of `context` tokens.
+
+    The tokens are in random pages of the pool `kv`.
+    """
     num_heads, num_kv_heads, dim = heads
     columns = -(-context // PAGE_SIZE)
     needed = batch * columns
@@ -155,7 +162,10 @@ def attention(
 def attention_options(
     form: str | None, heads: tuple[int, int, int], positions: np.ndarray
 ) -> dict[str, Any]:
-    """Return options of `paged_attention`; all rows of a window have the first one's origin."""
+    """Return the options of `paged_attention` for a form.
+
+    With a window, all rows of a request have the position of the first row as their origin.
+    """
     num_heads, num_kv_heads, _ = heads
     if form == "window":
         origins = np.repeat(positions[:, :1], positions.shape[1], axis=1)
@@ -171,7 +181,7 @@ def attention_options(
 
 
 def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array:
-    """Return keys and values of one layer, for `attention`."""
+    """Return a pool with the keys and values of one layer, for `attention`."""
     page = (PAGE_SIZE, 2, *heads[1:])
     num_pages = int(num_bytes // (np.prod(page) * jnp.dtype(dtype).itemsize))
     return normal(7, (1, num_pages, *page), dtype)
@@ -180,7 +190,10 @@ def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array
 def latents(
     heads: tuple[int, int, int], batch: int, num_rows: int, context: int, dtype: Any
 ) -> Problem:
-    """Return attention of rows at the end of `context` tokens, on random pages of latents."""
+    """Return the problem of latent attention for rows at the end of `context` tokens.
+
+    The latents are in random pages.
+    """
     num_heads, rank, rotated = heads
     columns = -(-context // PAGE_SIZE)
     pages = np.random.default_rng(0).permutation(batch * columns).reshape(batch, columns)
@@ -206,7 +219,10 @@ def latents(
 def delta_rule(
     heads: Heads, batch: int, num_rows: int, dtype: Any, *, folds: bool = False, layers: int = 0
 ) -> Problem:
-    """Return steps after one that left up to T tokens pending; each call is on another layer."""
+    """Return the problem of a step of the gated delta rule.
+
+    The previous step left up to T tokens pending. Each call works on another layer.
+    """
     state_bytes = 4 * batch * heads.num_values * heads.value_dim * heads.key_dim
     layers = layers or int(min(max(4, CACHE_BYTES // state_bytes), 32))
     channels = heads.channels
@@ -244,7 +260,7 @@ def delta_rule(
 
 
 def delta_rule_weights(heads: Heads, dtype: Any) -> DeltaRuleWeights:
-    """Return weights with which some heads forget within a token, others within hundreds."""
+    """Return weights with which some heads forget within a token, and others within hundreds."""
     return DeltaRuleWeights(
         normal(6, (TAPS, heads.channels), dtype) / 2,
         jnp.linspace(-7.0, 1.0, heads.num_values),
@@ -254,7 +270,7 @@ def delta_rule_weights(heads: Heads, dtype: Any) -> DeltaRuleWeights:
 
 
 def last_layer(problem: Problem) -> Problem:
-    """Return the problem with only its last item, and its layer's cache as results."""
+    """Return a delta rule problem with only its last item. The last layer's cache is a result."""
 
     def results(state, out):
         return [x[-1] for x in state[1]], out
@@ -263,7 +279,7 @@ def last_layer(problem: Problem) -> Problem:
 
 
 def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any) -> Problem:
-    """Return projections of one step, written to each layer's pages."""
+    """Return the problem of `rope_write` for a step. Each call writes to another layer's pages."""
     num_heads, num_kv_heads, dim = heads
     layers, columns = 8, 8
     kv = normal(1, (layers, batch * columns, PAGE_SIZE, 2, num_kv_heads, dim), dtype)
@@ -291,7 +307,7 @@ def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any)
 
 
 def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
-    """Return a residual stream and a summand."""
+    """Return the problem of `add_rms_norm` for a residual stream and a summand."""
     shape = num_rows, dim
     items = tuple((normal(i, shape, dtype), normal(20 + i, shape, dtype)) for i in range(8))
 
@@ -305,8 +321,10 @@ def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
 def experts(
     num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
 ) -> Problem:
-    """Return tokens that each chose some experts at random; `mixture` is the number of experts, and
-    of experts per token."""
+    """Return the problem of a grouped matmul, for tokens with random experts.
+
+    `mixture` is a pair: the number of experts, and the number of experts per token.
+    """
     num_experts, num_chosen = mixture
     rng, items, read = np.random.default_rng(0), [], 0
     for i in range(2):
@@ -328,8 +346,10 @@ def experts(
 
 
 def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem:
-    """Return logits of a mixture's router, with ties in bfloat16; the last of several rows is
-    padding."""
+    """Return the problem of `route` for the logits of a router.
+
+    Logits have ties in bfloat16. If there are several rows, the last row is padding.
+    """
     num_experts, num_chosen, rule = experts
     correction = normal(9, (num_experts,), "float32") / 8 if rule.is_sigmoid else None
     items = tuple(normal(i, (num_rows, num_experts), dtype) for i in range(8))
@@ -345,7 +365,10 @@ def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem
 
 
 def draws(num_rows: int, vocab_size: int, *, num_columns: int | None = None) -> Problem:
-    """Return draws of tokens, half at a temperature; among `num_columns` token ids if given."""
+    """Return the problem of drawing tokens, greedily in even rows and at a temperature in odd rows.
+
+    If `num_columns` is given, tokens are drawn from this number of token ids.
+    """
     settings = (
         np.resize([0.0, 0.8], num_rows).astype(np.float32),
         np.arange(num_rows, dtype=np.uint32),
@@ -366,13 +389,16 @@ def draws(num_rows: int, vocab_size: int, *, num_columns: int | None = None) -> 
 
 
 def draw_ids(vocab_size: int, num_columns: int) -> np.ndarray:
-    """Return the token ids of columns, unordered."""
+    """Return a token id for each column of logits, in random order."""
     ids = np.random.default_rng(0).permutation(vocab_size)[:num_columns]
     return ids.astype(np.int32)
 
 
 def truncation(num_rows: int, vocab_size: int) -> Problem:
-    """Return logits of a confident model, in rows with top_k, top_p, both and neither."""
+    """Return the problem of truncating the logits of a confident model.
+
+    Rows have top_k, top_p, both or neither.
+    """
     settings = (
         np.full(num_rows, 0.8, np.float32),
         np.resize([50, 0, 20, 0], num_rows).astype(np.int32),

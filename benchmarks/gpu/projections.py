@@ -1,4 +1,4 @@
-"""Llama-3.1-8B's matmuls, each with the next norm, with several XLA options."""
+"""Times each matmul of Llama-3.1-8B, followed by a norm, with several XLA options."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,8 +13,8 @@ from timing import Setting, attempt, measure
 from pallas_kernels.rms_norm import add_rms_norm
 from specjax.engine.xla_options import GPU_OPTIONS
 
-# XLA's choices for a matmul. "whole" is the engine's, where autotuning picks from cuBLAS and
-# Triton; "split" sums parts of the depth in another kernel.
+# XLA options by which a matmul is compiled differently. "whole" has the engine's options, by which
+# autotuning picks from cuBLAS and Triton. "split" sums parts of the depth in another kernel.
 FEW_ROWS_WAYS = {"whole": GPU_OPTIONS, "split": {}}
 MANY_ROWS_WAYS = FEW_ROWS_WAYS | {
     "cublas": GPU_OPTIONS | {"xla_gpu_enable_triton_gemm": False},
@@ -31,9 +31,10 @@ MATMULS = {
 
 
 def time_matmuls(setting: Setting, *, num_rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Time matmuls of this number of rows and the kernel that reads them, with all options.
+    """Time matmuls with each number of rows, and the norm that reads their results.
 
-    At 256 rows (64 requests, three drafts), a step took 10.3 ms on an H100, reading its bytes 7.
+    A step with 256 rows (64 requests, three drafts) took 10.3 ms on an H100, although reading its
+    bytes takes only 7 ms.
     """
     ways = FEW_ROWS_WAYS if max(num_rows) <= 64 else MANY_ROWS_WAYS
     for rows in setting.pick(num_rows, (8,)):
@@ -54,7 +55,7 @@ def _time_projection(
     def run(x, stream, weights):
         for weight in weights:
             stream, normed = add_rms_norm(stream, x @ weight, scale, 1e-5, kernels=setting.kernels)
-            # The next one waits for this one, like a layer for the previous one.
+            # The next matmul must wait for this norm, as in a model.
             x = x + normed[:, :1]
         return stream, x
 
@@ -70,7 +71,10 @@ def _measure(
     calls: int,
     num_bytes: float,
 ) -> dict[str, Any]:
-    """Return times of a program compiled with XLA's `options`, which a CPU does not support."""
+    """Return the times of a program that is compiled with the XLA options `options`.
+
+    A CPU does not support the options, so they are ignored there.
+    """
     options = {} if setting.is_cpu else dict(options)
     compiled = jax.jit(run).lower(*given).compile(compiler_options=options)
     return measure(partial(compiled, *given), setting, calls=calls, num_bytes=num_bytes)

@@ -1,14 +1,14 @@
-"""All timings for an H100 or H200; by default as many as fit in ten minutes.
+"""Runs timings on an H100 or H200; by default, those that fit in ten minutes.
 
     python benchmarks/gpu/run.py                  all that fits the budget, most informative first
     python benchmarks/gpu/run.py --only grid      cases by name or group, in the order given
-    python benchmarks/gpu/run.py --cpu            tiny shapes, to see that it runs
-    python benchmarks/gpu/run.py --pair FOLDER    old against new, see `pairs`
+    python benchmarks/gpu/run.py --cpu            tiny shapes on a CPU, to see that the code runs
+    python benchmarks/gpu/run.py --pair FOLDER    compares with an old checkout, see `pairs`
 
-Every case is a separate process, killed with all its children when its time is up. Each result is
-written immediately as a line of JSON to --output, with its provenance; so is a failure, with the
-end of the process's output. The exit status tells whether cases hung. `plan` prints the commands
-for some minutes on a machine.
+Every case is a separate process, which is killed with all its children when its time is up. Each
+result is written immediately to --output, as a line of JSON with its provenance. A failure is
+written in the same way, with the end of the process's output. The exit status tells whether cases
+hung. `plan` prints commands that fit into a number of minutes on a machine.
 """
 
 import argparse
@@ -33,14 +33,14 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 OUTPUT = FOLDER.parent / "results" / "gpu.jsonl"
 BUDGET = 540.0
-MAX_HUNG = 2  # cases in a row without results until their limit: then the card hangs
-HUNG = 10  # exit status if the last cases hung, plus their number
-MARK = "RESULT "  # begins a line of a case's output that is a result
-TAIL = 1500  # characters of a failed case's output to keep
+MAX_HUNG = 2  # after this number of cases in a row that reach their limit, the card hangs
+HUNG = 10  # the exit status is this plus the number of last cases that hung, if any
+MARK = "RESULT "  # marks the lines of a case's output that are results
+TAIL = 1500  # maximum number of characters of a failed case's output to keep
 
 
 class Results:
-    """A file of result lines, and the copy bandwidth once a line has it."""
+    """A file of result lines. It knows the copy bandwidth as soon as a line has it."""
 
     def __init__(self, path: Path, provenance: Mapping[str, Any]):
         self._path, self._provenance = path, provenance
@@ -49,7 +49,10 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, case: Case, status: str, seconds: float, **fields: Any) -> None:
-        """Write a line; figures in GB/s also as a fraction of the card's copy bandwidth."""
+        """Write a line.
+
+        If the line has a figure in GB/s, add the figure as a fraction of the card's copy bandwidth.
+        """
         with self._lock:
             if fields.get("what") == "copy" and "gbps" in fields:
                 self._copy_gbps = fields["gbps"]
@@ -73,7 +76,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Checkout:
-    """Sources to run cases with, and the results file for them."""
+    """A folder with the sources that cases run with, and the file for their results."""
 
     root: Path
     results: Results
@@ -89,8 +92,9 @@ def run_cases(
 ) -> int:
     """Run cases in turn while the budget lasts, and record cases that do not run.
 
-    Each case runs with every checkout, which may repeat, before the next case. Returns the number
-    of cases that hung in a row at the end. After `MAX_HUNG`, no other case runs.
+    Each case runs once for every item of `checkouts`, which may have duplicates, before the next
+    case. After `MAX_HUNG` cases in a row have hung, no other case runs. Return how many of the last
+    cases hung in a row.
     """
     start, num_hung = time.monotonic(), 0
     for case in cases:
@@ -111,7 +115,7 @@ def run_cases(
 
 
 def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cache: Path) -> bool:
-    """Run one process; write its results and how it ended. Return True if it hung."""
+    """Run a case's process; write its results, and a line about its end. Return whether it hung."""
     results, given = checkout.results, []
     setting = {"function": case.function, "is_cpu": is_cpu, "arguments": dict(case.arguments)}
     start, before = time.monotonic(), gpu_state()
@@ -123,14 +127,14 @@ def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cach
             text=True,
             errors="replace",
             env=_environment(case, checkout.root, is_cpu=is_cpu, cache=cache),
-            process_group=0,  # own group, to kill it as a whole; it ends with the session
+            process_group=0,  # a separate group, which can be killed as a whole
         )
 
         def read() -> None:
             assert process.stdout
             with process.stdout as lines:
                 for line in lines:
-                    if line.startswith(MARK) and line.endswith("\n"):  # whole, if it was killed
+                    if line.startswith(MARK) and line.endswith("\n"):  # not cut off by a kill
                         row = json.loads(line.removeprefix(MARK))
                         given.append(row["what"])
                         results.append(case, "result", time.monotonic() - start, **row)
@@ -179,12 +183,15 @@ def _environment(case: Case, root: Path, *, is_cpu: bool, cache: Path) -> dict[s
     }
     if is_cpu:
         environment["JAX_PLATFORMS"] = "cpu"
-        environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")  # not the GPU's
+        environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")  # not the flags for a GPU
     return environment
 
 
 def _known_bandwidth(path: Path, provenance: Mapping[str, Any]) -> float | None:
-    """Return the bandwidth that an earlier run in this file measured on the same kind of card."""
+    """Return the copy bandwidth that an earlier run measured on the same kind of card.
+
+    Return None if the file `path` has no such line.
+    """
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
@@ -247,7 +254,10 @@ def main() -> int:
 
 
 def _pair(other: Path, output: Path, source: Mapping[str, Any]) -> list[Checkout]:
-    """Return the old checkout and this one; every line has both commits."""
+    """Return the checkout `other` (old) and this checkout (new).
+
+    Each of their result lines names both commits.
+    """
     commits = {"old": commit_of(other), "new": source["commit"]}
     return [
         Checkout(root, Results(output, {**source, "commit": commits[side],

@@ -1,4 +1,4 @@
-"""The gated delta rule in serving: prompts, then steps that accept some of their tokens."""
+"""Runs the gated delta rule as in serving: a prompt, then steps with partly accepted tokens."""
 
 from functools import partial
 from typing import Any
@@ -12,9 +12,10 @@ from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads, gated_delta_r
 
 
 def served_rule(heads: Heads, batch: int, num_prompt: int, num_rows: int, dtype: Any) -> Problem:
-    """Return a prompt, a step whose requests accept 1 to T tokens each, and a step that folds them.
+    """Return the problem of three calls: a prompt, a step of T tokens, and a second step.
 
-    The results are the outputs of all three, and the states after the accepted tokens.
+    Each request accepts 1 to T tokens of the first step; the second step adds them to the state.
+    The results are the outputs of all three calls, and the states after the accepted tokens.
     """
     accepted = (1 + np.arange(batch) % num_rows).astype(np.int32)
     sizes = num_prompt, num_rows, num_rows
@@ -36,7 +37,10 @@ def served_rule(heads: Heads, batch: int, num_prompt: int, num_rows: int, dtype:
 def split_states(
     heads: Heads, batch: int, num_rows: int, dtype: Any, kernels: str
 ) -> list[jax.Array]:
-    """Return the states after T tokens in one step and in T steps, which should have equal bits."""
+    """Return two arrays of states: after one step of T tokens, and after T steps of one token.
+
+    They should have equal bits.
+    """
     weights, states = delta_rule_weights(heads, dtype), []
     x = normal(10, (batch, num_rows + 1, heads.inputs), dtype)
     serve = jax.jit(partial(_serve, weights, kernels))
@@ -52,7 +56,7 @@ def split_states(
 
 
 def _empty_cache(heads: Heads, batch: int, dtype: Any) -> DeltaRuleCache:
-    """Return a cache of one layer; a request's first tokens do not read it."""
+    """Return a cache of one layer, filled with NaN, because first tokens must not read it."""
     shapes = DeltaRuleCache.shapes(1, batch, heads, TAPS, MAX_ROWS, jnp.dtype(dtype))
     return DeltaRuleCache(*(jnp.full(x.shape, jnp.nan, x.dtype) for x in shapes))
 
@@ -67,7 +71,7 @@ def _serve(
     *,
     folds: bool = False,
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """Run one call; x [B, T, inputs] are the tokens from `start` on."""
+    """Run the rule on tokens x [B, T, inputs]. `start` i32[B] has their first positions."""
     batch, num_rows, _ = x.shape
     positions = start[:, None] + jnp.arange(num_rows, dtype=jnp.int32)
     slots = jnp.arange(batch, dtype=jnp.int32)

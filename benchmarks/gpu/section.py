@@ -1,4 +1,4 @@
-"""The section of RESULTS.md, and a plot, from the result lines of a card."""
+"""Renders the result lines of a card as a section of RESULTS.md."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,14 +19,14 @@ Line = Mapping[str, Any]
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Return the lines of a results file; none if there is no file."""
+    """Return the lines of a results file, or an empty list if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def render_section(lines: Sequence[Line]) -> str:
-    """Markdown."""
+    """Return the section as Markdown."""
     if not lines:
         return f"## {TITLE}\n\n{PREPARED}"
     results = latest(line for line in lines if line["status"] == "result")
@@ -154,7 +154,7 @@ def _projections(results: Sequence[Line], device: str) -> tuple[list[str], list[
 
 
 def _profiles(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
-    """Return the kinds of kernel that take at least 1 % of a step's time."""
+    """Return a table of the kinds of kernel that take at least 1 % of a step's time."""
     rows = []
     for x in pick(results, "profile"):
         step = x["model"], x["batch"], x["k"]
@@ -198,7 +198,7 @@ def _lazy(results: Sequence[Line], device: str) -> tuple[list[str], list[list[An
 
 
 def _host(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
-    # "host gap" lines are from an earlier method, whose engine times are still valid.
+    # Lines "host gap" come from an earlier method, but their engine times are still valid.
     rows = [
         [x["model"], x["batch"], x["k"], x["way"],
          *_or_error(x, "ms_per_step", "busy", "host_ms", "wait_ms")]
@@ -337,7 +337,7 @@ def pick(results: Sequence[Line], what: str) -> list[Line]:
 
 
 def _to_seed(x: Line, device: str, name: str) -> float | None:
-    """Return the ratio to the H100's figure, scaled by this card's bandwidth."""
+    """Return the ratio to the H100's published figure, which is scaled to this card's bandwidth."""
     peak, seed = peak_gbps(device), x.get(f"h100_{name}")
     if not peak or not seed or name not in x:
         return None

@@ -1,13 +1,13 @@
-"""Every kernel once, tiny and at a real shape, against results made on a CPU.
+"""Checks every kernel at a tiny shape and at a real shape, against results computed on a CPU.
 
-The results are NumPy's in float64 (`truths`), kept in smoke.npz: a first check of a card compiles
-only the kernels. After a change of a case here:
+The expected results are computed by NumPy in float64 (`truths`), and are stored in smoke.npz. So a
+first check of a card compiles only the kernels. After a change of the cases, update the file:
 
-    PYTHONPATH=. python benchmarks/gpu/smoke.py        write smoke.npz again
+    PYTHONPATH=. python benchmarks/gpu/smoke.py        writes smoke.npz again
 
-An error is the largest difference in a row, divided by the root mean square of the whole array, so
-that one wrong row among many shows. For a large array the file has the products of each row with
-two vectors of signs.
+An error is the largest difference of an element, divided by the root mean square of the whole
+array. So a wrong row among many is found. For a large array, the file has only the products of each
+row with two vectors of signs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,17 +56,17 @@ F32, BF16 = "float32", "bfloat16"
 
 @dataclass(frozen=True)
 class Smoke:
-    """A problem, and its results in float64, in the kernel's order."""
+    """A problem, and a function that computes its results in float64, in the kernel's order."""
 
     name: str
     dtype: str
     is_tiny: bool
     make: Callable[[], Problem]
-    truth: Callable[[Any, Any], Any]  # takes a state and an item
+    truth: Callable[[Any, Any], Any]  # takes a state and an item, returns the results
     see: Callable[[list[np.ndarray]], Any] = list  # selects the kernel's results to compare
 
     def program(self, kernels: str) -> Callable[[Any, Any], list[jax.Array]]:
-        """Return a function from a state and an item to the compared results."""
+        """Return a function that takes a state and an item, and returns the kernel's results."""
 
         def run(state, item):
             problem = self.make()
@@ -76,7 +76,7 @@ class Smoke:
 
 
 def cases() -> Iterator[Smoke]:
-    """Yield the cases, those most changed since they ran on a card first."""
+    """Yield the cases. Kernels that changed most since they last ran on a card come first."""
     yield from _routes()
     for is_tiny, num_rows, vocab in (True, 4, 300), (False, 8, 151936):
         make = partial(truncation, num_rows, vocab)
@@ -95,8 +95,11 @@ def _truncation_truth(state: Any, item: Any) -> Any:
 
 
 def _kept(results: list[np.ndarray]) -> Any:
-    """Return, for the kept logits, the logarithm of their number and the lowest. In float32, sums
-    of thousands of probabilities can change the number a little."""
+    """Return, for each row, the logarithm of the number of kept logits, and the lowest kept logit.
+
+    The logarithm allows small differences: in float32, a sum of thousands of probabilities is
+    rounded, which can change the number a little.
+    """
     (logits,) = results
     counts = np.isfinite(logits).sum(1, keepdims=True)
     return np.log(counts), np.where(np.isfinite(logits), logits, np.inf).min(1, keepdims=True)
@@ -122,7 +125,7 @@ def _rules() -> Iterator[Smoke]:
     for is_tiny, heads, batch, prompt, rows, dtype in (
         (True, TINY_HEADS, 2, 40, 2, F32),
         (False, DELTA_HEADS["27B"], 2, 150, 4, BF16),
-        (False, DELTA_HEADS["4B"], 9, 33, 4, BF16),  # tiles of a larger batch
+        (False, DELTA_HEADS["4B"], 9, 33, 4, BF16),  # has the tiles of a larger batch
     ):
 
         def truth(weights, item, heads=heads):
@@ -247,7 +250,10 @@ def _others() -> Iterator[Smoke]:
 def check_smoke(
     setting: Setting, only_tiny: bool = False, most: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Check all cases or the first ones; only tiny ones if kernels are interpreted."""
+    """Check the cases, or only the first `most` cases.
+
+    Only tiny cases are checked if `only_tiny`, or if kernels are interpreted.
+    """
     some = [one for one in cases() if one.is_tiny or not (only_tiny or setting.is_cpu)][:most]
     with np.load(FILE) as expected:
         programs = compile_all([partial(compile_case, one, setting.kernels) for one in some])
@@ -257,19 +263,19 @@ def check_smoke(
 
 
 def compile_case(case: Smoke, kernels: str) -> Callable[[Any, Any], list[jax.Array]]:
-    """Compile the program from the shapes of a state and an item."""
+    """Compile a case's program, from the shapes of its operands alone."""
     run = jax.jit(case.program(kernels))
     return run.lower(*jax.eval_shape(partial(given, case))).compile()
 
 
 def given(case: Smoke) -> tuple[Any, Any]:
-    """Return the state and the item for a case's program."""
+    """Return the operands of a case's program: a state and an item."""
     problem = case.make()
     return problem.state, problem.items[0]
 
 
 def check(case: Smoke, program: Any, expected: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the largest error, and whether all runs give the same bits."""
+    """Return the largest error of a case, and whether repeated runs give the same bits."""
     operands = given(case)
     runs = [[np.asarray(x) for x in program(*operands)] for _ in range(TIMES)]
     bits = [[x.tobytes() for x in run] for run in runs]
@@ -288,7 +294,10 @@ def check(case: Smoke, program: Any, expected: Mapping[str, np.ndarray]) -> dict
 
 
 def digest(x: np.ndarray) -> np.ndarray:
-    """Return x, or for large x the products of each row with two vectors of signs."""
+    """Return what the file stores of an array: x, or the products of its rows with two vectors.
+
+    Products are stored if x is large. The vectors' elements are signs.
+    """
     if np.issubdtype(x.dtype, np.integer):
         return x
     x = x.astype(np.float64)
@@ -301,7 +310,10 @@ def _signs(size: int) -> np.ndarray:
 
 
 def worst_error(found: np.ndarray, truth: np.ndarray) -> float:
-    """Return the largest error; infinite if integers differ, or a value is not finite."""
+    """Return the largest error of an array.
+
+    It is infinite if shapes or integers differ, or if a value is not finite.
+    """
     if found.shape != truth.shape or not np.isfinite(found).all():
         return float("inf")
     if np.issubdtype(truth.dtype, np.integer):
@@ -311,7 +323,7 @@ def worst_error(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Write the results of all cases."""
+    """Compute the expected results of all cases, and write them to the file."""
     found = {}
     for case in cases():
         operands = jax.tree.map(np.asarray, given(case))

@@ -1,10 +1,11 @@
-"""The baseline for lazy states: the same recurrence, with a state kept after every token.
+"""A baseline for lazy states: the same recurrence, which stores a state after every token.
 
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
-The initial state is the snapshot of the accepted number of tokens, and all T states are written:
-1 + T passes over a state, where `gated_delta_rule` takes 2. The inputs are q, k, v, g and beta of
-the recurrence, without convolution, gates, norms or rings: less work than `gated_delta_rule`.
+A step reads the snapshot after the last accepted token, and writes the states after all its T
+tokens. This moves 1 + T states, where `gated_delta_rule` moves two. The inputs are q, k, v, g and
+beta. There are no convolution, gates, norms or rings, so this is less work than
+`gated_delta_rule`.
 """
 
 from functools import partial
@@ -23,7 +24,10 @@ BLOCK_VALUES, NUM_WARPS = 32, 4
 
 
 def snapshot_rule(heads: Heads, batch: int, num_rows: int) -> Problem:
-    """Return the baseline for `num_rows` = T tokens; snapshots are f32[L, B, T, H_v, D_v, D_k]."""
+    """Return the baseline's problem for steps of T = `num_rows` tokens.
+
+    The state of the problem has the snapshots f32[L, B, T, H_v, D_v, D_k].
+    """
     size = heads.num_values, heads.value_dim, heads.key_dim
     state_bytes = 4 * batch * int(np.prod(size))
     layers = int(min(max(2, CACHE_BYTES // (num_rows * state_bytes)), 16))

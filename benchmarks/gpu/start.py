@@ -1,4 +1,7 @@
-"""The time to load weights, and to the first token, without and with programs on disk."""
+"""Measures the time to load weights, and the time until an engine's first token.
+
+Engines start without compiled programs on disk, and with them.
+"""
 
 import json
 import os
@@ -23,17 +26,18 @@ from specjax.device.models.registry import describe_model, load_model
 
 MODEL, K = "Llama-3.1-8B", 3
 NUM_TOKENS = 32
-LAYERS = 8  # layers of a checkpoint to load: 5.6 GB
+LAYERS = 8  # number of layers of the checkpoint to load, which has 5.6 GB
 ROUNDS = 3
-# Must be equal with programs read from disk: tokens, and the memory that programs overwrite and
-# need. Memory in use must be about equal.
+# Figures that must not change if programs are read from disk: the tokens, and the memory that
+# programs overwrite and need. The memory in use must be about equal.
 KEPT, MAX_MORE_BYTES = ("tokens", "alias_bytes", "temp_bytes"), 2**26
 
 
 def measure_loading(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time loading a random checkpoint to the device, in turn with a plain read of its file.
+    """Time loading a checkpoint to the device, in turn with a plain read of its file.
 
-    The file was written just before, so both read it from the system's cache, if it fits.
+    The weights are random. The file was written just before, so both read it from the system's
+    cache, if it fits there.
     """
     config = read_config(MODEL, setting) | setting.pick({"num_hidden_layers": LAYERS}, {})
     target, dtype = describe_model(HFConfig(config, MODEL)), jnp.dtype("bfloat16")
@@ -73,7 +77,11 @@ def _load(folder: Path, dtype: Any) -> float:
 
 
 def measure_start(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Run two processes with the same folder for compiled programs, which is empty at first."""
+    """Measure two starts of an engine, and compare them.
+
+    Each start is a process. Both have the same folder for compiled programs, which is empty at
+    first.
+    """
     found = []
     with tempfile.TemporaryDirectory(prefix="gpu-start-") as cache:
         for way in "cold", "warm":
@@ -120,7 +128,7 @@ def main() -> None:
         "compile_ms": engine.metrics().compile_seconds * 1e3,
     }
     (request,) = make_requests(1, models.target.vocab_size, setting.pick(NUM_TOKENS, 4), setting)
-    # Only this tells which memory programs alias.
+    # Only the compiled programs tell how much memory they overwrite.
     sizes = [one.memory_analysis() for one in engine.programs._compiler.ready.values()]
     found |= {
         "tokens": list(decode(engine, [request]).outputs[0]),

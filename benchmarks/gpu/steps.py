@@ -1,4 +1,4 @@
-"""A decode step without an engine, launched repeatedly, without other work on the device."""
+"""Launches decode steps repeatedly without an engine, and without other work on the device."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from specjax.engine.xla_options import GPU_OPTIONS
 
 
 class Step:
-    """Rounds, or only their drafts, of artificial requests that never end."""
+    """A program for rounds, or only for their drafts, of artificial requests that never end."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Step:
         max_drafts: int | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """`options` are XLA options, in addition to the engine's."""
+        """`options` are XLA options that are added to the engine's options."""
         platform = setting.pick("gpu", "cpu")
         self._params, batch = models.params, config.max_num_seqs
         model = step_model(config, models.target, models.drafter, Synthetic(rates), platform)
@@ -64,12 +64,12 @@ class Step:
         self._count = self._most
 
     def equals(self, other: "Step") -> bool:
-        """Return whether the states, including caches, have the same bits."""
+        """Return whether the states of both steps, including caches, are equal."""
         pairs = zip(*(jax.tree.leaves(step._state) for step in (self, other)), strict=True)
         return all(bool(jnp.array_equal(*pair)) for pair in pairs)
 
     def launch(self) -> Any:
-        """Launch one step; when the requests have no room left, they start again."""
+        """Launch one step. Requests that have no room left start again."""
         if self._count >= self._most:
             self._state = replace(self._state, progress=progress_at(self._state, self._start))
             self._count = 0

@@ -1,4 +1,4 @@
-"""Concurrent compilation: XLA lets other Python threads run meanwhile."""
+"""Compiles programs concurrently. While XLA compiles, other Python threads can run."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,10 @@ T = TypeVar("T")
 
 
 def compile_all(functions: Sequence[Callable[[], T]]) -> Iterator[Callable[[], T]]:
-    """Yield, for each function in order, a function that waits for its result or exception."""
+    """Run `functions` in threads. For each function in order, yield a function for its result.
+
+    The yielded function waits for the result, and raises the exception if there was one.
+    """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for future in [pool.submit(function) for function in functions]:
             yield future.result

@@ -1,4 +1,4 @@
-"""The time of a program: by many launches in a row, and by kernel from the profiler."""
+"""Measures a program's time: from many launches in a row, and for each kernel by a profiler."""
 
 import time
 from collections import defaultdict
@@ -13,30 +13,30 @@ from jax.stages import Wrapped
 
 T = TypeVar("T")
 REPEATS, REPEAT_SECONDS, MAX_LAUNCHES = 10, 0.015, 200
-# Duration of a row of whole steps, which take milliseconds. With one or two launches in a row,
-# about 0.4 ms of launch overhead would be attributed to the step.
+# The duration of a row of launches of whole steps, which take milliseconds. With one or two
+# launches in a row, about 0.4 ms of overhead would be attributed to each step.
 STEP_ROW_SECONDS = 0.2
 CUPTI_RUNS = 10
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The place where a case runs: a card, or a CPU for the smoke test."""
+    """Tells where a case runs: on a card, or on a CPU in the smoke test."""
 
     is_cpu: bool
 
     def pick(self, real: T, tiny: T) -> T:
-        """Return `real` on a card, `tiny` in the smoke test."""
+        """Return `real` on a card, and `tiny` in the smoke test on a CPU."""
         return tiny if self.is_cpu else real
 
     @property
     def kernels(self) -> str:
-        """The measured implementation."""
+        """The name of the kernels' implementation that is measured."""
         return self.pick("triton", "interpret")
 
 
 def spread(samples: list[float], unit: float = 1.0) -> dict[str, float]:
-    """Return median, tenth and ninetieth percentile, and the number of samples."""
+    """Return the median, tenth and ninetieth percentile, multiplied by `unit`, and the count."""
     p10, p50, p90 = (float(q) * unit for q in np.quantile(samples, (0.1, 0.5, 0.9)))
     return {"median": p50, "p10": p10, "p90": p90, "count": len(samples)}
 
@@ -44,7 +44,10 @@ def spread(samples: list[float], unit: float = 1.0) -> dict[str, float]:
 def launch_times(
     launch: Callable[[], Any], setting: Setting, *, row_seconds: float = REPEAT_SECONDS
 ) -> list[float]:
-    """Return seconds per launch for several rows of launches; each row waits only for its last."""
+    """Return the seconds per launch, for several rows of launches.
+
+    A row is many launches. Only the last launch of a row is waited for.
+    """
 
     def seconds(count: int) -> float:
         start, last = time.perf_counter(), None
@@ -60,12 +63,15 @@ def launch_times(
 
 
 def step_times(launch: Callable[[], Any], setting: Setting) -> dict[str, float]:
-    """Return milliseconds of a step, launched many times in a row, so the device never waits."""
+    """Return the milliseconds of a step.
+
+    The step is launched many times in a row, so that the device never waits for the host.
+    """
     return spread(launch_times(launch, setting, row_seconds=STEP_ROW_SECONDS), 1e3)
 
 
 def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str, float], str]:
-    """Return a launch's seconds by kernel name, and a reason if they are unknown."""
+    """Return a launch's seconds by kernel name, and the reason if they are unknown, else ""."""
     runs, why_not = kernel_runs(launch, setting)
     by_name: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -80,7 +86,10 @@ def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str,
 def kernel_runs(
     launch: Callable[[], Any], setting: Setting
 ) -> tuple[list[list[tuple[str, float]]], str]:
-    """Return the kernels of several launches in order, in seconds, and why if there are none."""
+    """Return, for several launches, the kernels' names and seconds in order.
+
+    Also return the reason if there are none, else "".
+    """
     if setting.is_cpu:
         return [], "no GPU"
     try:
@@ -94,7 +103,7 @@ def kernel_runs(
 
 
 class _Launched(Wrapped):
-    """A launch that the profiler does not jit, as it would do with a plain function."""
+    """Wraps a launch, because the profiler would jit a plain function."""
 
     def __init__(self, launch: Callable[[], Any]):
         self._launch = launch
@@ -112,7 +121,10 @@ class _Launched(Wrapped):
 def measure(
     launch: Callable[[], Any], setting: Setting, *, calls: int, num_bytes: float
 ) -> dict[str, Any]:
-    """Return microseconds per call, of `calls` per launch, and GB/s for a call's bytes."""
+    """Return the microseconds per call, and the GB/s if a call moves `num_bytes`.
+
+    A launch has `calls` calls.
+    """
     walls = launch_times(launch, setting)
     kernels, why_not = kernel_times(launch, setting)
     wall = spread(walls, 1e6 / calls)
@@ -131,7 +143,7 @@ def measure(
 
 
 def attempt(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the function's results, or with its error."""
+    """Return the row with the results of `function`, or with the error that it raises."""
     try:
         return row | function()
     except Exception as error:  # any error costs only one figure of many

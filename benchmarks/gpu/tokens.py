@@ -1,9 +1,9 @@
-"""Tokens of whole engines with the demo checkpoints, against a CPU's tokens without drafts.
+"""Compares tokens of whole engines with the demo checkpoints to tokens of a CPU without drafts.
 
-The CPU's tokens are in tokens.json; half of the requests are greedy, half at a temperature of 0.8.
-After a change of the requests here, or of the demo checkpoints:
+The CPU's tokens are in tokens.json. Half of the requests are greedy, and half have a temperature of
+0.8. After a change of the requests, or of the demo checkpoints, update the file:
 
-    PYTHONPATH=. python benchmarks/gpu/tokens.py       write tokens.json again
+    PYTHONPATH=. python benchmarks/gpu/tokens.py       writes tokens.json again
 """
 
 import json
@@ -24,16 +24,16 @@ from specjax.llm import LLM
 FILE = Path(__file__).with_suffix(".json")
 NUM_REQUESTS, MAX_TOKENS, TEMPERATURE, K = 16, 48, 0.8, 3
 MAX_PROMPT, CHUNK = 96, 32
-CPU_METHODS = {"demo-llama": "eagle3", "demo-qwen3.5": "mtp"}  # one each is enough for a smoke test
+CPU_METHODS = {"demo-llama": "eagle3", "demo-qwen3.5": "mtp"}  # the smoke test's methods
 
 
 def check_tokens(
     setting: Setting, dtype: str, models: Sequence[str] = tuple(DRAFTERS)
 ) -> Iterator[dict[str, Any]]:
-    """Check engines without and with each drafter, for models whose checkpoints are here.
+    """Check engines without a drafter and with each drafter, for models with a checkpoint here.
 
-    In bfloat16 differing outputs are counted: rounding may change them. In float32 they must be
-    equal, except for scores that nearly tie.
+    In bfloat16, differing outputs are only counted, because rounding may change them. In float32,
+    outputs must be equal, except where scores nearly tie.
     """
     for model in models:
         row = {"what": "same outputs", "model": model, "dtype": dtype}
@@ -60,7 +60,7 @@ def check(
     expected: Sequence[Sequence[int]],
     setting: Setting,
 ) -> dict[str, Any]:
-    """Return the number of outputs that differ from the expected ones, and tokens per round."""
+    """Return the number of outputs that differ from `expected`, and the acceptance length."""
     length = setting.pick(MAX_TOKENS, 6)
     with open_llm(model, drafter, dtype) as llm:
         requests = choose_requests(llm, length)[: setting.pick(None, 4)]
@@ -86,7 +86,7 @@ def check(
 
 
 def open_llm(model: str, drafter: tuple[str | None, str | None], dtype: str) -> LLM:
-    """Open an engine with one shape each for rounds, chunks and prompts."""
+    """Open an engine with one shape for rounds and one shape for chunks of prompts."""
     method, checkpoint = drafter
     speculative = None
     if method:
@@ -110,7 +110,10 @@ def open_llm(model: str, drafter: tuple[str | None, str | None], dtype: str) -> 
 
 
 def choose_requests(llm: LLM, max_tokens: int) -> list[Request]:
-    """Return the first questions that are short enough, every second one at a temperature."""
+    """Return requests for the first questions that are short enough.
+
+    Every second request has a temperature; the others are greedy.
+    """
     prompts = tokenize(read_questions(), llm.tokenizer)
     short = [prompt for prompt in prompts if len(prompt) <= MAX_PROMPT][:NUM_REQUESTS]
     given = {"max_tokens": max_tokens, "max_model_len": MAX_PROMPT + MAX_TOKENS, "seed": 0}
@@ -122,7 +125,7 @@ def choose_requests(llm: LLM, max_tokens: int) -> list[Request]:
 
 
 def main() -> None:
-    """Write the tokens of every model."""
+    """Compute the tokens of every model without drafts, and write them to the file."""
     found = {}
     for model in DRAFTERS:
         with open_llm(model, (None, None), "float32") as llm:

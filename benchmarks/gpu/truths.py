@@ -1,7 +1,8 @@
-"""The kernels' equations in float64 by NumPy: one function each, for the operands of one call.
+"""Computes the kernels' equations in float64 by NumPy: one function per kernel.
 
-Written from the equations in `pallas_kernels`, a request, a row or a token at a time. Results are
-in a kernel's order, with counts and a bound for kernels that keep a set.
+A function takes the operands of one call. It follows the equations in `pallas_kernels`, for one
+request, row or token at a time. Results are in the kernel's order. For a kernel that keeps a set of
+logits, the results are the size of the set and its lowest logit.
 """
 
 import math
@@ -22,7 +23,7 @@ def f64(x: Any) -> Array:
 
 
 def softmax(x: Array, sinks: Array | None = None) -> tuple[Array, Array]:
-    """Return weights along the last axis, and the log of their denominator."""
+    """Return the softmax along the last axis, and the logarithm of its denominator."""
     most = x.max(-1, keepdims=True)
     total = np.exp(x - most).sum(-1, keepdims=True)
     if sinks is not None:
@@ -36,7 +37,7 @@ def silu(x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Return RMSNorm along the last axis."""
+    """Return the RMSNorm of x along the last axis."""
     return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
 
 
@@ -52,7 +53,7 @@ def paged_attention(
     kv_scale: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return the output [B, T, H, D], and the log-sum-exp of scores [B, T, H]."""
+    """Return the attention's output [B, T, H, D], and the log-sum-exp [B, T, H] of its scores."""
     pages, q = np.asarray(kv)[0], f64(q)
     batch, _, num_heads, dim = q.shape
     group = num_heads // kv.shape[4]
@@ -77,7 +78,10 @@ def paged_attention(
 
 
 def latent_attention(q: Array, pool: Array, table: Array, positions: Array, rank: int) -> Array:
-    """Return mixed latents [B, T, H, rank], with scores divided by the root of their width."""
+    """Return the attention's output [B, T, H, rank].
+
+    Scores are divided by the square root of the queries' width.
+    """
     pages, q = np.asarray(pool)[0], f64(q)
     out = np.zeros((*q.shape[:3], rank))
     for b, rows in enumerate(positions):
@@ -92,7 +96,7 @@ def latent_attention(q: Array, pool: Array, table: Array, positions: Array, rank
 def rope_write(
     qkv: Array, angles: Any, kv: Array, layer: int, table: Array, positions: Array, num_heads: int
 ) -> tuple[Array, Array]:
-    """Return the pool and rotated queries."""
+    """Return the pool after the write, and the rotated queries."""
     pool, dim, page_size = f64(kv), kv.shape[5], kv.shape[2]
     heads = f64(qkv).reshape(*positions.shape, -1, dim)
     cos, sin = (f64(x)[:, :, None] for x in angles)
@@ -108,7 +112,7 @@ def rope_write(
 
 
 def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Array:
-    """Return products of rows, sorted by group."""
+    """Return the products of rows and their group's weights, sorted by group."""
     rows, ends = f64(x)[sources], np.cumsum(sizes)
     parts = [
         rows[end - size : end] @ f64(weights[g])
@@ -120,11 +124,11 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Ar
 def route(
     logits: Array, num_chosen: int, rule: Rule, correction: Array | None, is_padding: Array
 ) -> tuple[Array, ...]:
-    """Return weights, experts, and the entries, rows and sizes of experts."""
+    """Return each row's weights and experts, and the entries, rows and sizes by expert."""
     x = f64(logits)
     scores = 1 / (1 + np.exp(-x)) if rule.is_sigmoid else softmax(x)[0]
     ranked = scores + f64(correction) if correction is not None else x
-    experts = np.argsort(-ranked, axis=1, kind="stable")[:, :num_chosen]  # the lower one first
+    experts = np.argsort(-ranked, axis=1, kind="stable")[:, :num_chosen]  # ties: lower first
     weights = np.take_along_axis(scores, experts, axis=1)
     if rule.normalises:
         weights = weights / weights.sum(1, keepdims=True)
@@ -152,7 +156,7 @@ def truncate(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> t
 def draw_tokens(
     logits: Array, temperature: Array, seeds: Array, places: Array, ids: Any, vocab_size: int
 ) -> Array:
-    """Return tokens, by noise from threefry's random bits."""
+    """Return the drawn tokens. Their noise comes from threefry's random bits."""
     random_keys, drawn = keys(seeds, 0, (places,)), []
     for row, key, t in zip(f64(logits), random_keys, f64(temperature), strict=True):
         if t > 0:
@@ -166,7 +170,10 @@ def draw_tokens(
 
 
 def delta_rule(x: Array, weights: Any, heads: Heads, eps: float) -> tuple[Array, Array]:
-    """Return outputs [n, H_v, D_v] of a request's tokens, and the n + 1 states between."""
+    """Return the outputs [n, H_v, D_v] of a request's n tokens, and the states.
+
+    The n + 1 states are the states before and after each token.
+    """
     num_keys, num_values, key_dim, value_dim = heads
     conv, log_decay, decay_bias, norm = map(f64, weights)
     inner = num_values * value_dim

@@ -1,4 +1,4 @@
-"""Costs on a card that a CPU does not have: step times while something else happens."""
+"""Measures how much steps are delayed by other events, where a card differs from a CPU."""
 
 import itertools
 import os
@@ -24,9 +24,10 @@ NUM_STEPS = 20
 
 
 def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Count XLA's graph updates during some steps, which the case's environment makes XLA log.
+    """Count XLA's updates of CUDA graphs during some steps.
 
-    A graph is recorded again, with all its kernels, when the address of an array has changed.
+    The case's environment makes XLA log the updates. A graph is recorded again, with all its
+    kernels, when the address of an array has changed.
     """
     models, ks = make_models(MODEL, setting), setting.pick(KS, (1,))
     policy = Chosen(ks)
@@ -38,7 +39,7 @@ def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
             vocab_size, output = engine.target.vocab_size, engine.config.max_model_len // 2
             for request in make_requests(1, vocab_size, setting.pick(output, 8), setting):
                 engine.add(request)
-            for _ in range(3):  # the prompt, and steps that touch memory
+            for _ in range(3):  # the prompt, and steps that touch memory for the first time
                 engine.step()
             with _said() as lines:
                 times = _times(engine, lambda: None, setting.pick(NUM_STEPS, 3))
@@ -61,9 +62,10 @@ def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _said() -> Iterator[list[str]]:
-    """Collect XLA's lines about graphs from standard error; the list is filled in at the end.
+    """Collect XLA's lines about graphs from standard error.
 
-    C++ writes to the descriptor itself.
+    The yielded list is filled when the block ends. The descriptor is replaced, because XLA's C++
+    code does not write to `sys.stderr`.
     """
     lines: list[str] = []
     with tempfile.TemporaryFile("w+", errors="replace") as file:
@@ -114,12 +116,14 @@ def measure_compiling(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def measure_arrivals(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Time a full batch in which about one request ends per step and another one's prompt arrives,
-    with chunks and rounds in separate programs, and in one."""
+    """Time steps of a full batch in which about one request ends and another arrives per step.
+
+    Chunks of prompts and rounds run first in separate programs, and then joined in one program.
+    """
     batch, most = setting.pick((64, 300), (2, 8))
     models, ks = make_models(MODEL, setting), setting.pick(KS, (1,))
     policy = Chosen(ks)
-    rows, width = setting.pick((16, 128), (4, 16))  # all prompts at first, then one at a time
+    rows, width = setting.pick((16, 128), (4, 16))  # at first, all prompts come at once
     shapes = (1, width), (rows, width)
     engine = make_engine(
         models, batch, policy, RATES[:3], setting, room=batch, prefill_shapes=shapes
@@ -161,7 +165,7 @@ def measure_arrivals(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _joined(engine: Engine, k: int) -> Joined:
-    """Return the program of a chunk and a round of a full batch."""
+    """Return the key of the program that joins a chunk of one prompt and a full batch's round."""
     ready = engine.programs.ready
     begin = next(key for key in ready if isinstance(key, Begin) and key.batch == 1)
     decode = next(key for key in ready if isinstance(key, Decode) and key.k == k)
@@ -169,8 +173,10 @@ def _joined(engine: Engine, k: int) -> Joined:
 
 
 def _arrivals(engine: Engine, k: int, setting: Setting) -> Callable[[], None]:
-    """Return a function that adds a request if there is room. Each runs for about as many steps as
-    there are requests, so that about one arrives each step."""
+    """Return a function that adds a request if the batch is not full.
+
+    Each request runs for about `max_num_seqs` steps, so that about one request arrives per step.
+    """
     batch, names = engine.config.max_num_seqs, itertools.count()
     output = setting.pick(round(batch * (1 + sum(RATES[:k]))), 4)
 
@@ -188,7 +194,7 @@ def _times(
     most: int,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, float]:
-    """Return milliseconds of up to `most` steps, each after a call of `before`."""
+    """Return the milliseconds of up to `most` steps. `before` is called before each step."""
     times = []
     while len(times) < most and (goes_on() or not times):
         before()

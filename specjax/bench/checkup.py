@@ -37,7 +37,7 @@ from specjax.train.context import CausalRows
 
 NUM_PLACES = 32  # number of places per text at which drafts are made
 PAGE_SIZE, LENGTHS = 16, 128  # texts are padded to multiples of LENGTHS, to compile few programs
-SHIFTS = -2, -1, 1, 2  # of auxiliary layers: 1 is another counting convention, 2 is one further
+SHIFTS = -2, -1, 1, 2  # shifts of auxiliary layers to try; conventions of counting differ by 1
 # A trial is clearly better if its acceptance length or its overlap is higher by at least this
 # difference, and by this number of standard errors. Unpaired trials, which ran on other texts, need
 # more standard errors.
@@ -53,7 +53,7 @@ class Text(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A drafter, and the inputs that it gets."""
+    """A drafter, and the inputs that it gets in the trial."""
 
     name: str
     drafter: Drafter
@@ -89,7 +89,7 @@ class Tally(NamedTuple):
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
         """Return whether `other` is better by more than chance.
 
-        `is_paired` means that both tallies have the same places.
+        `is_paired` tells whether both tallies have the same places.
         """
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
@@ -108,8 +108,8 @@ class Tally(NamedTuple):
 class Checkup(NamedTuple):
     """The tallies of a drafter and of its trials, and the faults found."""
 
-    reference: Tally  # of the drafter as it is
-    tried: dict[str, Tally]  # of each trial, by name
+    reference: Tally  # the tally of the unchanged drafter
+    tried: dict[str, Tally]  # the tallies of the trials, by name
     faults: list[str]
 
 
@@ -182,7 +182,7 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield the trials that differ from `own`, the unchanged drafter."""
+    """Yield trials, each with one change to `own`, which is the trial of the unchanged drafter."""
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
         if min(layers) >= 0 and max(layers) <= target.num_layers:
@@ -194,7 +194,7 @@ def alternatives(
         yield own._replace(name=f"features of the row {where}", shift=shift, fault=fault)
     drafter: Any = own.drafter
     head = getattr(drafter, "head", None)
-    mask = getattr(head, "mask_token_id", None)  # of heads that do not recycle their state
+    mask = getattr(head, "mask_token_id", None)  # None for heads that recycle their state
     if mask is None and hasattr(head, "recycle_normed"):
         yield _other_recycling(own, drafter)
     for token in mask_ids if mask is not None else ():

@@ -1,4 +1,4 @@
-"""Measures plain decoding, then each drafter. An interrupt keeps the results so far."""
+"""Measures plain decoding, then each drafter. If it is interrupted, it keeps the results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class BenchRun:
         self.figures: list[Figures] = []
         self.is_interrupted = False
         self._load, self._start = load_now(), time.perf_counter()
-        self._spans: list[CpuTime] = []  # of rounds
+        self._spans: list[CpuTime] = []  # CPU times of the rounds
         self._measuring_seconds = 0.0
         self._num_rounds = 0
         self._engines: dict[str, Engine] = {}
@@ -79,7 +79,10 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations in turn with plain decoding. An interrupt keeps the figures."""
+        """Measure configurations and plain decoding in turn.
+
+        If the measurement is interrupted, the figures so far are kept.
+        """
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:
@@ -175,7 +178,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load plain decoding or a drafter, and compile every step of the measurement."""
+    """Load an `LLM` without or with a drafter, and compile every step of the measurement."""
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),

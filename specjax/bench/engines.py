@@ -1,4 +1,4 @@
-"""Opens two engines for measuring policies, with and without a drafter.
+"""Opens two engines for measuring policies: one with a drafter, and one without.
 
 Both engines share the target's weights.
 """
@@ -22,7 +22,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.drafters import parse_drafter
 from specjax.text.tokenizer import load_tokenizer
 
-# Prefill is not timed. With small chunks few programs suffice, and a batch starts together.
+# Small chunks need few programs, and their slowness does not matter, as prefill is not timed.
 _PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512
 
 
@@ -75,7 +75,7 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests, which repeat prompts if there are too few.
+        """Return `batch_size` requests, which repeat prompts if there are too few prompts.
 
         The requests ignore EOS, so that batches stay full.
         """

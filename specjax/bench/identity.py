@@ -51,7 +51,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores a request's next token as sampling does, by one forward pass over all its tokens."""
+    """Computes the scores from which sampling picks a request's next token.
+
+    One forward pass runs over all tokens of the request.
+    """
 
     engine: Engine
 

@@ -66,10 +66,10 @@ class CpuTime:
 
 
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
-    """Return the time that threads ran, divided by the time that they asked for; None if unknown.
+    """Return the time that threads ran, divided by the time that they ran or waited.
 
-    Threads ask for a processor while they run or wait. They can ask for at most `num_cpus`
-    processors at a time, because further threads wait for each other.
+    The divisor counts at most `num_cpus` processors at a time, because further threads wait for
+    each other. Return None if the times are unknown.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
@@ -97,8 +97,8 @@ class Machine:
     def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
         """Check the machine after a measurement.
 
-        `load` is the load that was read before the measurement. `spans` are the times of its
-        rounds.
+        `load` is the load that was read before the measurement. `spans` are the CPU times of the
+        measurement's rounds.
         """
         cpus = num_cpus()
         return cls(
@@ -126,7 +126,7 @@ class Machine:
 
     @property
     def line(self) -> str | None:
-        """A sentence that lists the doubts; None without doubts."""
+        """A sentence that lists the doubts; None if there are no doubts."""
         if not self.doubts:
             return None
         return (

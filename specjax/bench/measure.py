@@ -122,8 +122,8 @@ def measure(
 ) -> Iterator[Round]:
     """Run one round per batch, and yield its runs.
 
-    Each round begins with another configuration than the round before it. `engines` holds the
-    engine of each method.
+    Successive rounds begin with different configurations. `engines` holds the engine of each
+    method.
     """
     for i, requests in enumerate(batches):
         first, runs = i % len(configurations), {}

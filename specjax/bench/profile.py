@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     """Measure every K at every batch size, in turn, for the setup's number of rounds.
 
-    `is_online` is stored in the profile.
+    `is_online` becomes the field `is_online` of the profile.
     """
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()

@@ -50,8 +50,8 @@ class Figures:
         num_differing: number of prompts whose output tokens differ from plain decoding's.
         repeated_8gram_share: fraction of 8-grams that occurred earlier in the same output.
         num_low_repeat: number of outputs whose fraction of repeated 8-grams is below LOW_REPEAT.
-        mean_acceptance_length_low_repeat: mean acceptance length of these outputs; None if there
-            are none, or if the batch size is above 1.
+        mean_acceptance_length_low_repeat: mean acceptance length of the outputs that
+            `num_low_repeat` counts; None if there are none, or if the batch size is above 1.
     """
 
     configuration: str
@@ -165,7 +165,7 @@ def identity_line(figures: Sequence[Figures]) -> str | None:
     """Return the line that says whether outputs are identical to plain decoding's outputs.
 
     Return None if only plain decoding was measured. The line counts the prompts that every row of
-    the table has run. After an interrupt these are fewer.
+    the table has run. After an interrupt, some prompts may not count.
     """
     if len(figures) == 1:
         return None
@@ -178,7 +178,7 @@ def identity_line(figures: Sequence[Figures]) -> str | None:
 
 
 def repetition_line(figures: Sequence[Figures]) -> str:
-    """Return the line on repetition, which may inflate acceptance lengths."""
+    """Return a line of text about repetition in outputs, which may inflate acceptance lengths."""
     plain = figures[0]
     num_high = plain.num_outputs - plain.num_low_repeat
     line = (
@@ -191,10 +191,10 @@ def repetition_line(figures: Sequence[Figures]) -> str:
 
 
 def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> str | None:
-    """Return the line on the cost and the gain of a round, here and on an H100.
+    """Return a line of text about the cost and the gain of a round, here and on an H100.
 
     Return None if no configuration has drafts. The line describes K = 3 if it was measured, else
-    the smallest K, with the drafter that gains most.
+    the smallest K. Of the drafters with this K, it describes the drafter that gains most.
     """
     drafted = [f for f in figures if f.k]
     if not drafted:
@@ -248,11 +248,11 @@ def cells(figures: Figures) -> tuple[str, ...]:
 
 
 class TextTable:
-    """Formats the table as lines of text, which can be printed one by one."""
+    """Formats a table of figures as lines of text, which can be printed one by one."""
 
     def __init__(self, names: Sequence[str]):
         """`names` are the names of all rows, including rows that are not measured yet."""
-        # A word that continues on the second line, like "tokens/s", has no space there.
+        # A word that is split between the two lines, like "tokens/s", is joined without a space.
         header = [re.sub(r"\n(?=/)|^\n", "", name).replace("\n", " ") for name in _HEADER]
         figures = ("9999", "9999", "9.99", "9.99-9.99", "999.99", "9.99", "9.99", "")
         pairs = zip(header[1:], figures, strict=True)

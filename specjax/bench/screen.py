@@ -40,7 +40,10 @@ class Screen:
 
 
 class Lines(Screen):
-    """Prints rows to `stream`, unless it is None, and the current work to `log`, line by line."""
+    """Prints rows to `stream`, and the current work to `log`, line by line.
+
+    If `stream` is None, rows are not printed.
+    """
 
     def __init__(self, names: Sequence[str], stream: TextIO | None, log: Logger):
         """`names` are the names of all rows that will be shown."""

@@ -82,7 +82,7 @@ class BenchSettings:
         """
         if method == PLAIN:
             return None
-        # Each K is measured separately, but a table compiles the rounds of all Ks at once.
+        # Each K is measured separately. The table makes the engine compile the rounds of all Ks.
         table = [(size, size, k) for size, k in enumerate(self.ks, start=1)]
         return SpeculativeConfig(
             method=method,

@@ -72,7 +72,7 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     for seed in seeds:
         # This random stream is a separate one, because `simulate` uses `seed` itself.
         workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
-        policy = make_policy(settings.policy, profile, batches)  # without learned state
+        policy = make_policy(settings.policy, profile, batches)  # has learned nothing
         ran.append(simulate(world, workload, policy, seed))
         ideal.append(simulate(world, workload, None, seed))
     ratios = [a.makespan_ms / b.makespan_ms for a, b in zip(ran, ideal, strict=True)]

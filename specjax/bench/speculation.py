@@ -18,7 +18,7 @@ from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.writing import check_writable
 from specjax.serving.drafters import parse_drafter
 
-FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # by default, and with --full
+FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually and with --full; prompts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,8 +83,8 @@ def read_drafters(
 ) -> dict[str, str | None]:
     """Return the checkpoint of each drafting method; None for methods without a checkpoint.
 
-    `given` holds the values of --drafter. Without them, return the drafters of a demo model: all if
-    `takes_all`, else the usual drafter.
+    `given` holds the values of --drafter. If it is None, return drafters of the demo model `model`:
+    all drafters if `takes_all`, else only the usual drafter.
     """
     if not given and (takes_all or model not in DRAFTERS):
         return dict(DRAFTERS.get(model, {}))

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows, header first, as aligned lines. All columns but the first are right-aligned."""
+    """Return a table as aligned lines of text. The first row is the header.
+
+    All columns but the first are right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

@@ -42,7 +42,7 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> jax.Array:
-        """Return the product, computed on JAX's default device, which is faster than the host."""
+        """Return the product. JAX's default device computes it, which is faster than the host."""
         return _multiply(self.weight.read(), self.scales.read(), self.block, self.dtype)
 
 

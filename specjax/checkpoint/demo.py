@@ -1,8 +1,7 @@
 """Locations of the demo checkpoints.
 
-The wheel contains TARGET and its EAGLE-3 head. The folder `checkpoints` of a checkout has all demo
-checkpoints. This folder is also the package specjax-demos, which has the demos that the wheel
-lacks.
+The wheel contains TARGET and its EAGLE-3 head. All demo checkpoints are in the folder `checkpoints`
+of a source checkout. The package specjax-demos contains the same folder, for users of the wheel.
 """
 
 from importlib.util import find_spec

@@ -1,9 +1,9 @@
 """Divides the arrays of a model over devices, tensor by tensor of its checkpoint.
 
 The model of one device has fewer heads, inner columns and tokens than the whole model, so that its
-specs describe smaller arrays. An axis of a file tensor consists of sections, such as the rows of q, k and
-v. The name of a section (see `TensorSpec.cuts`) selects a `Share`, which defines the part of the
-section that each device takes.
+specs describe smaller arrays. An axis of a file tensor consists of sections, such as the rows of q,
+k and v. The name of a section (see `TensorSpec.cuts`) selects a `Share`, which defines the part of
+the section that each device takes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

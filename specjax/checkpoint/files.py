@@ -66,7 +66,7 @@ class TensorFiles:
 
 
 def open_checkpoint(folder: Path) -> TensorFiles:
-    """Open the weights of `folder`: check sizes and tables, without reading tensors.
+    """Open the weights of `folder`. File sizes and tables are checked, but no tensor is read.
 
     Raises CheckpointError if there are no weights, or a file is missing or damaged.
     """
@@ -87,7 +87,7 @@ def open_file(path: Path) -> TensorFiles:
 
 
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """Return the weight files of a folder, each with the names of its tensors in the index.
+    """Return the weight files of a folder, each with the tensor names that the index lists for it.
 
     The names are None if there is no index. Raises CheckpointError if there are no files, or if the
     index names a file that does not exist.

@@ -1,4 +1,4 @@
-"""Checks arrays for NaN and infinity, and reads each array only once."""
+"""Checks arrays for NaN and infinity. Each array is read only once."""
 
 import math
 from typing import Any

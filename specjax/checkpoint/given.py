@@ -15,7 +15,7 @@ from jax.experimental.layout import Format, Layout
 
 
 def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
-    """Return an array of any library as a JAX or NumPy array, without a copy where possible.
+    """Return an array of any library as a JAX or NumPy array. It is copied only if necessary.
 
     Arrays traced by JAX are returned unchanged.
 
@@ -78,7 +78,7 @@ def _problem(array: Any) -> str | None:
 
 
 def _problem_of_torch(tensor: Any) -> str | None:
-    """Return the problem of a torch tensor, as `_problem` does."""
+    """Return why a torch tensor's values cannot be read, and a remedy; None if they can be read."""
     if hasattr(tensor, "full_tensor"):
         return "is split over processes (a DTensor); pass its full_tensor()"
     if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):
@@ -106,12 +106,12 @@ def _read(array: Any) -> jax.Array | np.ndarray:
 
 
 def _in_row_order(array: Any) -> jax.Array:
-    """Return the array in row-major memory; copy an array with another layout.
+    """Return the array in row-major memory. An array with another layout is copied.
 
-    For example, a transposed view has another layout. `jax.device_put(may_alias=False)` copies
-    other layouts wrongly (jax 0.10.2, CPU).
+    For example, a transposed view has another layout. `jax.device_put(may_alias=False)` would copy
+    such an array wrongly (jax 0.10.2, CPU).
     """
     layout, order = array.format.layout, tuple(range(array.ndim))
-    if layout is None or layout.major_to_minor == order:  # None: the array was deleted
+    if layout is None or layout.major_to_minor == order:  # the layout of a deleted array is None
         return array
     return jax.device_put(array, Format(Layout(order), array.sharding))

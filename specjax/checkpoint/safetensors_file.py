@@ -63,7 +63,8 @@ def write(
 ) -> None:
     """Write a file with the dtypes and shapes of `layout`.
 
-    `tensors` must yield each name of `layout` once, in any order; they are written one by one.
+    `tensors` must yield one pair (name, tensor) for each name of `layout`, in any order. They
+    are written one at a time.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0

@@ -18,24 +18,26 @@ Sections = tuple[tuple[str | None, int], ...]  # names and numbers of rows
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An engine array: file tensors that are concatenated along their first axis, then transposed.
+    """Describes how an engine array is built from tensors of a file.
 
-    Checkpoints store projections as [out, in]; the engine uses [in, out], and merges projections
-    with the same input.
+    The tensors are concatenated along their first axis, and the result may be transposed, because
+    checkpoints store projections as [out, in], and the engine uses [in, out]. The engine merges
+    projections with the same input.
 
     Attributes:
         names: the names of the file tensors.
         file_shapes: the shapes of the file tensors.
         transpose: whether to swap the last two axes.
-        interleaved: () if the file tensors have the engine's order of rows. Else, for each tensor,
-            the number of rows of each part; parts alternate in the tensor, one group of parts per
-            head. The engine has all rows of the first part, then all rows of the second, and so on.
-            () for a tensor that has the engine's order.
+        interleaved: for each tensor whose rows must be reordered, the sizes of a head's parts, in
+            rows. In the file, all parts of head 0 precede all parts of head 1, and so on. In the
+            engine's array, the first parts of all heads precede the second parts of all heads, and
+            so on. A tensor in the engine's order has () here; () instead of the whole tuple means
+            that all tensors have the engine's order.
         num_stacked: the number of equal groups of tensors, such as experts, that are stacked along
             a new leading axis; 0 without such an axis.
         is_squeezed: whether to drop the second axis, which has size one.
         dtype: the fixed dtype of the array; None for the model's dtype.
-        fill: the initial value for training; None for random matrices and for norms of one.
+        fill: the initial value for training. If None, matrices are random, and norms are one.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
         cuts: for each file tensor, the axis that may be divided over devices, and its sections:
@@ -125,7 +127,7 @@ class TensorSpec:
 
 
 def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Reorder rows in which parts of these sizes alternate, so that each part is contiguous."""
+    """Reorder the rows of a file tensor to the engine's order; see `TensorSpec.interleaved`."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
@@ -134,7 +136,7 @@ def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-    """Invert `_regroup`."""
+    """Reorder rows of the engine's order to the file's order. Inverse of `_regroup`."""
     if not sizes:
         return x
     num_groups = len(x) // sum(sizes)
@@ -153,12 +155,14 @@ def projection(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the spec that merges projections [out, in] of the same input to [in, sum of outs].
+    """Return the spec of projections [out, in] that are merged into an array [in, sum of outs].
+
+    All projections have the same input.
 
     Args:
-        interleaved: by tensor name, the sizes of the parts whose rows alternate in the file.
+        interleaved: a mapping from a tensor's name to the sizes of a head's parts.
         rows: the name of the input axis, if it may be divided over devices.
-        columns: the name of all outputs, or the sections of the merged output.
+        columns: the name of all outputs, or the sections of the merged outputs.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
     shapes = tuple((n, num_in) for n in num_outs)
@@ -225,7 +229,7 @@ def experts(
     rows: str | None = None,
     columns: str | None = None,
 ) -> Any:
-    """Return the spec of all experts' merged projections, stacked to [experts, in, sum of outs].
+    """Return the spec of an array [experts, in, sum of outs]: one merged projection per expert.
 
     `rows` and `columns` name an axis that may be divided, as for `projection`.
     """

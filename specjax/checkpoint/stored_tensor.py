@@ -1,4 +1,4 @@
-"""The location of a tensor in a file, common to both file formats."""
+"""Reads tensors at known locations in files. Both file formats use this module."""
 
 from dataclasses import dataclass
 from pathlib import Path

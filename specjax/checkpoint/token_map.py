@@ -24,7 +24,7 @@ class TokenTexts:
     def below(self, vocab_size: int) -> Mapping[str, int]:
         """Return the lowest id of each text among the ids below `vocab_size`.
 
-        A model has logits for these ids.
+        A model with this vocabulary size has logits only for these ids.
         """
         ids = sorted((id for id in self.texts if id < vocab_size), reverse=True)
         return {self.texts[id]: id for id in ids}
@@ -63,8 +63,8 @@ def read_texts(folder: Path) -> TokenTexts | None:
 def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None:
     """Return the map from a target's tokens to a drafter's tokens.
 
-    Return None if every id means the same token in both. This is so if the sizes are equal, and the
-    tokenizers are equal or one of them is missing.
+    Return None if every id means the same token in both vocabularies. This is assumed if the sizes
+    are equal, and the tokenizers are equal or a tokenizer is missing.
 
     Args:
         folders: the checkpoint folders of the target and the drafter.

@@ -17,7 +17,7 @@ CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"  # from older versions of transformers, like ADDED_TOKENS
 ADDED_TOKENS = "added_tokens.json"
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-FLAGS = "add_bos_token", "add_eos_token"  # for tokenizers without a tokenizer.json
+FLAGS = "add_bos_token", "add_eos_token"  # fields that matter only without a tokenizer.json
 
 
 class StoredTokenizer(NamedTuple):
@@ -93,7 +93,7 @@ def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are special tokens, such as bos_token or image_token."""
+    """Return the config's fields that hold special tokens, such as bos_token or image_token."""
     fields = {
         name: value
         for name, value in config.items()

@@ -1,8 +1,9 @@
 """Reads torch's `.bin` format, without torch and without running code from the pickle.
 
 Such a file is a zip of uncompressed storages and a pickle that describes tensors in the storages.
-The pickle may use four kinds of names; they are replaced here by objects that only record
-arguments. All tensors are checked against their storages first, and are later read one at a time.
+A pickle names the Python objects that it needs. Four kinds of names are allowed here. They are
+replaced by objects that only record their arguments. All tensors are checked against their storages
+first, and are later read one at a time.
 """
 
 import io
@@ -80,7 +81,7 @@ class _Storage(NamedTuple):
 
 class _View(NamedTuple):
     storage: _Storage
-    offset: int  # number of elements before the first
+    offset: int  # number of elements of the storage before the first element
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -89,7 +90,7 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler that builds dicts of `_View`s.
 
     `find_class` returns only immutable objects (strings, a C class, bound methods), because a
-    pickle may set attributes on them.
+    pickle may set attributes of the objects that it gets.
     """
 
     def __init__(self, path: Path, stream: io.BytesIO):

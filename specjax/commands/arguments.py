@@ -1,4 +1,7 @@
-"""Declares arguments that several commands share. Imports nothing slow."""
+"""Declares arguments that several commands share.
+
+This module imports nothing slow, so that help is instant.
+"""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """Runs `specjax info --check`, which looks for faults of a drafter.
 
-The command measures the drafter's acceptance on answers of the drafter's target.
+The command measures the drafter's acceptance on answers that its target generates.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return the functions, by name, that turn a text into a prompt. The first is the default."""
+    """Return functions that turn a text into a prompt, by the form's name, default first."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 
@@ -112,7 +112,7 @@ def read_forms(tokenizer: ChatTokenizer) -> Forms:
 
 
 def read_masks(tokenizer: ChatTokenizer) -> list[int]:
-    """Return the ids of special tokens, among which a drafter's right mask token may be."""
+    """Return the ids of special tokens. One of them may be the right mask token of a drafter."""
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     return sorted(token for token, entry in added.items() if entry.special)[:MAX_MASKS]
 
@@ -133,7 +133,8 @@ def check_served(
 ) -> dict[str, Any]:
     """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
 
-    The report has the figures of serving, of a reference and of trials, and the faults.
+    The report has figures from three sources (serving, the reference and the trials), and a list
+    of the faults that were found.
     """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)
@@ -177,7 +178,7 @@ def check_served(
 def as_figures(tally: Tally) -> dict[str, float]:
     """Return the acceptance length, and the overlap at the first draft.
 
-    This is the mean overlap of the drafter's and the target's distributions of the first draft.
+    The overlap compares the drafter's and the target's distributions, and is a mean over places.
     """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 

@@ -1,4 +1,7 @@
-"""Declares the arguments of `specjax info --compile`. Imports nothing slow."""
+"""Declares the arguments of `specjax info --compile`.
+
+This module imports nothing slow, so that help is instant.
+"""
 
 import argparse
 

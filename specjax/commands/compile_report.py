@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     request = read_request(args)
     (report,) = compile_steps([request], resources=args.resources)
     if args.json:
-        # Without this machine's devices, because nothing runs on them.
+        # Do not report this machine's devices, because nothing runs on them.
         print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
     else:
         print("\n".join(as_lines(report)))

@@ -174,7 +174,7 @@ class Needs:
         return min(longest, num * self.page_size)
 
     def largest_batch(self, num_tokens: int, num_bytes: int) -> int:
-        """Return how many requests of `num_tokens` fit in `num_bytes` next to the weights."""
+        """Return how many requests of `num_tokens` tokens fit in `num_bytes` with the weights."""
         return max(0, (num_bytes - self.weights) // self.request(num_tokens))
 
 
@@ -187,7 +187,7 @@ class Described:
     drafter_params: Any  # arrays or their shapes
     num_drafts: int
     page_size: int
-    windows: tuple[int, ...]  # sizes in tokens, of layers with separate pages
+    windows: tuple[int, ...]  # sizes, in tokens, of windows with separate pages
 
     def slot(self, dtype: str) -> dict[str, int] | None:
         """Return the bytes per request that the target keeps outside pages, by part.
@@ -220,18 +220,18 @@ class Described:
         )
 
     def needs(self, dtype: str) -> Needs:
-        """Return the memory needs with one recurrent state per request.
+        """Return the memory that is needed with one recurrent state per request.
 
-        The state is advanced one round later.
+        An accepted token advances the state in the next round.
         """
         own, drafter = self.caches(dtype)
         weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the memory needs with K + 1 snapshots per request instead of one state.
+        """Return the memory that is needed with K + 1 snapshots per request instead of one state.
 
-        There is one snapshot after each token of a round. Return None if the target is not
+        The snapshots are the states after each token of a round. Return None if the target is not
         recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
@@ -318,7 +318,7 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
 
 def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
-    """Return the values that "auto" and None have on this device, and the reasons for them."""
+    """Return the values to which this device resolves "auto" and None, with the reasons."""
     return {
         "dtype": dtype.name,
         "dtype_reason": dtype.reason,
@@ -351,9 +351,9 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 def describe_gpu(
     setup: Described, config: EngineConfig, gpu: GPU, num_devices: int
 ) -> dict[str, Any]:
-    """Return what fits in bf16 on `num_devices` GPUs of a kind.
+    """Return the longest request and the largest batches that fit in bf16 on `num_devices` GPUs.
 
-    This is the length of the longest request, and the maximum number of requests by their length.
+    The largest batches are numbers of requests, for several lengths of a request.
     """
     needs = setup.needs("bfloat16")
     snapshots = setup.needs_with_snapshots("bfloat16")

@@ -34,7 +34,7 @@ def answer(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report as lines of text. The answer is followed by one section per key."""
+    """Yield the report as lines of text: the main results, then one section per key."""
     yield from (f"{name:10}{text}" for name, text in report["answer"].items())
     yield ""
     for section, values in report.items():

@@ -12,7 +12,9 @@ def read_speculation(
 ) -> dict[str, Any] | None:
     """Return the `speculative_config` of an `LLM`, or None for plain decoding.
 
-    With `takes_shapes`, the drafter is OWN_SHAPE by default for methods that need a shape.
+    Args:
+        takes_shapes: whether the drafter may be the shape OWN_SHAPE instead of a checkpoint. It is
+            then the default for methods that need a shape.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -1,4 +1,7 @@
-"""Declares the arguments of `specjax train`. Imports nothing slow, so that help is instant."""
+"""Declares the arguments of `specjax train`.
+
+This module imports nothing slow, so that help is instant.
+"""
 
 import argparse
 from pathlib import Path

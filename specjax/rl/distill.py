@@ -42,8 +42,8 @@ class RefitReport(NamedTuple):
 class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
-    If the engine's drafter was replaced by other means, `refit` and `save` continue from the new
-    drafter. They then use its weights, a new optimiser state, and the same step count.
+    If the drafter was replaced by other means than this class, `refit` and `save` continue from the
+    new drafter. They then use its weights, a new optimiser state, and the same step count.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
@@ -102,7 +102,7 @@ class OnlineDistiller:
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
         """Train on the target's features of these rollouts, and update the engine's drafter.
 
-        The rollouts in memory are trained on, too; the current target recomputes their features.
+        The rollouts in memory are also used. The current target recomputes their features.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
@@ -209,12 +209,12 @@ class OnlineDistiller:
         trainable, _ = split_frozen(self._engine.params.drafter)
         # Copies, because the engine replaces its arrays.
         trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trainable)
-        # Committed and uncommitted arrays would compile the step twice.
+        # If some arrays were committed and others not, the step would be compiled twice.
         place = jax.tree.leaves(trainable)[0].sharding
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter, unless it is the drafter that was published last."""
+        """Continue from the engine's drafter if it was replaced by other means than this object."""
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
             # The optimiser's state belongs to other weights.
@@ -267,7 +267,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON facts.
+    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON items.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

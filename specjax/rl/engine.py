@@ -135,7 +135,7 @@ class RolloutEngine:
         *,
         label: Hashable = None,
     ) -> RolloutBatch:
-        """Generate n samples per prompt. The samples of a prompt share its cache pages.
+        """Generate `n` samples of each prompt, which share the cache pages of the prompt.
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
@@ -146,7 +146,7 @@ class RolloutEngine:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
-            label: a name for the call, which `abort` accepts.
+            label: a name for the call, by which `abort` can end it.
 
         Raises:
             ValueError: a prompt or parameter is not supported; raised before generation.
@@ -171,7 +171,7 @@ class RolloutEngine:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
         Generation starts with the first iteration; leaving the iteration aborts the remaining
-        rollouts. Other methods, including `abort` and `update_weights`, may be called during it.
+        rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
         """
         starts = self._make(prompts, sampling_params)
         return (rollout for _, rollout in self._loop.run(starts, label))
@@ -205,7 +205,7 @@ class RolloutEngine:
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
-            ValueError: tokens are outside the vocabulary, or too many; raised before scoring.
+            ValueError: there are too many tokens or unknown tokens; raised before scoring.
             RuntimeError: the device failed.
         """
         requests = self._make_scored(samples, sampling_params, features)
@@ -244,12 +244,12 @@ class RolloutEngine:
         arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`; nested mappings or an nnx.State with the same
-                paths; a mapping from Hugging Face names to arrays, or pairs (name, array); or a
-                folder with such weights (see `read_weights`), which is read before anything is
-                changed. The layout conversion of Hugging Face arrays is compiled at the first
-                update. Floats are cast. Buffers such as `e_score_correction_bias` may be absent and
-                keep their values. With an MTP drafter, tensors mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State with its paths; a
+                mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
+                `read_weights`), which is read before anything is changed. At the first update,
+                the layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers
+                such as `e_score_correction_bias` may be absent, and then keep their values. With
+                an MTP drafter, tensors mtp.* update the drafter as well.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
                 "wait" finishes them before the update. "keep" continues them after the update:
@@ -257,9 +257,9 @@ class RolloutEngine:
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: weights do not fit (the error lists the differences), cannot be read or are
-                not finite, or the version is not higher; nothing has changed.
-            CheckpointError: the folder has no weights, or they are damaged; nothing has changed.
+            ValueError: the weights do not fit, cannot be read or are not finite, or the version is
+                not higher. Nothing has changed. The error lists what does not fit.
+            CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
         named, own = read_finite(weights, self.params.target, "weights"), None
@@ -282,8 +282,8 @@ class RolloutEngine:
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or the given weights do not fit; nothing has
-            changed.
+            ValueError: the drafter has no weights, or the given weights do not fit. Nothing has
+                changed.
         """
         check_choice("pause", pause, PAUSES)
         own = read_finite(weights, self.params.drafter, "drafter's weights")
@@ -292,7 +292,7 @@ class RolloutEngine:
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
-        """Stop generating until `resume`; `mode` is like `pause` in `update_weights`."""
+        """Stop generating until `resume`. For `mode`, see `pause` in `update_weights`."""
         check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()
@@ -334,7 +334,7 @@ class RolloutEngine:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Undo `sleep`: restore the device memory, with weights that were updated in the meantime.
+        """Undo `sleep`: restore the device memory, with weights that were updated during `sleep`.
 
         An engine paused by `pause` stays paused.
         """
@@ -345,11 +345,11 @@ class RolloutEngine:
                 self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
-        """Return draft acceptance per pair of weights versions, the current pair last."""
+        """Return the draft acceptance of each pair of target and drafter versions, newest last."""
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target. A trainer gets the same from equal arrays."""
+        """Return `weights.checksum` of the target. Equal arrays have equal checksums."""
         with self._turns:
             return checksum(self._engine.params.target)
 
@@ -410,8 +410,8 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace weights between two steps, one array at a time.
 
-        `target` and `own` have the new arrays of target and drafter, or are None for no change.
-        `version` is None if `target` is None.
+        `target` has the target's new arrays, and `own` the drafter's; None keeps the old arrays.
+        `version` is the target's new version, or None if `target` is None.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)

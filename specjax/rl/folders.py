@@ -15,7 +15,7 @@ _ORBAX = "_METADATA"  # a file that every orbax checkpoint of arrays has
 
 
 def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
-    """Read the weights in a folder into host memory, by name.
+    """Return the weights in a folder by name, after reading them into host memory.
 
     Args:
         folder: a folder with the weights of a Hugging Face checkpoint, or an orbax checkpoint. An
@@ -40,7 +40,7 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
 
 
 def _orbax_item(folder: Path) -> Path | None:
-    """Return the folder that has the arrays of an orbax checkpoint: `folder` or one inside it.
+    """Return the folder that has the arrays of an orbax checkpoint: `folder` or a folder inside it.
 
     Return None if `folder` has no orbax checkpoint.
     """

@@ -51,7 +51,7 @@ class VersionAcceptance:
 
 
 class Freshness:
-    """An engine's counters, split by weights version."""
+    """Splits an engine's counters into periods, in which the weights did not change."""
 
     def __init__(self, start: Metrics):
         self._start = start
@@ -63,7 +63,7 @@ class Freshness:
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return the acceptance in every period, including the current period up to `mark`."""
+        """Return the draft acceptance in every period. The current period ends at `mark`."""
         return [*self._closed, _since(self._start, mark)]
 
 

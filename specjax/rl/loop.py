@@ -32,8 +32,8 @@ class Loop:
     """A loop that runs an engine's rollouts and scores, and that can be stopped.
 
     Attributes:
-        turns: the engine's lock. Callers of methods marked "within a turn" must hold the lock; the
-            other methods acquire it.
+        turns: the engine's lock. Some methods require that their caller holds the lock; all other
+            methods acquire it.
         version: the version of the engine's weights.
         is_torn: whether the weights mix two versions, because an update failed half-way.
         is_closed: whether `close` was called.
@@ -98,11 +98,17 @@ class Loop:
         return samples
 
     def stop(self, why: str) -> None:
-        """Within a turn: run no steps until `go` is called with the same reason `why`."""
+        """Run no steps until `go` is called with the same reason `why`.
+
+        The caller must hold the lock `turns`.
+        """
         self._stops[why] = threading.current_thread()
 
     def go(self, why: str) -> None:
-        """Within a turn: undo `stop` for the reason `why`."""
+        """Undo `stop` for the reason `why`.
+
+        The caller must hold the lock `turns`.
+        """
         self._stops.pop(why, None)
 
     def is_stopped(self, why: str) -> bool:
@@ -110,9 +116,12 @@ class Loop:
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Within a turn: read the results of all steps in flight, so that weights can change.
+        """Read the results of all steps in flight, so that weights can change.
 
-        `pause` says how rollouts are handled; see `RolloutEngine.update_weights`.
+        The caller must hold the lock `turns`.
+
+        Args:
+            pause: how unfinished rollouts are handled; see `RolloutEngine.update_weights`.
 
         Raises:
             ValueError: `pause` is "wait", and no steps can run.
@@ -127,17 +136,26 @@ class Loop:
             self._end(self._running)
 
     def abort(self, label: Hashable = None) -> None:
-        """Within a turn: abort the rollouts of calls with this label, or all if it is None."""
+        """Abort the rollouts of calls with this label, or all rollouts if it is None.
+
+        The caller must hold the lock `turns`.
+        """
         self._advance(self.engine.land)
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Within a turn: record that all tokens so far come from the current weights version."""
+        """Record that the tokens since the last recorded spans come from the current version.
+
+        The caller must hold the lock `turns`.
+        """
         for running in self._running:
             running.close_span(self.version)
 
     def close(self) -> None:
-        """Within a turn: drop the engine; calls that wait for steps raise an error."""
+        """Drop the engine. Calls that wait for steps then raise an error.
+
+        The caller must hold the lock `turns`.
+        """
         self.is_closed = True
         del self.engine
 
@@ -147,7 +165,7 @@ class Loop:
             raise RuntimeError("this RolloutEngine is closed; build a new one")
 
     def check_ready(self) -> None:
-        """Raise an error if the engine is closed or its weights are torn."""
+        """Raise an error if the engine is closed, or if its weights mix two versions."""
         self.check_open()
         if self.is_torn:
             raise RuntimeError(
@@ -244,7 +262,8 @@ class Loop:
     def _advance(self, move: Callable[[], Any]) -> None:
         """Call `move`, a method of the engine that works on its queued requests.
 
-        If `move` fails, record the error for all unfinished requests, drop them, and raise it.
+        If `move` raises an error, drop all unfinished requests, record the error as the reason, and
+        raise it again.
         """
         before = list(self.engine.unfinished_ids)
         try:
@@ -263,7 +282,7 @@ class Loop:
         return next((failure for failure in found if failure is not None), None)
 
     def _end(self, rollouts: Iterable[Running]) -> None:
-        """Abort rollouts; no step may be in flight."""
+        """Abort rollouts. Must not be called while a step is in flight."""
         for running in list(rollouts):
             self.engine.abort(running.request_id)
 

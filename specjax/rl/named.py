@@ -1,4 +1,4 @@
-"""Converts weights from any form that trainers have to arrays by name."""
+"""Converts a trainer's weights, which may have various forms, to arrays by name."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,10 +19,12 @@ VALUES = ".values"
 
 
 def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Return weights, given in any form, as arrays by dotted name.
+    """Return weights of any supported form as a mapping from dotted names to arrays.
 
-    `current` is the engine's tree, and `name` is what errors call the weights. An iterator of
-    weights is exhausted.
+    Args:
+        weights: see `Weights`. An iterator is read to its end.
+        current: the engine's tree of weights.
+        name: what errors call the weights.
 
     Raises:
         ValueError: the weights have another form or a duplicate name, or an array cannot be read.

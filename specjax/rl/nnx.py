@@ -99,12 +99,13 @@ class ArrayRule:
     """A rule that converts one kind of array of another model to tensors of a checkpoint.
 
     Attributes:
-        name: the tensor's name. Each "*" is replaced by the text that the same "*" matched in the
-            path. Each "#" is replaced by the index along one axis of `stacked`.
+        name: the name of the tensor in the checkpoint. A "*" in the name is replaced by the text
+            that the corresponding "*" of the path's pattern matched. A "#" is replaced by the
+            index along an axis of `stacked`.
         layout: a function that converts an array to the checkpoint's layout, in which projections
             are [out, in].
         stacked: the array's axes along which tensors are stacked, as for scanned layers or experts.
-        is_optional: whether a state may lack the array, such as the array of a tied head.
+        is_optional: whether a state may lack the array. For example, a tied head has no array.
     """
 
     name: str
@@ -157,7 +158,7 @@ def hf_named(
         state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays, such as a restored
             checkpoint. If all paths end in ".value", this suffix is ignored.
         names: rules by path pattern. In a pattern such as "layers.*.attn.q_proj.w", "*" matches one
-            part of the path. A tensor's name in place of a rule keeps the array's layout.
+            part of the path. A rule may be only a tensor's name, which keeps the array's layout.
         lora_scale: alpha / rank of the LoRA adapters in the state. The adapters `x_lora_a` and
             `x_lora_b` are merged into the weight `x`.
 

@@ -61,7 +61,7 @@ class WorkerPool:
         ray_options: Mapping[str, Any],
     ):
         self._ray = ray
-        self.state = WorkerState()  # for new workers
+        self.state = WorkerState()  # what new workers start with
         self._ray_options = ray_options
         actor = ray.remote(concurrency_groups={"work": MAX_CALLS})(Worker)
         self._actor = actor.options(**ray_options)
@@ -90,17 +90,17 @@ class WorkerPool:
         return self._ray.put(value)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call this method of every worker's engine; return the result of each worker."""
+        """Call a method of every worker's engine; return a list with each worker's result."""
         numbers = range(len(self.workers))
         return _values(self._outcomes(numbers, "call", method, *args, **kwargs))
 
     def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call this method of the first worker's engine; return the result."""
+        """Call a method of the first worker's engine; return its result."""
         (value,) = _values(self._outcomes([0], "call", method, *args, **kwargs))
         return value
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """Call this update method of every worker's engine. All workers change, or none does.
+        """Call an update method of every worker's engine. Either all engines change, or none does.
 
         Return the result of the slowest worker's update, and the new version of the drafter.
         """
@@ -200,7 +200,7 @@ class WorkerPool:
     def _outcomes(
         self, numbers: Sequence[int], method: str, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of the workers with these numbers.
+        """Call a method of some workers, which are given by their numbers (indices).
 
         Return each worker's result, or the exception that it raised. Workers that die are replaced,
         and the new workers are called.
@@ -264,7 +264,7 @@ class WorkerPool:
         yield from zip(places, read(places, answer), strict=True)
 
     def _abort(self, label: int, busy: Mapping[Any, _Busy]) -> None:
-        """Abort the unfinished work of a call."""
+        """Abort a call's work on the `busy` workers, and wait until it has ended."""
         references = [*busy, *(one.worker.abort.remote(label) for one in busy.values())]
         if references:
             self._ray.wait(references, num_returns=len(references))
@@ -281,7 +281,7 @@ class WorkerPool:
 
     @property
     def _deaths(self) -> tuple[type[Exception], ...]:
-        """Ray's exceptions for a dead worker, and for an answer that was lost with its worker."""
+        """Ray's exceptions for dead workers, and for answers that were lost with their workers."""
         found = self._ray.exceptions
         return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError
 
@@ -291,7 +291,7 @@ class WorkerPool:
 
 
 def send_work(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a long-running method on separate threads, so that pause and abort can still run."""
+    """Call an actor's method on separate threads, so that pause and abort can run meanwhile."""
     return method.options(concurrency_group="work").remote(*args, **kwargs)
 
 

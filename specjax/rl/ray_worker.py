@@ -24,13 +24,13 @@ class NotBuilt(RuntimeError):
 class WorkerState:
     """The state that a new worker needs to match the other workers.
 
-    Arrays are in Ray's object store.
+    `weights` and `drafter` refer to arrays in Ray's object store.
     """
 
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # from the drafter's last update: its weights, or a target's with mtp.*
+    drafter: Any = None  # weights of its last update; may be a target's with mtp.*
     sleep_level: int = 0
 
 
@@ -75,7 +75,7 @@ class Worker:
         return self.call(method, *args, **kwargs), self.engine.drafter_version
 
     def generate(self, label: int, *args: Any) -> RolloutBatch | None:
-        """Generate rollouts; return None if the call was aborted before it began."""
+        """Generate rollouts; return None if the call `label` was aborted before it began."""
         with self._ended:
             if label in self._aborted:
                 return None
@@ -88,7 +88,7 @@ class Worker:
                 self._ended.notify_all()
 
     def abort(self, label: int) -> None:
-        """Abort the rollouts of a call, and wait until they have ended."""
+        """Abort the rollouts of the call `label`, and wait until they have ended."""
         with self._ended:
             self._aborted.add(label)
             while label in self._running:

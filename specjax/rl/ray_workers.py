@@ -40,7 +40,7 @@ class RayRollouts:
         num_workers: the number of workers, each with one engine.
         ray_options: the Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
         group_size: the maximum number of prompts that a worker gets at once. If None, it is half
-            of an even share of the prompts, but at most `max_num_seqs`.
+            of a worker's average share of the prompts, but at most `max_num_seqs`.
         speculative_config, options: as for `RolloutEngine`.
 
     Raises:
@@ -209,7 +209,7 @@ class RayRollouts:
         self._pool.state = replace(self._pool.state, sleep_level=0)
 
     def acceptance(self) -> list[list[VersionAcceptance]]:
-        """Return the result of `RolloutEngine.acceptance` for each worker, since its start."""
+        """Return the `RolloutEngine.acceptance` of each worker's engine."""
         return self._pool.call_all("acceptance")
 
     def metrics(self) -> list[Metrics]:

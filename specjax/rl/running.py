@@ -24,7 +24,7 @@ class Running:
     sample_index: int
     label: Hashable = None  # label of the call
     before: Rollout | None = None  # the aborted rollout that this one resumes
-    spans: list[Span] = field(default_factory=list)  # earlier tokens, with their weights versions
+    spans: list[Span] = field(default_factory=list)  # tokens with a recorded weights version
 
     @property
     def request_id(self) -> Hashable:
@@ -40,9 +40,11 @@ class Running:
             self.spans.append(Span(version, num_new))
 
     def rollout(self, version: int, *, has_raw: bool) -> Rollout:
-        """Return the ended rollout; its tokens since the last span come from `version`.
+        """Return the rollout, which must have ended.
 
-        `has_raw` is whether the engine recorded raw log-probabilities.
+        Args:
+            version: the weights version of the tokens since the last span.
+            has_raw: whether the engine recorded raw log-probabilities.
         """
         self.close_span(version)
         sequence, before = self.sequence, self.before

@@ -25,7 +25,7 @@ class Start(NamedTuple):
 
 
 class StartMaker:
-    """Makes requests, and numbers their prompts across calls.
+    """Makes requests, and numbers their prompts consecutively over all calls.
 
     A prompt's number determines its seed, unless its parameters have a seed.
     """
@@ -40,7 +40,8 @@ class StartMaker:
         """Return a `Start` for each prompt, or for each rollout to resume.
 
         Args:
-            counts: whether the prompts use up their numbers; False to only check the prompts.
+            counts: whether to count the prompts, so that later prompts get other seeds. False if
+                the prompts are only checked.
 
         Raises:
             ValueError: a prompt or rollout is not supported.

@@ -212,7 +212,7 @@ class TunixRollout:
             params = nnx.filter_state(params, nnx.Param)
             if filter_types is not None and nnx.LoRAParam in filter_types:
                 params = nnx.merge_state(nnx.state(self._actor, nnx.Param), params)
-        # Tunix's guard finds unintended transfers; these are intended.
+        # Tunix may forbid implicit transfers of arrays, but an update needs them.
         with jax.transfer_guard("allow"):
             if self._names is not None:
                 params = hf_named(params, self._names, lora_scale=self._lora_scale)
@@ -288,7 +288,7 @@ def _by_mode(config: Any) -> Mapping[Any, Any]:
 
 
 def _training(by_mode: Mapping[Any, Any]) -> Any:
-    """Return the config of Tunix's Mode.TRAIN, or of the key "train"."""
+    """Return the config for training, whose key is Tunix's Mode.TRAIN or "train"."""
     found = [config for mode, config in by_mode.items() if getattr(mode, "value", mode) == "train"]
     if not found:
         raise ValueError(
@@ -383,7 +383,7 @@ def _check_complete(batch: Sequence[Rollout]) -> None:
 def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
     """Return prompts i32[B, P], padded on the left.
 
-    P is `width`, or the next power of two if a prompt is longer.
+    P is `width`. If a prompt is longer, P is the smallest power of two that fits all prompts.
     """
     longest = max(map(len, prompts), default=0)
     if longest > width:

@@ -37,7 +37,7 @@ BY_CLASS = {"Llama3": LLAMA3, "Qwen2": QWEN2, "Qwen3": QWEN3}
 
 
 def names_of(model: Any) -> Names | None:
-    """Return the rules for a Tunix model, by its class or a base class.
+    """Return the rules for a Tunix model, which are found by its class or by a base class.
 
     Return None for other models.
     """

@@ -10,8 +10,8 @@ from specjax.engine.process import refuse_fork
 class Turns:
     """A lock that is fair to waiting threads, even if a loop releases and reacquires it at once.
 
-    The gate is a second lock, which a thread must get before the lock. A waiting thread holds the
-    gate, so that the loop cannot overtake this thread.
+    The gate is a second lock. A thread must acquire the gate before it acquires the lock. While a
+    thread waits for the lock, it holds the gate, so that the loop cannot overtake it.
     """
 
     def __init__(self):

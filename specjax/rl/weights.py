@@ -32,14 +32,14 @@ from specjax.rl.named import Weights, is_deleted, read_named
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
 MAX_LISTED = 20  # maximum number of names that an error lists for one kind of fault
-# Patterns in names of torch and flax that show adapters and wrappers.
+# Patterns of array names in torch and flax that reveal adapters and wrapped models.
 _ADAPTER = re.compile(r"lora_[abAB]|base_layer|^base_model\.")
 _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The given arrays that form one of the engine's arrays."""
+    """The arrays of an update from which one of the engine's arrays is built."""
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
@@ -69,7 +69,7 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Run `stage` for the parameters `current` of a target.
+    """Return the source of each new array of a target; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or have two different values for a tied embedding.
@@ -83,7 +83,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Run `stage` for the parameters `current` of a drafter.
+    """Return the source of each new array of a drafter; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -115,7 +115,7 @@ def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
 
 
 class _Needed(NamedTuple):
-    """The required shape and dtype of a given array."""
+    """The shape and dtype that an array of a weight update must have."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -133,18 +133,18 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
-    """Return the source of each array of the tree `current`, in the order of its leaves.
+    """Return the source of each new array, in the order of the leaves of `current`.
 
-    Buffers that are not given keep their values; the log says so once.
+    Buffers that are not given keep their values. This is logged once.
 
     Args:
         given: arrays by path in the tree or by Hugging Face name; see `read_named`.
         current: the engine's parameters.
-        specs_of: a function that takes the shapes of the given arrays by name, and returns the tree
-            of `TensorSpec` of `current`.
+        specs_of: a function. `specs_of(shapes)` takes the shapes of the given arrays by name, and
+            returns a tree like `current`, with a `TensorSpec` for each array.
         name: what to call the weights in error messages.
-        is_unused: a function that returns whether an array of this name may be given although it is
-            not used.
+        is_unused: a function. `is_unused(name)` returns whether an array of this name is accepted
+            although the engine does not use it.
 
     Raises:
         ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
@@ -247,7 +247,7 @@ def _check(
 
 
 def _hints(faults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return remedies for common mistakes, recognised by names and dtypes."""
+    """Return remedies for the common mistakes that names and dtypes in `faults` reveal."""
     found = {
         "these are LoRA adapters; merge them into the weights first (peft: merge_and_unload() of a "
         "copy of the model; flax: hf_named with lora_scale)": any(
@@ -344,7 +344,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:
-    """Raise an error if the given draft vocabulary differs from the compiled one."""
+    """Raise an error if the given draft vocabulary differs from the engine's, which is fixed."""
     for name, are_offsets in VOCABULARIES.items():
         if name not in given:
             continue

@@ -41,7 +41,7 @@ class WorkQueue:
 
     @property
     def is_left(self) -> bool:
-        """Whether `take` can return a group, or a taken group has no answer yet."""
+        """Whether work remains: a group can be taken, or a taken group has no answer yet."""
         return bool(self._taken or (self._waiting and self.deadly is None))
 
     def take(self) -> Group | None:

@@ -1,8 +1,8 @@
 """The training loss of heads that draft all tokens of a round in one pass over mask rows.
 
-A block is such a round. It starts at the last known token of an answer, and its drafts are the
-tokens after this token. A head is trained on blocks at random tokens of each document. All blocks
-of a document share the features that the target computed for the document.
+A block has the rows of one such round. It starts at the last known token of an answer, and its
+drafts are the tokens after this token. A head is trained on blocks at random tokens of each
+document. All blocks of a document share the features that the target computed for the document.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Implementations of `Rows` for training, without a paged cache: sequences and blocks of drafts."""
+"""Implements `Rows` for training without a paged cache.
+
+The rows belong to whole sequences, to unrolled chains of drafts, or to blocks of drafts.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,7 +17,7 @@ from specjax.device.drafters.dflash import AttentionMask
 class _Attending:
     """The base class of rows for training.
 
-    All rows attend, since gradients pass through attention.
+    Attention runs for all rows, because gradients pass through it.
     """
 
     @property

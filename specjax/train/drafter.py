@@ -68,8 +68,8 @@ class InitialHead(NamedTuple):
 
     head: Any  # `DrafterWeights`
     frozen: dict[str, Any]  # parameters that are not trained, by field
-    trainable: Any | None  # None for random weights
-    config: Mapping[str, Any]  # its `config.json`
+    trainable: Any | None  # parameters to train; None to begin with random weights
+    config: Mapping[str, Any]  # content of its `config.json`
     names: Sequence[str] = ()  # tensors of the head's checkpoint, whose layout is kept; () if new
     file: str = FILE  # name of the file for the weights
 
@@ -82,9 +82,9 @@ class Kind(NamedTuple):
     make: Callable[[Model, HeadSizes, Sequence[Document]], InitialHead]
     # Returns the number of drafts that a head always makes; None if it can make any number.
     num_drafts: Callable[[InitialHead], int | None] = lambda start: None
-    # Returns the tensors of a head that are not weights, from the head and its parameters.
+    # Takes a head and its parameters; returns the checkpoint's tensors that are not weights.
     vocabulary: Callable[[Any, Any], Mapping[str, np.ndarray]] = lambda head, params: {}
-    # Returns the file with the weights in a folder; None if the file has the usual name.
+    # Takes a folder; returns the file with the weights, or None if the file has the usual name.
     find_file: Callable[[Path], Path | None] = lambda folder: None
 
 

@@ -1,4 +1,4 @@
-"""The training losses of drafters, by the class of their weights."""
+"""The training losses of drafters: one loss for each class of drafter weights."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ from specjax.train.loop import Loss
 from specjax.train.target import matrix_labels
 from specjax.train.teacher import Frozen, Teacher, cross_entropy, shift
 
-# Fields of drafters' parameters: the frozen fields, and the output heads.
+# Names of fields of drafters' parameters: first the frozen fields, then the output heads.
 UNTRAINED = ("embedding", "target_ids")
 LM_HEADS = ("lm_head", "lm_heads")
 

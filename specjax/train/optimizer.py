@@ -1,4 +1,4 @@
-"""Optimisers: Muon and AdamW to train from scratch, AdamW to refit trained weights."""
+"""Optimisers: Muon with AdamW to train from scratch, and AdamW alone to refit trained weights."""
 
 from collections.abc import Hashable
 from typing import Any

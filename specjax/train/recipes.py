@@ -1,4 +1,6 @@
-"""Runs `specjax train`, which writes a checkpoint folder in the published layout, with a card."""
+"""Runs `specjax train`, which writes a checkpoint folder in the published layout.
+
+The folder includes a model card."""
 
 import json
 import math

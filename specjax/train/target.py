@@ -121,7 +121,8 @@ def init_params(specs: Any, key: jax.Array) -> Any:
     """Return initial f32 weights for a tree of `TensorSpec`.
 
     Norms are one and biases are zero. Matrices are normal with standard deviation 1 / sqrt(fan in),
-    embeddings with 0.02. The decay rates of gated delta rule heads are as in Mamba-2.
+    and embeddings are normal with standard deviation 0.02. The decay rates of gated delta rule
+    heads are as in Mamba-2.
     """
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(leaves))
