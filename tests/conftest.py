@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     gc.set_threshold(200_000, 10, 10)
     # So that no code takes the one device for granted, or a dtype or rank that JAX would guess.
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     check_boundary()
