@@ -75,9 +75,9 @@ class CompiledPrograms:
         platform = self._placement.device.platform
         self._params: Params | None = None
         self.params = params
-        self.model = toolchain.make_model(
-            config, target.local, drafter.local, verification, platform
-        )
+        if self._placement.num_devices > 1:
+            target, drafter = target.local, drafter.local
+        self.model = toolchain.make_model(config, target, drafter, verification, platform)
         self.layout = layout
         self._config, self._max_drafts = config, max_drafts
         self.renew()

@@ -149,7 +149,8 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 def progress_at(state: EngineState, length: int) -> jax.Array:
     """Return the progress of requests that are all active and have `length` tokens."""
-    values = np.broadcast_to(np.array([length, 0, 1, length], np.int32), state.progress.shape)
+    values = np.array([length, 0, 1, length], np.int32)
+    values = np.broadcast_to(values, (*state.progress.shape[:-1], len(values)))
     return jax.device_put(values, state.progress.sharding)
 
 
