@@ -32,9 +32,9 @@ Packed = tuple[type, int]  # a class of inputs, and the number of rows of the pa
 class Program:
     """The base class of the programs of a step.
 
-    A program is a hashable value, whose fields are constants in the compiled code.
-    A program takes parameters, state, arrays that the host packs, and results of other programs.
-    Results for the host are packed, too.
+    A program is a hashable value, whose fields are constants in the compiled code. It takes
+    parameters, state, arrays that the host packs, and results of other programs. Results for the
+    host are packed, too.
     """
 
     __slots__ = ()
