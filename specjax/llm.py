@@ -78,7 +78,8 @@ class LLM(VllmMethods):
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
-        tensor_parallel_size: number of devices that hold the model; must be 1.
+        tensor_parallel_size: number of devices over which the model is divided. With
+            `enable_expert_parallel`, each device has whole experts, not parts of all experts.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache
             folder, which is then used; None for no folder.
