@@ -31,6 +31,7 @@ from support.shared_models import (
 )
 
 from specjax import SamplingParams
+from specjax.device.parallel import specs_of
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.rl import RolloutEngine
 
@@ -196,9 +197,12 @@ def test_updates(pair):
             engine.update_drafter(heads)
             rollouts = engine.generate(prompts, params)
             engine.sleep(level=2)
-            engine.update_weights(named)
+            engine.update_weights(elsewhere(named))
             engine.wake_up()
+            engine.update_weights(weights)  # by path, as one device has them
             again = engine.generate(prompts, params)
+            for tensor, x in export(engine.target, engine.params.target).items():
+                np.testing.assert_array_equal(x, named[tensor])
             assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
             found.append(rollouts)
     for one, other in zip(*found, strict=True):
@@ -206,7 +210,18 @@ def test_updates(pair):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
+def elsewhere(named):
+    """The arrays on two devices that no engine has, divided where they can be."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2:]), "trainer")
+
+    def place(x):
+        spec = jax.sharding.PartitionSpec("trainer") if len(x) % 2 == 0 else jax.P()
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    return {name: place(x) for name, x in named.items()}
+
+
 def export(model, params):
     """The tensors of a tree of weights, by their names in checkpoints."""
-    leaves = zip(jax.tree.leaves(model.specs()), jax.tree.leaves(params), strict=False)
+    leaves = zip(jax.tree.leaves(specs_of(model)), jax.tree.leaves(params), strict=False)
     return {name: x for spec, array in leaves for name, x in spec.split(np.asarray(array)).items()}
