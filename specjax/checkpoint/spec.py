@@ -190,8 +190,8 @@ def cut_rows(
 
     Args:
         shapes: the shapes of the file tensors.
-        sections: the sections of the axis `axis` of all tensors, one after the other. A name stands
-            for one section per tensor, and None for an axis that is never divided.
+        sections: the sections of the axis `axis` of all tensors, one after the other. If they are a
+            name, each tensor has one section of this name. None for an axis that is never divided.
         groups: the name of the tensors' first axis, if it may be divided instead.
     """
     if sections is None:

@@ -80,7 +80,13 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+VARIETIES = "p_eagle", "dspark", "dflash2", "draft_model"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in DRAFTERS],
+)
 def test_drafters(checkpoints, name):
     """The same tokens, drafts and accepted drafts, at a temperature and with edits."""
     count, head = DRAFTERS[name]
