@@ -254,6 +254,14 @@ CASES = (
     _tokens("demo-llama", "bfloat16"),
     _tokens("demo-qwen3.5", "bfloat16"),
     _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
+    Case(
+        name="kernels/scaled",
+        function="scaled:time_scaled",
+        about="Llama-3.1-8B's matmuls in 8 and 4 bits, in XLA's ways and with several tilings",
+        seconds=150,
+        least=60,
+        environment=NO_GRAPHS,
+    ),
     _grid(4, 60),
     _grid(128, 60),
     *(

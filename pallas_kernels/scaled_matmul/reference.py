@@ -1,0 +1,25 @@
+"""The scaled product in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+
+
+def scaled_matmul_reference(
+    x: jax.Array, values: jax.Array, scales: jax.Array, block: tuple[int, int]
+) -> jax.Array:
+    """See `scaled_matmul`."""
+    if block[1] >= values.shape[1]:  # one scale per output, applied to the product
+        y = _multiply(x, values.astype(x.dtype))
+        return (y * by_number(scales, (len(values), 1), (block[0], 1)).T).astype(x.dtype)
+    matrix = values.astype(jnp.float32) * by_number(scales, values.shape, block)
+    return _multiply(x, matrix.astype(x.dtype)).astype(x.dtype)
+
+
+def by_number(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int]) -> jax.Array:
+    """Return the scale of each number of a matrix with this shape, as f32."""
+    rows = jnp.repeat(scales.astype(jnp.float32), block[0], axis=0)[: shape[0]]
+    return jnp.repeat(rows, block[1], axis=1)[:, : shape[1]]
+
+
+def _multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jnp.einsum("ni,oi->no", x, matrix, preferred_element_type=jnp.float32)
