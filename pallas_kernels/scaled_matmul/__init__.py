@@ -7,6 +7,8 @@ matrix with one scale per output is one with blocks of 1 x I. The matrix is stor
 checkpoints, [O, I]: a tensor core's registers then hold neighbours in memory.
 """
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.dispatch import run
@@ -21,16 +23,20 @@ def scaled_matmul(
     values: jax.Array,
     scales: jax.Array,
     block: tuple[int, int],
+    dtype: Any = None,
+    first: int = 0,
     *,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return the products [N, O] in x's dtype, accumulated in f32.
+    """Return the products [N, O - first], accumulated in f32.
 
     Args:
         x: [N, I].
         values: float8_e4m3fn[O, I].
         scales: f32[ceil(O / rows), ceil(I / columns)].
         block: (rows, columns).
+        dtype: dtype of the products; None for x's dtype.
+        first: the first output to compute.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
@@ -41,4 +47,5 @@ def scaled_matmul(
     expected = tuple(-(-size // side) for size, side in zip(values.shape, block, strict=True))
     if scales.shape != expected:
         raise ValueError(f"scales must be {expected} for blocks of {block}; got {scales.shape}")
-    return run("scaled_matmul", kernels, IMPLEMENTATIONS, x, values, scales, block)
+    given = x, values, scales, block, dtype or x.dtype, first
+    return run("scaled_matmul", kernels, IMPLEMENTATIONS, *given)

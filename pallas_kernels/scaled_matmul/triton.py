@@ -49,6 +49,8 @@ def scaled_matmul_triton(
     values: jax.Array,
     scales: jax.Array,
     block: tuple[int, int],
+    dtype: Any = None,
+    first: int = 0,
     *,
     config: ScaledMatmulTuning | None = None,
     interpret: bool = False,
@@ -59,7 +61,7 @@ def scaled_matmul_triton(
         UnsupportedError: a dtype or the blocks' sizes.
     """
     num_rows, depth = x.shape
-    num_columns = values.shape[0]
+    num_columns, dtype = len(values) - first, dtype or x.dtype
     if x.dtype not in DTYPES or values.dtype != STORED:
         raise UnsupportedError(
             f"x must have a dtype of {', '.join(DTYPES)} and values {STORED}; "
@@ -73,14 +75,14 @@ def scaled_matmul_triton(
             f"block {block} must have a multiple of {config.block_depth} columns, or all {depth}"
         )
     if num_rows == 0:
-        return jnp.zeros((0, num_columns), x.dtype)
+        return jnp.zeros((0, num_columns), dtype)
     parts = triton_call(
-        partial(_kernel, block=block, config=config, interpret=interpret),
+        partial(_kernel, block=block, first=first, config=config, interpret=interpret),
         (x, values, scales.astype(jnp.float32)),
         [
             jax.ShapeDtypeStruct(
                 (config.num_splits, num_rows, num_columns),
-                x.dtype if config.num_splits == 1 else jnp.float32,
+                dtype if config.num_splits == 1 else jnp.float32,
             )
         ],
         name="scaled_matmul",
@@ -94,7 +96,7 @@ def scaled_matmul_triton(
         num_stages=config.num_stages,
         interpret=interpret,
     )[0]
-    return reduce(add, list(parts)).astype(x.dtype)
+    return reduce(add, list(parts)).astype(dtype)
 
 
 def _kernel(
@@ -104,30 +106,32 @@ def _kernel(
     out_ref,
     *,
     block: tuple[int, int],
+    first: int,
     config: ScaledMatmulTuning,
     interpret: bool,
 ):
-    (num_rows, depth), num_columns = x_ref.shape, values_ref.shape[0]
+    (num_rows, depth), num_outputs = x_ref.shape, values_ref.shape[0]
     row_block, column_block, split = (pl.program_id(i) for i in range(3))
     rows = row_block * config.block_rows + jnp.arange(config.block_rows)
     columns = column_block * config.block_columns + jnp.arange(config.block_columns)
-    is_row, is_column = rows < num_rows, columns < num_columns
+    outputs = first + columns
+    is_row, is_column = rows < num_rows, outputs < num_outputs
     num_tiles = pl.cdiv(pl.cdiv(depth, config.block_depth), config.num_splits)
-    first = split * num_tiles
+    first_tile = split * num_tiles
     is_scaled_after = block[1] >= depth
 
     def scales_of(tile):
         """Return the scales of the tile's columns; 0 past the depth."""
-        at = jax.lax.div((first + tile) * config.block_depth, jnp.int32(block[1]))
-        places = jax.lax.div(columns, jnp.int32(block[0])), jnp.broadcast_to(at, columns.shape)
+        at = jax.lax.div((first_tile + tile) * config.block_depth, jnp.int32(block[1]))
+        places = jax.lax.div(outputs, jnp.int32(block[0])), jnp.broadcast_to(at, outputs.shape)
         mask = is_column & (at < scales_ref.shape[1])
         return load(scales_ref.at[places], mask=mask, other=0.0)
 
     def product_of(tile):
-        k = ((first + tile) * config.block_depth + jnp.arange(config.block_depth))[None]
+        k = ((first_tile + tile) * config.block_depth + jnp.arange(config.block_depth))[None]
         is_inside = k < depth
         x = load(x_ref.at[rows[:, None], k], mask=is_row[:, None] & is_inside, other=0.0)
-        at = values_ref.at[columns[:, None], k]
+        at = values_ref.at[outputs[:, None], k]
         stored = load(at, mask=is_column[:, None] & is_inside, other=0.0)
         if config.is_cast or x.dtype != jnp.bfloat16:
             matrix = stored.astype(x.dtype)

@@ -129,7 +129,9 @@ def describe(
     )
     source, config = plan.source, plan.config
     models = source.target, plan.drafter, plan.drafter_params
-    setup = Described(*models, plan.num_drafts, page_size, page_windows(source.target, config))
+    setup = Described(
+        source.specs, *models, plan.num_drafts, page_size, page_windows(source.target, config)
+    )
     return {
         "model": describe_target(source),
         "weights": describe_weights(source),
@@ -182,6 +184,7 @@ class Needs:
 class Described:
     """A target and its drafter, as the report describes them."""
 
+    specs: Any  # of the target's parameters
     target: Model
     drafter: Drafter
     drafter_params: Any  # arrays or their shapes
@@ -207,7 +210,7 @@ class Described:
     def drafter_weights(self, dtype: str) -> int:
         """Return the bytes of the drafter's parameters in `dtype`."""
         return sum(
-            x.size * np.dtype(dtype if _is_float(x) else x.dtype).itemsize
+            x.size * np.dtype(dtype if _is_wide(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
         )
 
@@ -225,7 +228,7 @@ class Described:
         The state is advanced one round later.
         """
         own, drafter = self.caches(dtype)
-        weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
+        weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
@@ -271,7 +274,7 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
         "are_here": source.has_weights,
         "num_parameters": sum(math.prod(spec.shape) for spec in jax.tree.leaves(target.specs())),
         "stored_bytes": dict(stored) if source.has_weights else None,
-        "loaded_bytes": {dtype: weight_bytes(target, dtype) for dtype in DTYPES},
+        "loaded_bytes": {dtype: weight_bytes(source.specs, dtype) for dtype in DTYPES},
     }
 
 
@@ -419,6 +422,11 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_wide(x: Any) -> bool:
+    """Return whether an array is loaded in the chosen dtype, unlike integers and float8."""
+    return _is_float(x) and x.dtype.itemsize > 1
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.placement import Placement, default_device
+from specjax.device.weights.scaled import as_stored
 
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
@@ -50,6 +51,8 @@ def load_params(
 ) -> Any:
     """Load a tree of `TensorSpec`, `specs`, as a tree of `jax.Array` in `dtype`.
 
+    Matrices of float8 tensors with scales become `Scaled`, and stay in float8.
+
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
     Args:
@@ -61,13 +64,15 @@ def load_params(
         CheckpointError: Tensors are missing, wrong or unused, which is checked before any is read;
             or tensors have NaN or infinity. The message lists the tensors.
     """
-    leaves, tree = jax.tree.flatten(specs)
+    leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)
     placement = placement or Placement.on(default_device())
 
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
-        parts = [_narrowed(files.read(rename(name))) for name in spec.names]
-        array = lay_out(parts, spec, dtype, placement.sharding(spec.axes))
+        parts = spec.read(lambda name: files.tensor(rename(name)))
+        array = lay_out(
+            [_narrowed(part) for part in parts], spec, dtype, placement.sharding(spec.axes)
+        )
         is_finite = all_finite(array)
         # Block, so that the host's copy is freed before the next tensors are read.
         return jax.block_until_ready(array), is_finite

@@ -90,10 +90,12 @@ def drafter_cache_bytes(
     return _per_page_and_slot(measure)
 
 
-def weight_bytes(target: Model, dtype: str) -> int:
-    """Return the bytes of a model's parameters in `dtype`."""
-    specs = jax.tree.leaves(target.specs())
-    return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
+def weight_bytes(specs: Any, dtype: str) -> int:
+    """Return the bytes of the parameters that a tree of `TensorSpec` describes, in `dtype`."""
+    return sum(
+        math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize
+        for spec in jax.tree.leaves(specs)
+    )
 
 
 class EngineNeeds(NamedTuple):

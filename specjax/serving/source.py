@@ -2,6 +2,7 @@
 
 import reprlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ from specjax.device.drafters.registry import (
 from specjax.device.loading import Log, no_log
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
-from specjax.device.models.registry import describe_checkpoint, describe_model, read_config
+from specjax.device.models.registry import (
+    describe_checkpoint,
+    describe_model,
+    read_config,
+    stored_specs,
+)
 from specjax.device.placement import Placement
 from specjax.serving.defaults import params_dtype, stored_dtype
 
@@ -39,6 +45,13 @@ class ModelSource:
     folder: Path | None = None  # of the checkpoint; None for a value or a config file
     has_weights: bool = False  # whether the folder has weights
     params: Any = None  # parameters of a `Model` value
+
+    @cached_property
+    def specs(self) -> Any:
+        """The specs of the parameters, in float8 where the folder has them so."""
+        if self.folder is None or not self.has_weights:
+            return self.target.specs()
+        return stored_specs(self.folder, self.target)
 
     @property
     def origin(self) -> str:

@@ -67,3 +67,15 @@ def test_other_tiles(num_splits, is_swapped):
     given = arguments(shape, block, "bfloat16")
     out = scaled_matmul_triton(*given, block, config=config, interpret=True)
     check(out, by_definition(*given, block), "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["edges", "outputs"])
+def test_the_last_outputs_in_another_dtype(kernels, name):
+    shape, block = CASES[name]
+    given = arguments(shape, block, "bfloat16")
+    out = scaled_matmul(*given, block, jnp.float32, 33, kernels=kernels)
+    expected = by_definition(*given, block)[:, 33:]
+    assert out.dtype == jnp.float32
+    # Only a reference that multiplies the scales first rounds their product.
+    atol = (2**-9 if kernels == "reference" and name == "edges" else 1e-5) * np.abs(expected).max()
+    np.testing.assert_allclose(out, expected, rtol=0, atol=atol)
