@@ -14,13 +14,16 @@ from specjax import SamplingParams
 from specjax.checkpoint.mxfp4 import mxfp4_experts
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
-from specjax.device.models.registry import load_model
+from specjax.device.models.registry import load_model, save_model
+from specjax.device.weights.matrix import Dense
 from specjax.device.weights.scaled import Scaled, dequantise
 from specjax.device.weights.weight import is_weight
+from specjax.rl.weights import stage_target
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 FLOAT32 = np.dtype(np.float32)
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
@@ -139,6 +142,24 @@ def test_the_same_tokens_with_and_without_drafts(folders_of):
         with make_llm(folder, method, dtype="float32") as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
+
+
+def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rewrite_tensors):
+    """Then the matrix is unpacked. What is saved is always plain, and updates are refused."""
+    narrow, plain = folders_of("llama", "block")
+    mixed, name = checkpoints.copy(narrow), "model.layers.0.self_attn.k_proj.weight"
+    key = {name: safetensors.load_file(plain / "model.safetensors")[name]}
+    rewrite_tensors(
+        mixed / "model.safetensors",
+        lambda old: {n: x for n, x in (old | key).items() if n != f"{name}_scale_inv"},
+    )
+    model, params = load_model(mixed, FLOAT32)
+    assert isinstance(params.layers[0].attention.qkv, Dense)
+    assert isinstance(params.layers[0].attention.out, Scaled)
+    refusal(lambda: stage_target({}, model, params), "float8", "layers.0.attention.out")
+    save_model(mixed / "saved", model, params, mixed)
+    loaded, expected = (load_model(one, FLOAT32)[1] for one in (mixed / "saved", plain))
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
 def test_scales_of_another_shape_or_none(checkpoints, folders_of, rewrite_tensors):
