@@ -70,10 +70,6 @@ def _kernel(x_ref, packed_ref, scales_ref, out_ref, *, config, interpret):
         mask = is_column & (at < depth // GROUP)
         return load(scales_ref.at[at, columns], mask=mask, other=0.0)
 
-    def multiply(x, matrix):
-        factors = (matrix, x) if config.is_swapped else (x, matrix)
-        return dot(*factors, trans_b=True, precision="highest")
-
     def accumulate(i, carry):
         total, scales = carry
         following = scales_of(i + 1)
@@ -87,18 +83,14 @@ def _kernel(x_ref, packed_ref, scales_ref, out_ref, *, config, interpret):
         mask = is_row[:, None] & is_inside
         x_low = load(x_ref.at[rows[:, None], k], mask=mask, other=0.0)
         x_high = load(x_ref.at[rows[:, None], k + GROUP // 2], mask=mask, other=0.0)
-        product = multiply(x_low, low) + multiply(x_high, high)
-        scales = scales[:, None] if config.is_swapped else scales[None]
-        return total + product * scales, following
+        product = dot(x_low, low, trans_b=True, precision="highest")
+        product += dot(x_high, high, trans_b=True, precision="highest")
+        return total + product * scales[None], following
 
-    shape = config.block_rows, config.block_columns
-    total = jnp.zeros(shape[::-1] if config.is_swapped else shape, jnp.float32)
+    total = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
     total, _ = jax.lax.fori_loop(0, num_groups, accumulate, (total, scales_of(0)))
-    if config.is_swapped:
-        places, mask = (rows[None], columns[:, None]), is_row[None] & is_column[:, None]
-    else:
-        places, mask = (rows[:, None], columns[None]), is_row[:, None] & is_column[None]
-    store(out_ref.at[(split, *places)], total.astype(out_ref.dtype), mask=mask)
+    mask = is_row[:, None] & is_column[None]
+    store(out_ref.at[split, rows[:, None], columns[None]], total.astype(out_ref.dtype), mask=mask)
 
 
 def nibbles(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:

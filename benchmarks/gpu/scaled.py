@@ -1,4 +1,4 @@
-"""Llama-3.1-8B's matmuls with matrices of 8 and 4 bits, in XLA's ways and with several tilings.
+"""Llama-3.1-8B's matmuls with matrices of 8 and 4 bits, with several tilings.
 
     python benchmarks/gpu/scaled.py --output FILE      on a card, within --seconds; a table last
 
@@ -31,13 +31,16 @@ from timing import Setting, attempt, kernel_times
 
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.triton import ScaledMatmulTuning as Tuning
-from pallas_kernels.scaled_matmul.triton import scaled_matmul_triton
+from pallas_kernels.scaled_matmul.triton import choose_config, scaled_matmul_triton, with_splits
 from specjax.engine.xla_options import GPU_OPTIONS
 
 F8, GROUP = "float8_e4m3fn", 128
-MAX_ROWS = 64
+MAX_ROWS = 2048
 BYTES = 2**28  # of a program's matrices together, several times the card's cache
-PROGRAMS = 400  # to aim at, three for each of an H100's multiprocessors
+MANY_ROWS = 64
+# Rows, and the matmuls to time.
+ROUNDS = ((1, MATMULS), (64, MATMULS), (512, ("gate_up", "down")), (32, MATMULS), (256, ("down",)))
+ROUNDS += ((2048, ("gate_up", "down")), (8, MATMULS))
 SAMPLES, LAUNCHES = 3, 20
 
 
@@ -62,59 +65,68 @@ class Shape:
     truths: Mapping[str, jax.Array]
 
 
-def tilings(rows: int, width: int) -> dict[str, Tuning]:
-    """Return the tilings to try, by name."""
-
-    def split(base: Tuning) -> Tuning:
-        wanted = PROGRAMS * base.block_columns / width
-        splits = max(n for n in (1, 2, 4, 8) if n == 1 or n <= 1.25 * wanted)
-        return replace(base, num_splits=splits)
-
+def tilings(rows: int, shape: Shape) -> dict[str, Tuning]:
+    """Return the tilings to try, by name: those in use, and others."""
     if rows <= 16:
-        wide = split(Tuning(16, 64, 128, 1, 4, 6))
-        return {
-            "32": Tuning(16, 32, 128, 1, 4, 8),
-            "64": wide,
-            "64 short": replace(wide, num_stages=4),
-            "64 cast": replace(wide, num_stages=4, is_cast=True),
-            "64 swapped": replace(wide, num_stages=4, is_swapped=True),
-            "128": split(Tuning(16, 128, 128, 1, 4, 4)),
-            "128 swapped": split(Tuning(16, 128, 128, 1, 8, 4, is_swapped=True)),
+        found = {
+            "three stages": Tuning(16, 64, 128, 1, 4, 3),
+            "five stages": Tuning(16, 64, 128, 1, 4, 5),
+            "unrolled": Tuning(16, 64, 128, 1, 4, 3, unroll=2),
+            "eight warps": Tuning(16, 64, 128, 1, 8, 4),
+            "two warps": Tuning(16, 64, 128, 1, 2, 4),
+            "32 wide": Tuning(16, 32, 128, 1, 4, 4),
+            "32 wide, two warps": Tuning(16, 32, 128, 1, 2, 4),
         }
-    return {
-        "64": split(Tuning(64, 64, 128, 1, 4, 4)),
-        "64 swapped": split(Tuning(64, 64, 128, 1, 4, 4, is_swapped=True)),
-        "64 two warps": split(Tuning(64, 64, 128, 1, 2, 4)),
-        "128": split(Tuning(64, 128, 128, 1, 4, 3)),
-        "128 swapped": split(Tuning(64, 128, 128, 1, 4, 3, is_swapped=True)),
-        "128 swapped, 8 warps": split(Tuning(64, 128, 128, 1, 8, 3, is_swapped=True)),
-        "32 rows": split(Tuning(32, 128, 128, 1, 4, 4)),
-    }
+    elif rows <= 32:
+        found = {
+            "128 wide": Tuning(32, 128, 128, 1, 4, 3),
+            "eight warps": Tuning(32, 128, 128, 1, 8, 3),
+        }
+    elif rows <= 64:
+        found = {
+            "eight warps": Tuning(64, 128, 128, 1, 8, 3),
+            "two stages": Tuning(64, 128, 128, 1, 4, 2),
+            "64 deep": Tuning(64, 128, 64, 1, 4, 5),
+            "256 wide": Tuning(64, 256, 128, 1, 8, 2),
+            "256 wide, 64 deep": Tuning(64, 256, 64, 1, 8, 4),
+        }
+    else:
+        found = {"64 deep": Tuning(128, 128, 64, 1, 8, 4)}
+    sizes = rows, shape.width, shape.depth
+    found = {name: with_splits(config, *sizes) for name, config in found.items()}
+    used = choose_config(*sizes, "bfloat16")
+    found = {"in use": used} | found
+    if rows <= 16:
+        for splits in {1, 2, 4, 8} - {used.num_splits}:
+            found[f"{splits} splits"] = replace(used, num_splits=splits)
+    return found
 
 
 def ways(rows: int, shape: Shape, setting: Setting) -> dict[str, Way]:
     """Return the ways to try, by name."""
-    width, blocks = shape.width, (GROUP, GROUP)
     interpret = setting.is_cpu
     per_output = 1, shape.depth
-    found = {
-        "bf16": Way("bf16", jnp.matmul),
-    }
-    if rows != 4:  # each takes XLA seconds to tune
-        found["xla channel"] = Way("channel", partial(_xla, block=per_output))
-        found["xla block"] = Way("block", partial(_xla, block=blocks))
-    for name, config in tilings(rows, width).items():
-        call = partial(scaled_matmul_triton, block=blocks, config=config, interpret=interpret)
+    found = {"bf16": Way("bf16", jnp.matmul)}
+    if rows > MANY_ROWS:  # each takes XLA seconds to tune
+        found["xla"] = Way("block", partial(_xla, block=(GROUP, GROUP)))
+    tried = tilings(rows, shape)
+    for name, config in tried.items():
+        call = partial(
+            scaled_matmul_triton, block=(GROUP, GROUP), config=config, interpret=interpret
+        )
         found[name] = Way("block", call, str(config))
-    config = replace(tilings(rows, width)["64"], num_stages=4)
+    if rows > MANY_ROWS:
+        return found
+    config = tried["in use"]
     deep = replace(config, block_depth=256, num_stages=3)
-    for name, tiles in {"64": config, "64 deep": deep}.items():
+    for name, tiles in {"channel": config, "channel, deep": deep}.items():
         call = partial(scaled_matmul_triton, block=per_output, config=tiles, interpret=interpret)
-        found[f"channel {name}"] = Way("channel", call, str(tiles))
-    for name in ("64", "64 swapped"):
-        config = tilings(rows, width)[name]
-        call = partial(four_bit_matmul, config=config, interpret=interpret)
-        found[f"int4 {name}"] = Way("int4", call, str(config))
+        found[name] = Way("channel", call, str(tiles))
+    if rows <= 16:
+        for name, stages in (("int4", 4), ("int4, six stages", 6)):
+            tiles = replace(config, num_stages=stages)
+            call = partial(four_bit_matmul, config=tiles, interpret=interpret)
+            found[name] = Way("int4", call, str(tiles))
     return found
 
 
@@ -173,14 +185,15 @@ def _truth(form: str, x: jax.Array, values: jax.Array, scales: jax.Array | None 
 
 
 def time_scaled(setting: Setting, *, seconds: float = 140.0) -> Iterator[dict[str, Any]]:
-    """Time the ways at 1, 16, 64 and 4 rows while less than `seconds` have passed."""
+    """Time the ways, for the rows and matmuls of `ROUNDS`, until `seconds` have passed."""
     start = time.monotonic()
     matmuls = setting.pick(MATMULS, {"tiny": (256, 192)})
     shapes = [make_shape(part, *sizes) for part, sizes in matmuls.items()]
-    for rows in setting.pick((1, 16, 64, 4), (2,)):
+    for rows, parts in setting.pick(ROUNDS, ((2, ("tiny",)), (70, ("tiny",)))):
         todo = [
             (shape, name, way)
             for shape in shapes
+            if shape.part in parts
             for name, way in ways(rows, shape, setting).items()
         ]
         programs = compile_all([partial(_compile, rows, *one, setting) for one in todo])

@@ -4,7 +4,7 @@ A program widens numbers in registers, multiplies a tile of the matrix, and appl
 scales to the product. If several programs share the depth, XLA sums their results in order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -30,18 +30,37 @@ class ScaledMatmulTuning:
     num_splits: int  # of the depth
     num_warps: int
     num_stages: int
-    is_swapped: bool = False  # computes the tile's transpose, so that the matrix is the left factor
-    is_cast: bool = False  # widens by Triton's conversion instead of `widen`
+    unroll: int = 1  # tiles of the depth that are loaded together
+
+
+# Keys are the maximum of rows. The splits follow from the matrix.
+BFLOAT16 = {
+    16: ScaledMatmulTuning(16, 64, 128, 1, 4, 4),
+    32: ScaledMatmulTuning(32, 64, 128, 1, 4, 4),
+    64: ScaledMatmulTuning(64, 128, 128, 1, 4, 3),
+    None: ScaledMatmulTuning(128, 128, 128, 1, 8, 3),
+}
+FLOAT32 = ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
+MAX_PROGRAMS = 400  # that share the depth: three for each of an H100's multiprocessors
+MIN_TILES = 4  # of the depth, for each program
 
 
 def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> ScaledMatmulTuning:
     """Return the tiles for x [num_rows, depth] and a matrix [num_columns, depth]."""
     if jnp.dtype(dtype) == jnp.float32:
-        return ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
-    if num_rows > 64:
-        return ScaledMatmulTuning(128, 128, 128, 1, 8, 3)
-    block_rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    return ScaledMatmulTuning(block_rows, 64, 128, 1, 4, 5)
+        return FLOAT32
+    (config, *_) = (x for most, x in BFLOAT16.items() if most is None or num_rows <= most)
+    return with_splits(config, num_rows, num_columns, depth)
+
+
+def with_splits(
+    config: ScaledMatmulTuning, num_rows: int, num_columns: int, depth: int
+) -> ScaledMatmulTuning:
+    """Return tiles in which programs share the depth if there would be few programs."""
+    blocks = pl.cdiv(num_rows, config.block_rows) * pl.cdiv(num_columns, config.block_columns)
+    tiles = pl.cdiv(depth, config.block_depth)
+    fits = [n for n in (2, 4, 8) if n * blocks <= MAX_PROGRAMS and n * MIN_TILES <= tiles]
+    return replace(config, num_splits=max(fits, default=1))
 
 
 def scaled_matmul_triton(
@@ -116,8 +135,8 @@ def _kernel(
     columns = column_block * config.block_columns + jnp.arange(config.block_columns)
     outputs = first + columns
     is_row, is_column = rows < num_rows, outputs < num_outputs
-    num_tiles = pl.cdiv(pl.cdiv(depth, config.block_depth), config.num_splits)
-    first_tile = split * num_tiles
+    num_steps = pl.cdiv(depth, config.block_depth * config.num_splits * config.unroll)
+    first_tile = split * num_steps * config.unroll
     is_scaled_after = block[1] >= depth
 
     def scales_of(tile):
@@ -133,31 +152,28 @@ def _kernel(
         x = load(x_ref.at[rows[:, None], k], mask=is_row[:, None] & is_inside, other=0.0)
         at = values_ref.at[outputs[:, None], k]
         stored = load(at, mask=is_column[:, None] & is_inside, other=0.0)
-        if config.is_cast or x.dtype != jnp.bfloat16:
-            matrix = stored.astype(x.dtype)
-        else:
+        if x.dtype == jnp.bfloat16:
             matrix = widen(stored, interpret=interpret)
-        factors = (matrix, x) if config.is_swapped else (x, matrix)
-        return dot(*factors, trans_b=True, precision="highest")
+        else:
+            matrix = stored.astype(x.dtype)
+        return dot(x, matrix, trans_b=True, precision="highest")
 
-    def along_rows(scales):
-        return scales[:, None] if config.is_swapped else scales[None]
+    def of_step(function, step):
+        return [function(step * config.unroll + i) for i in range(config.unroll)]
 
-    shape = config.block_rows, config.block_columns
-    total = jnp.zeros(shape[::-1] if config.is_swapped else shape, jnp.float32)
+    def accumulate(step, carry):
+        total, scales = carry
+        if is_scaled_after:
+            return sum(of_step(product_of, step), total), scales
+        following = of_step(scales_of, step + 1)  # on their way while this step is computed
+        for product, of_columns in zip(of_step(product_of, step), scales, strict=True):
+            total = total + product * of_columns[None]
+        return total, following
+
+    total = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
+    carry = total, of_step(scales_of, 0)
+    total, scales = jax.lax.fori_loop(0, num_steps, accumulate, carry)
     if is_scaled_after:
-        total = jax.lax.fori_loop(0, num_tiles, lambda i, sum_: sum_ + product_of(i), total)
-        total = total * along_rows(scales_of(0))
-    else:
-
-        def accumulate(tile, carry):
-            total, scales = carry
-            following = scales_of(tile + 1)  # on their way while this product is computed
-            return total + product_of(tile) * along_rows(scales), following
-
-        total, _ = jax.lax.fori_loop(0, num_tiles, accumulate, (total, scales_of(0)))
-    if config.is_swapped:
-        places, mask = (rows[None], columns[:, None]), is_row[None] & is_column[:, None]
-    else:
-        places, mask = (rows[:, None], columns[None]), is_row[:, None] & is_column[None]
-    store(out_ref.at[(split, *places)], total.astype(out_ref.dtype), mask=mask)
+        total = total * scales[0][None]
+    mask = is_row[:, None] & is_column[None]
+    store(out_ref.at[split, rows[:, None], columns[None]], total.astype(out_ref.dtype), mask=mask)

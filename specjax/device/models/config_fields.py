@@ -8,7 +8,7 @@ configs have many of these fields, so they only cause a warning with their names
 """
 
 from collections.abc import Collection, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checks import warn
@@ -228,15 +228,16 @@ def read_float8(hf: HFConfig) -> Float8 | None:
         case {"quant_method": "fp8", **others} if others.get("fmt", "e4m3") == "e4m3":
             return _float8_in_blocks([others.get("weight_block_size")])
         case {"quant_method": "compressed-tensors", "config_groups": {**groups}, **others}:
-            weights = [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
+            found = [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
             sparsity = others.get("sparsity_config")
             is_dense = not isinstance(sparsity, Mapping) or sparsity.get("format") == "dense"
-            if weights and is_dense and all(map(_is_float8, weights)):
+            weights = [one for one in found if _is_float8(one)]
+            if is_dense and weights and len(weights) == len(found):
                 return _float8_in_blocks([one.get("block_structure") for one in weights])
     return None
 
 
-def _is_float8(weights: Any) -> bool:
+def _is_float8(weights: Any) -> TypeGuard[Mapping[str, Any]]:
     match weights:
         case {"type": "float", "num_bits": 8, "strategy": "tensor" | "channel" | "block", **others}:
             return others.get("symmetric", True) is True
