@@ -35,7 +35,7 @@ from pallas_kernels.scaled_matmul.triton import choose_config, scaled_matmul_tri
 from specjax.engine.xla_options import GPU_OPTIONS
 
 F8, GROUP = "float8_e4m3fn", 128
-MAX_ROWS = 2048
+MAX_ROWS = 2048  # of x
 BYTES = 2**28  # of a program's matrices together, several times the card's cache
 MANY_ROWS = 64
 # Rows, and the matmuls to time.
@@ -60,7 +60,7 @@ class Shape:
     part: str
     depth: int
     width: int
-    x: list[jax.Array]  # [MAX_ROWS, depth]
+    x: list[jax.Array]  # [max_rows, depth]
     weights: Mapping[str, list[tuple[jax.Array, ...]]]
     truths: Mapping[str, jax.Array]
 
@@ -109,7 +109,7 @@ def ways(rows: int, shape: Shape, setting: Setting) -> dict[str, Way]:
     found = {"bf16": Way("bf16", jnp.matmul)}
     if rows > MANY_ROWS:  # each takes XLA seconds to tune
         found["xla"] = Way("block", partial(_xla, block=(GROUP, GROUP)))
-    tried = tilings(rows, shape)
+    tried = dict([*tilings(rows, shape).items()][: setting.pick(None, 2)])
     for name, config in tried.items():
         call = partial(
             scaled_matmul_triton, block=(GROUP, GROUP), config=config, interpret=interpret
@@ -134,8 +134,8 @@ def _xla(x: jax.Array, values: jax.Array, scales: jax.Array, *, block: Any) -> j
     return scaled_matmul(x, values, scales, block, kernels="reference")
 
 
-def make_shape(part: str, depth: int, width: int) -> Shape:
-    """Make the matrices. The bf16 ones have no scales."""
+def make_shape(part: str, depth: int, width: int, max_rows: int = MAX_ROWS) -> Shape:
+    """Make the matrices, and rows for each. Matrices in bf16 have no scales."""
     count = max(3, min(12, BYTES // (depth * width)))
     if depth * width < 2**16:
         count = 2
@@ -153,7 +153,7 @@ def make_shape(part: str, depth: int, width: int) -> Shape:
         "int4": [(p, scales(300 + i, blocks[1], width)) for i, p in enumerate(packed)],
     }
     # Different rows for each, because XLA would merge products of the same rows.
-    x = [normal(400 + i, (MAX_ROWS, depth), "bfloat16") for i in range(count)]
+    x = [normal(400 + i, (max_rows, depth), "bfloat16") for i in range(count)]
     truths = {form: _truth(form, x[0], *given[0]) for form, given in weights.items()}
     return Shape(part, depth, width, x, weights, truths)
 
@@ -188,7 +188,9 @@ def time_scaled(setting: Setting, *, seconds: float = 140.0) -> Iterator[dict[st
     """Time the ways, for the rows and matmuls of `ROUNDS`, until `seconds` have passed."""
     start = time.monotonic()
     matmuls = setting.pick(MATMULS, {"tiny": (256, 192)})
-    shapes = [make_shape(part, *sizes) for part, sizes in matmuls.items()]
+    shapes = [
+        make_shape(part, *sizes, setting.pick(MAX_ROWS, 80)) for part, sizes in matmuls.items()
+    ]
     for rows, parts in setting.pick(ROUNDS, ((2, ("tiny",)), (70, ("tiny",)))):
         todo = [
             (shape, name, way)
