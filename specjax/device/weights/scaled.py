@@ -1,10 +1,12 @@
 """Weights of projections as float8 numbers with scales, as some checkpoints store them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.reference import dequantised
@@ -50,13 +52,45 @@ class Scaled(Matrix):
         return scaled_matmul(*given, kernels=self.kernels)
 
 
+@weight
+@dataclass(frozen=True)
+class Mixed(Matrix):
+    """Adjacent matrices in different forms, used as one matrix."""
+
+    values: Any  # tuple[Matrix, ...]
+
+    @property
+    def num_out(self) -> int:
+        """See `Matrix`."""
+        return sum(one.num_out for one in self.values)
+
+    def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """See `Matrix`."""
+        return jnp.concatenate([one.multiply(x, dtype) for one in self.values], axis=-1)
+
+    def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
+        """See `Matrix`."""
+        made = []
+        for one in self.values:
+            if first < one.num_out:
+                made.append(one.multiply_from(x, max(first, 0)))
+            first -= one.num_out
+        return jnp.concatenate(made, axis=-1)
+
+    def with_kernels(self, kernels: str) -> "Mixed":
+        """See `Weight`."""
+        return replace(self, values=tuple(one.with_kernels(kernels) for one in self.values))
+
+
 def dequantise(params: Any, dtype: Any) -> Any:
-    """Return a tree of parameters in which every `Scaled` is `Dense`, in `dtype`."""
+    """Return a tree of parameters in which every matrix is `Dense`, in `dtype`."""
 
     def of(x: Any) -> Any:
-        if not isinstance(x, Scaled):
-            return x
-        return Dense(dequantised(x.values, x.scales, x.block, dtype).T, x.parts)
+        if isinstance(x, Mixed):
+            return Dense(jnp.concatenate([of(one).values for one in x.values], axis=1), x.parts)
+        if isinstance(x, Scaled):
+            return Dense(dequantised(x.values, x.scales, x.block, dtype).T, x.parts)
+        return x
 
     return jax.tree.map(of, params, is_leaf=is_weight)
 
@@ -64,7 +98,7 @@ def dequantise(params: Any, dtype: Any) -> Any:
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
     """Return specs in which matrices of float8 tensors with scales are `Scaled`.
 
-    A matrix that merges tensors stays `Dense` if some have no scales, or other blocks of columns.
+    A matrix that merges tensors is `Mixed` if some have no scales, or other blocks of columns.
 
     Args:
         specs: a tree of `TensorSpec`.
@@ -77,19 +111,24 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
             return x
         spec: Any = x.values
         found = [files.tensors.get(rename(name)) for name in spec.names]
-        tensors = [tensor for tensor in found if isinstance(tensor, ScaledTensor)]
-        is_whole = len(tensors) == len(found)
-        if not is_whole or len({tensor.block[1] for tensor in tensors}) > 1:
-            return x
-        return _scaled(x, spec, tuple(tensor.block for tensor in tensors))
+        blocks = [tensor.block if isinstance(tensor, ScaledTensor) else None for tensor in found]
+        widths = [block and block[1] for block in blocks]
+        groups = groupby(range(len(blocks)), widths.__getitem__)
+        made = [_one_form(spec, blocks, [*places]) for _, places in groups]
+        return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
 
     return jax.tree.map(of, specs, is_leaf=is_weight)
 
 
-def _scaled(matrix: Dense, spec: TensorSpec, blocks: tuple[tuple[int, int], ...]) -> Any:
-    given = {"interleaved": spec.interleaved, "axes": spec.axes[::-1]}
-    values = ValuesSpec(spec.names, spec.file_shapes, dtype=STORED.name, **given)
-    scales = ScalesSpec(
-        spec.names, spec.file_shapes, dtype="float32", blocks=blocks, interleaved=spec.interleaved
-    )
-    return Scaled(values, matrix.parts, scales=scales, block=scales.block)  # pyright: ignore
+def _one_form(spec: TensorSpec, blocks: Sequence[tuple[int, int] | None], at: list[int]) -> Any:
+    """Return the specs of the columns of adjacent tensors, which have the same form."""
+    own = slice(at[0], at[-1] + 1)
+    given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}
+    given["interleaved"] = spec.interleaved[own]
+    found = [block for block in blocks[own] if block]
+    if not found:
+        plain: Any = replace(spec, **given)
+        return Dense(plain)
+    values: Any = ValuesSpec(**given, dtype=STORED.name, axes=spec.axes[::-1])
+    scales: Any = ScalesSpec(**given, dtype="float32", blocks=tuple(found))
+    return Scaled(values, scales=scales, block=scales.block)
