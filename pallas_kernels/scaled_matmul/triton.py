@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.scaled_matmul.reference import scaled_matmul_reference
 from pallas_kernels.triton_call import dot, load, store, triton_call, widen
 
 DTYPES = "bfloat16", "float16", "float32"
@@ -43,6 +44,10 @@ BFLOAT16 = {
 FLOAT32 = ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
 MAX_PROGRAMS = 400  # that share the depth: three for each of an H100's multiprocessors
 MIN_TILES = 4  # of the depth, for each program
+# With more rows, as prompts have, XLA multiplies by the dequantised matrix. On an H100 the kernel
+# that dequantises takes as long as reading the matrix four times; where this begins to pay is an
+# estimate.
+MAX_ROWS = 512
 
 
 def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> ScaledMatmulTuning:
@@ -88,7 +93,10 @@ def scaled_matmul_triton(
         )
     if values.size >= 2**31:  # Triton treats Pallas' 32-bit offsets as signed
         raise UnsupportedError(f"values must have fewer than 2^31 numbers; got {values.shape}")
-    config = config or choose_config(num_rows, num_columns, depth, x.dtype)
+    if config is None:
+        if num_rows > MAX_ROWS:
+            return scaled_matmul_reference(x, values, scales, block, dtype, first)
+        config = choose_config(num_rows, num_columns, depth, x.dtype)
     if block[1] < depth and block[1] % config.block_depth:
         raise UnsupportedError(
             f"block {block} must have a multiple of {config.block_depth} columns, or all {depth}"
