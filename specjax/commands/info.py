@@ -22,6 +22,7 @@ from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positi
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent, page_windows
+from specjax.device.parallel import specs_of
 from specjax.device.placement import default_device
 from specjax.host.windows import window_pages
 from specjax.inspect.gpus import GPU, GPUS
@@ -184,6 +185,7 @@ class Needs:
 class Described:
     """A target and its drafter, as the report describes them."""
 
+    specs: Any  # of the target's parameters
     target: Model
     drafter: Drafter
     drafter_params: Any  # arrays or their shapes
@@ -196,7 +198,7 @@ class Described:
         """Return the target and the drafter of a plan."""
         target, page_size = plan.source.target, plan.config.page_size
         windows = page_windows(target, plan.config)
-        models = target, plan.drafter, plan.drafter_params
+        models = plan.source.specs, target, plan.drafter, plan.drafter_params
         return cls(*models, plan.num_drafts, page_size, windows)
 
     def slot(self, dtype: str) -> dict[str, int] | None:
@@ -217,9 +219,9 @@ class Described:
     def drafter_weights(self, dtype: str) -> int:
         """Return the bytes of the drafter's parameters in `dtype`, on each device."""
         if self.target.num_devices > 1 and self.drafter.weights is not None:
-            return weight_bytes(self.drafter.weights, dtype)
+            return weight_bytes(specs_of(self.drafter.weights), dtype)
         return sum(
-            x.size * np.dtype(dtype if _is_float(x) else x.dtype).itemsize
+            x.size * np.dtype(dtype if _is_wide(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
         )
 
@@ -237,7 +239,7 @@ class Described:
         An accepted token advances the state in the next round.
         """
         own, drafter = self.caches(dtype)
-        weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
+        weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
@@ -283,7 +285,7 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
         "are_here": source.has_weights,
         "num_parameters": sum(math.prod(spec.shape) for spec in jax.tree.leaves(target.specs())),
         "stored_bytes": dict(stored) if source.has_weights else None,
-        "loaded_bytes": {dtype: weight_bytes(target, dtype) for dtype in DTYPES},
+        "loaded_bytes": {dtype: weight_bytes(source.specs, dtype) for dtype in DTYPES},
     }
 
 
@@ -432,6 +434,11 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_wide(x: Any) -> bool:
+    """Return whether an array is loaded in the chosen dtype, unlike integers and float8."""
+    return _is_float(x) and x.dtype.itemsize > 1
 
 
 def _plain(value: Any) -> Any:

@@ -89,6 +89,8 @@ def open_parts(
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
+    If a checkpoint's weights are there, they show which matrices are in float8.
+
     Args:
         model: a checkpoint or a config, as for `specjax info`.
         speculation: the fields of a `SpeculativeConfig`; None for plain decoding.
@@ -108,7 +110,8 @@ def open_parts(
     fewer = target if num_layers is None else with_layers(target, num_layers)
     drafter = reading_at_most(drafter, fewer.num_layers)
     params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), fewer.specs()
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype),
+        replace(source, target=fewer).specs,
     )
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafter_params)
     return Parts(fewer, drafter, verification, Params(params, given), target.num_layers)
