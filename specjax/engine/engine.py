@@ -418,6 +418,10 @@ class Engine:
         self._recorder.record_finished(self.scheduler.drop_all())
         self._replace_state()
 
+    def clear_prefixes(self) -> None:
+        """Clear the prefix cache. No request may be running."""
+        self.scheduler.prefixes.clear()
+
     def metrics(self) -> Metrics:
         """Return the current counters."""
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)

@@ -1,6 +1,6 @@
 """Frees an engine's device memory for a while, and allocates it again later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,6 +43,28 @@ class Sleep:
             self._homes = []
             self._engine.renew()
             self.level = 0
+
+
+class SleepOfAll:
+    """Puts several engines to sleep together; see `Sleep`."""
+
+    def __init__(self, engines: Iterable[Engine]):
+        self._each = [Sleep(engine) for engine in engines]
+
+    @property
+    def level(self) -> int:
+        """See `Sleep`."""
+        return max(one.level for one in self._each)
+
+    def begin(self, level: int) -> None:
+        """See `Sleep`."""
+        for one in self._each:
+            one.begin(level)
+
+    def end(self) -> None:
+        """See `Sleep`."""
+        for one in self._each:
+            one.end()
 
 
 def check_level(level: object) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ from specjax.device.parallel import divide_params
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.device.weights.weight import second_form_bytes
+from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
 from specjax.engine.log import get_log
 from specjax.engine.process import check_jax
+from specjax.engine.replicas import Replicas
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -96,21 +98,44 @@ class Plan:
         return config
 
 
+class Replica(NamedTuple):
+    """The parts of an engine that differ between replicas."""
+
+    params: Params
+    policy: Policy
+    placement: Placement
+
+
 @dataclass(frozen=True)
 class Serving:
     """Everything from which an engine and its requests are built."""
 
     target: Model
     drafter: Drafter
-    params: Params
-    placement: Placement
+    replicas: tuple[Replica, ...]
     config: EngineConfig
-    policy: Policy
     verification: Verification | None
     tokenizer: ChatTokenizer | None
     eos_ids: tuple[int, ...]
     default_params: SamplingParams  # from the checkpoint's generation_config.json
     method: str | None  # drafting method
+
+    def build_engine(self, *, show_progress: bool) -> Engine:
+        """Return the engine, or several replicas of it in its place (see `Replicas`)."""
+        engines = [
+            Engine(
+                self.config,
+                self.target,
+                self.drafter,
+                one.params,
+                one.policy,
+                self.verification,
+                placement=one.placement,
+                show_progress=show_progress,
+            )
+            for one in self.replicas
+        ]
+        return engines[0] if len(engines) == 1 else cast(Engine, Replicas(engines))
 
 
 def make_plan(
@@ -172,6 +197,7 @@ def assemble(
     params: Any,
     gpu_memory_utilization: float,
     tensor_parallel_size: int,
+    data_parallel_size: int,
     compilation_cache: str | Path | None,
     verbose: bool,
     **options: Any,
@@ -185,6 +211,7 @@ def assemble(
     check_jax()
     check_options(
         tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,
         compilation_cache=compilation_cache,
         verbose=verbose,
@@ -193,7 +220,9 @@ def assemble(
         named = model if isinstance(model, str | Path) else None
         options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
-    placement = Placement.on(*jax.local_devices()[:tensor_parallel_size])
+    devices, size = jax.local_devices(), tensor_parallel_size
+    starts = range(0, data_parallel_size * size, size)
+    placement, *others = [Placement.on(*devices[start : start + size]) for start in starts]
     log = get_log(verbose=verbose)
     source = open_model(model, params, num_devices=tensor_parallel_size, log=log.info)
     folder, target = source.folder, source.target
@@ -220,13 +249,16 @@ def assemble(
     if speculation and plan.profile:
         check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
     keep_programs(None if compilation_cache is None else Path(compilation_cache).expanduser())
+    placed = [(both, placement), *((one.copy(both), one) for one in others)]
+    replicas = [
+        Replica(own, policy_of(speculation, plan.profile, config.decode_batches), place)
+        for own, place in placed
+    ]
     return Serving(
         target,
         drafter,
-        both,
-        placement,
+        tuple(replicas),
         config,
-        policy_of(speculation, plan.profile, config.decode_batches),
         make_verification(speculation) if speculation else None,
         tokenizer,
         eos_ids,

@@ -36,6 +36,7 @@ class LLMOptions(TypedDict, total=False):
     max_logprobs: int
     logprobs_mode: str
     tensor_parallel_size: int
+    data_parallel_size: int
     kernels: str
     compilation_cache: str | Path | None
     seed: int
@@ -64,6 +65,7 @@ DEFAULTS: LLMOptions = {
     "max_logprobs": 20,
     "logprobs_mode": "raw",
     "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
     "kernels": "auto",
     "compilation_cache": "~/.cache/specjax",
     "seed": 0,

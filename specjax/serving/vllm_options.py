@@ -38,7 +38,6 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), "a model runs on one device"),
-    "data_parallel_size": ((1,), "a model runs on one device"),
     "enable_expert_parallel": ((False, None), "a model runs on one device"),
     "cpu_offload_gb": ((0, 0.0, None), "weights stay on the device; see sleep"),
     "tokenizer": ((None,), "the tokenizer is the checkpoint's"),
