@@ -21,7 +21,7 @@ from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
-from specjax.rl.starts import StartMaker
+from specjax.rl.starts import StartMaker, refuse_options
 from specjax.rl.weights import (
     ArraySource,
     WeightUpdate,
@@ -67,11 +67,7 @@ class RolloutEngine:
         **options: Any,
     ):
         options.setdefault("verbose", False)
-        if "logprobs_mode" in options:
-            raise ValueError(
-                f"logprobs_mode={options['logprobs_mode']!r} is set by the rollout engine; leave "
-                "it out (raw_logprobs=True adds the model's own log-probabilities)"
-            )
+        refuse_options(options)
         check_flags(raw_logprobs=raw_logprobs)
         if speculative_config is not None:
             speculative_config = SpeculativeConfig.of(speculative_config)
