@@ -79,7 +79,7 @@ class LLM(VllmMethods):
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
         tensor_parallel_size: number of devices that hold the model; must be 1.
         data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
-            among which requests are divided. Sizes like max_num_seqs are those of each replica.
+            that share the requests. Sizes like max_num_seqs hold for each replica.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache
             folder, which is then used; None for no folder.

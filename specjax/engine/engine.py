@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def engines(self) -> tuple["Engine", ...]:
-        """The engines that share the requests: only this one. See `Replicas`."""
+        """The engines that share the requests: only this one. See `ReplicatedEngine`."""
         return (self,)
 
     @property

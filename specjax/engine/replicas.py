@@ -2,7 +2,7 @@
 
 Each replica is an engine with a thread, which runs its steps. The threads take turns on the host. A
 thread gives its turn away while its step waits for the device, so that all devices work at the same
-time. Between two calls of `Replicas.step`, the caller has the turn. So requests change only during
+time. Between two calls of `ReplicatedEngine.step`, the caller has the turn. So requests change only during
 `step`, as those of one engine do.
 """
 
@@ -31,7 +31,7 @@ MANY_SAMPLES = 4
 _Work = SimpleQueue[Callable[[], None] | None]
 
 
-class Replicas:
+class ReplicatedEngine:
     """Routes each request to one of several engines, and has the part of `Engine` that LLMs use.
 
     A request goes to the replica that has seen the longest prefix of its prompt, unless this
@@ -97,7 +97,7 @@ class Replicas:
         for replica in self._replicas:
             replica.begin()
         stepping = [replica for replica in self._replicas if replica.is_stepping]
-        self._turn.await_others(lambda: not all(one.is_stepping for one in stepping))
+        self._turn.await_others(lambda: not stepping or not all(x.is_stepping for x in stepping))
         if errors := [one.error for one in self._replicas if one.error is not None]:
             self.reset()
             raise errors[0]
@@ -184,7 +184,7 @@ class _Replica:
         prompts: the prompts that were routed to this engine, as far back as its cache may reach.
         is_stepping: whether a step has begun and has not ended.
         error: the error of a step whose requests no other replica could take.
-        lost: samples that other replicas have taken after the last failure.
+        lost: samples that other replicas have taken after the last failure, and have not finished.
         is_dead: whether the engine could not begin again after a failure.
     """
 
@@ -209,7 +209,8 @@ class _Replica:
     @property
     def is_healthy(self) -> bool:
         """Whether the engine may get requests."""
-        return not self.is_dead and all(sample.is_finished for sample in self.lost)
+        self.lost = [sample for sample in self.lost if not sample.is_finished]
+        return not self.is_dead and not self.lost
 
     def begin(self) -> None:
         """Let the thread run a step as soon as it gets a turn, if there is work for a step."""
@@ -255,7 +256,7 @@ class _Replica:
 
 
 def _rescue_by(method: weakref.WeakMethod, failed: _Replica, error: Exception) -> list[Sequence]:
-    """Call `Replicas._rescue`, unless the replicas are in use no longer."""
+    """Call `ReplicatedEngine._rescue`, unless the replicas are in use no longer."""
     rescue = method()
     if rescue is None:
         raise error

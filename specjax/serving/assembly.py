@@ -23,7 +23,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
 from specjax.engine.log import get_log
 from specjax.engine.process import check_jax
-from specjax.engine.replicas import Replicas
+from specjax.engine.replicas import ReplicatedEngine
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ class Serving:
     method: str | None  # drafting method
 
     def build_engine(self, *, show_progress: bool) -> Engine:
-        """Return the engine, or several replicas of it in its place (see `Replicas`)."""
+        """Return the engine, or several replicas of it in its place (see `ReplicatedEngine`)."""
         engines = [
             Engine(
                 self.config,
@@ -135,7 +135,7 @@ class Serving:
             )
             for one in self.replicas
         ]
-        return engines[0] if len(engines) == 1 else cast(Engine, Replicas(engines))
+        return engines[0] if len(engines) == 1 else cast(Engine, ReplicatedEngine(engines))
 
 
 def make_plan(
