@@ -105,7 +105,7 @@ class LLM(VllmMethods):
         self.engine = serving.build_engine(show_progress=verbose)
         seconds = time.monotonic() - start, self.engine.metrics().compile_seconds
         get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
-        self._sleep = SleepOfAll(self.engine.engines)
+        self._sleep = SleepOfAll(self.engine)
         self.request_maker = RequestMaker(
             serving.config,
             serving.tokenizer,

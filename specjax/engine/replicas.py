@@ -2,8 +2,8 @@
 
 Each replica is an engine with a thread, which runs its steps. The threads take turns on the host. A
 thread gives its turn away while its step waits for the device, so that all devices work at the same
-time. Between two calls of `ReplicatedEngine.step`, the caller has the turn. So requests change only during
-`step`, as those of one engine do.
+time. Between two calls of `ReplicatedEngine.step`, the caller has the turn. So requests change only
+while `step` runs, as they do with one engine.
 """
 
 import logging
@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from queue import SimpleQueue
 
+from specjax.device.drafters.drafter import Params
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics, sum_of
 from specjax.engine.turn import CALLER, Turn
@@ -32,11 +33,11 @@ _Work = SimpleQueue[Callable[[], None] | None]
 
 
 class ReplicatedEngine:
-    """Routes each request to one of several engines, and has the part of `Engine` that LLMs use.
+    """Routes each request to one of several engines, and has the methods of `Engine` that LLMs use.
 
     A request goes to the replica that has seen the longest prefix of its prompt, unless this
-    replica is much busier than another. If several replicas have seen as much, it goes to the one
-    with the fewest unfinished samples.
+    replica is much busier than another. Among equal replicas, it goes to the replica with the
+    fewest unfinished samples.
 
     If a step of a replica fails, its requests continue on other replicas. The replica gets no
     requests until these have ended, because one of them may have caused the failure.
@@ -47,12 +48,21 @@ class ReplicatedEngine:
         self._replicas = [_Replica(i, engine, self._turn) for i, engine in enumerate(engines)]
         for replica in self._replicas:
             replica.engine.rescue = partial(_rescue_by, weakref.WeakMethod(self._rescue), replica)
-        self.engines = tuple(engines)
-        self.config = engines[0].config
+        self.config, self.drafter = engines[0].config, engines[0].drafter
         # The caller never takes its turn back if it drops the replicas in the middle of steps.
         queues = [replica.work for replica in self._replicas]
         self._end = weakref.finalize(self, _end, self._turn, queues)
         self._end.atexit = False
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines that can run."""
+        return tuple(replica.engine for replica in self._replicas if not replica.is_dead)
+
+    @property
+    def params(self) -> Params:
+        """The weights of one replica. All have the same weights."""
+        return self.engines[0].params
 
     @property
     def has_work(self) -> bool:
@@ -98,6 +108,26 @@ class ReplicatedEngine:
             replica.begin()
         stepping = [replica for replica in self._replicas if replica.is_stepping]
         self._turn.await_others(lambda: not stepping or not all(x.is_stepping for x in stepping))
+        return self._touched()
+
+    def land(self) -> list[Sequence]:
+        """See `Engine`."""
+        self._settle()
+        touched = self._touched()
+        try:
+            for engine in self.engines:
+                touched += engine.land()
+        except Exception:
+            self.reset()
+            raise
+        return list(dict.fromkeys(touched))
+
+    def _touched(self) -> list[Sequence]:
+        """Return the samples that ended steps have changed.
+
+        Raises:
+            Exception: a step has failed, and no other replica can take its requests.
+        """
         if errors := [one.error for one in self._replicas if one.error is not None]:
             self.reset()
             raise errors[0]
@@ -106,8 +136,9 @@ class ReplicatedEngine:
 
     def clear_prefixes(self) -> None:
         """See `Engine`."""
+        for engine in self.engines:
+            engine.clear_prefixes()
         for replica in self._replicas:
-            replica.engine.clear_prefixes()
             replica.prompts.clear()
 
     def drain(self) -> None:
@@ -122,20 +153,20 @@ class ReplicatedEngine:
         for replica in self._replicas:
             replica.error = None
             replica.take_touched()
-            if not replica.is_dead:
-                replica.engine.reset()
             replica.prompts.clear()
+        for engine in self.engines:
+            engine.reset()
 
     def metrics(self) -> Metrics:
         """Return the sums and means of the replicas' counters."""
-        return sum_of([engine.metrics() for engine in self.engines])
+        return sum_of([replica.engine.metrics() for replica in self._replicas])
 
     def close(self) -> None:
         """See `Engine`."""
         self._settle()
         self._end()
-        for engine in self.engines:
-            engine.close()
+        for replica in self._replicas:
+            replica.engine.close()
 
     def _settle(self) -> None:
         """Wait until no replica runs a step."""

@@ -24,23 +24,30 @@ class Turn:
             self._changed.wait_for(lambda: self._owner in (None, owner))
             self._owner = owner
 
-    def give(self, owner: int) -> None:
-        """Give the turn back, if `owner` has it."""
+    def give(self, owner: int) -> bool:
+        """Give the turn back if `owner` has it, and return whether it had the turn."""
         with self._changed:
-            if self._owner == owner:
-                self._owner = None
-                self._changed.notify_all()
+            if self._owner != owner:
+                return False
+            self._owner = None
+            self._changed.notify_all()
+            return True
 
     @contextmanager
     def given(self, owner: int) -> Iterator[None]:
-        """Give the turn back within a block."""
-        self.give(owner)
+        """Give the turn back within a block, if `owner` has it."""
+        had_it = self.give(owner)
         try:
             yield
         finally:
-            self.take(owner)
+            if had_it:
+                self.take(owner)
 
     def await_others(self, condition: Callable[[], bool]) -> None:
         """Let other owners take turns until `condition` holds, and take the turn as `CALLER`."""
-        with self.given(CALLER), self._changed:
-            self._changed.wait_for(condition)
+        self.give(CALLER)
+        try:
+            with self._changed:
+                self._changed.wait_for(condition)
+        finally:
+            self.take(CALLER)

@@ -5,7 +5,7 @@ The requests are not queued here.
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,24 +22,6 @@ class Start(NamedTuple):
     params: SamplingParams  # the user's parameters
     prompt_index: int
     before: Rollout | None = None  # the aborted rollout that the request resumes
-
-
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuse the options of `LLM` that a rollout engine does not take.
-
-    Raises:
-        ValueError: one of them is given.
-    """
-    if "logprobs_mode" in options:
-        raise ValueError(
-            f"logprobs_mode={options['logprobs_mode']!r} is set by the rollout engine; leave "
-            "it out (raw_logprobs=True adds the model's own log-probabilities)"
-        )
-    if (size := options.get("data_parallel_size", 1)) != 1:
-        raise ValueError(
-            f"data_parallel_size={size!r}: a rollout engine has one replica; use RayRollouts, "
-            "whose num_workers are replicas"
-        )
 
 
 class StartMaker:
