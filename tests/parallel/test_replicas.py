@@ -77,6 +77,7 @@ def assert_all_idle(llm):
 
 def test_all_replicas_give_what_one_engine_gives(llm, expected):
     engines = llm.engine.engines
+    assert len({id(engine.scheduler.policy) for engine in engines}) == len(engines)
     before = [engine.metrics().num_generation_tokens for engine in engines]
     outputs = generate(llm, *cases())
     assert [output.outputs for output in outputs] == expected
@@ -247,6 +248,30 @@ def test_async_callers(letters, expected):
         asyncio.run(main())
 
 
+def test_rollouts(letters):
+    """All replicas get new weights, also while they sleep, and between the same tokens."""
+    found, (prompts, _) = [], cases()
+    with simulated_engines():
+        for size in 1, 2:
+            with RolloutEngine(letters, data_parallel_size=size, **SIZES) as rl:
+                stream = rl.stream(prompts, SamplingParams(max_tokens=20, temperature=0.8))
+                rollouts = [next(stream)]
+                rl.sleep(2)
+                rl.update_weights(jax.tree.map(lambda x: np.asarray(x) * 1.5, rl.params.target))
+                rl.wake_up()
+                rollouts += stream
+                before = [sum(s.num_tokens for s in r.versions if s.version < 1) for r in rollouts]
+                assert 0 < sum(before) < sum(len(one.token_ids) for one in rollouts)
+                generated = rl.generate(prompts, SamplingParams(max_tokens=20, temperature=0.8))
+                found.append([one.token_ids.tolist() for one in generated])
+                old = {one.prompt_index: (one, n) for one, n in zip(rollouts, before, strict=True)}
+                found.append([old[i][0].token_ids[: old[i][1]].tolist() for i in sorted(old)])
+    for one, other in zip(found[1], found[3], strict=True):  # by the old weights
+        count = min(len(one), len(other))
+        assert one[:count] == other[:count]
+    assert found[0] == found[2]
+
+
 def test_real_devices(letters):
     """Weights and caches lie on each replica's devices, also after sleep."""
     found = []
@@ -285,4 +310,3 @@ def test_sums_of_metrics(llm):
 def test_sizes_that_are_refused(letters):
     sizes = {"data_parallel_size": 3, "tensor_parallel_size": 2}
     refusal(lambda: make_llm(letters, **sizes), "data_parallel_size=3", "from 1 to 2")
-    refusal(lambda: RolloutEngine(letters, data_parallel_size=2), "one replica", "RayRollouts")
