@@ -58,8 +58,8 @@ class Engine:
     Attributes:
         away: makes a context that a step enters while it waits for the device or for programs.
             Within it, other threads may call all methods that do not run a step.
-        rescue: takes the error of a failed step, moves the requests to another engine, and returns
-            their samples. None to end the requests with the error.
+        rescue: moves the requests to another engine after a step failed with the given error, or
+            raises the error. None to end the requests.
     """
 
     # Builds the device. Any callable with the same arguments can replace it.
@@ -118,7 +118,7 @@ class Engine:
         self._is_stepping = threading.Lock()
         self._pid = os.getpid()
         self.away: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.rescue: Callable[[Exception], list[Sequence]] | None = None
+        self.rescue: Callable[[Exception], None] | None = None
         self.set_policy(policy, show_progress=show_progress)
 
     @property
@@ -349,7 +349,8 @@ class Engine:
         }
         if not suspects:
             if self.rescue is not None:
-                return self.rescue(error)
+                self.rescue(error)
+                return []
             self.reset()
             raise error
         for sequence in suspects:

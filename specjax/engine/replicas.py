@@ -189,8 +189,8 @@ class ReplicatedEngine:
         chosen.prompts.points(keys)
         return chosen
 
-    def _rescue(self, failed: "_Replica", error: Exception) -> list[Sequence]:
-        """Move the requests of a replica to others, and return their samples.
+    def _rescue(self, failed: "_Replica", error: Exception) -> None:
+        """Move the requests of a replica to others.
 
         Raises:
             Exception: `error`, because no other replica is left.
@@ -205,7 +205,6 @@ class ReplicatedEngine:
             "replica %d failed, and its %d requests continue on others: %s",
             *(failed.number, len(requests), error),
         )
-        return list(failed.lost)
 
 
 class _Replica:
@@ -252,25 +251,28 @@ class _Replica:
     def _step(self) -> None:
         self._turn.take(self.number)
         try:
-            self._touched += self._run()
+            self._run()
         except BaseException as error:  # the caller's thread raises it
             self.error = error
         finally:
             self.is_stepping = False
             self._turn.give(self.number)
 
-    def _run(self) -> list[Sequence]:
+    def _run(self) -> None:
         try:
-            return self.engine.step()
+            touched = self.engine.step()
+            self._touched += [sample for sample in touched if sample not in self.lost]
         except Exception as error:
-            rescue = self.engine.rescue
-            assert rescue is not None
-            return rescue(error)
+            assert self.engine.rescue is not None
+            self.engine.rescue(error)
 
     def take_touched(self) -> list[Sequence]:
-        """Return the samples that steps have changed since the last call."""
+        """Return the samples that steps have changed since the last call.
+
+        Samples that were aborted in the middle of a step are left out.
+        """
         touched, self._touched = self._touched, []
-        return touched
+        return [sample for sample in touched if sample.finish_reason != "abort"]
 
     def begin_again(self) -> list[tuple[Request, list[Sequence]]]:
         """Replace the state after a failure. Return the requests, and remember their samples."""
@@ -286,12 +288,11 @@ class _Replica:
         return requests
 
 
-def _rescue_by(method: weakref.WeakMethod, failed: _Replica, error: Exception) -> list[Sequence]:
+def _rescue_by(method: weakref.WeakMethod, failed: _Replica, error: Exception) -> None:
     """Call `ReplicatedEngine._rescue`, unless the replicas are in use no longer."""
-    rescue = method()
-    if rescue is None:
+    if (rescue := method()) is None:
         raise error
-    return rescue(failed, error)
+    rescue(failed, error)
 
 
 def _serve(work: _Work) -> None:

@@ -103,7 +103,8 @@ def test_every_request_ends_once(llm, expected, seed, fails, caplog):
         for request, outputs in arriving[: rng.integers(3)]:
             whole |= zip(llm.engine.add(request), outputs, strict=True)
             del arriving[0]
-        if rng.random() < 0.1 and (ids := sorted(llm.engine.unfinished_ids)):
+        is_due = rng.random() < 0.1 or not (arriving or aborted)
+        if is_due and (ids := sorted(llm.engine.unfinished_ids)):
             found = llm.engine.abort(rng.choice(ids))
             ended.update(found)
             aborted.update(found)
@@ -122,7 +123,7 @@ def test_every_request_ends_once(llm, expected, seed, fails, caplog):
         assert sample.finish_reason == (output.finish_reason if is_whole else "abort")
         count = len(sample.output) if output.logprobs else 0
         assert [*map(set, sample.logprobs)] == [*map(set, (output.logprobs or [])[:count])]
-    assert aborted and ("continue on others" in caplog.text) == fails
+    assert aborted and ("continue on others" in caplog.text) <= fails
     assert_all_idle(llm)
 
 
