@@ -277,7 +277,7 @@ class _Replica:
     def begin_again(self) -> list[tuple[Request, list[Sequence]]]:
         """Replace the state after a failure. Return the requests, and remember their samples."""
         requests = self.engine.hand_over()
-        self.lost = [sample for _, samples in requests for sample in samples]
+        self.lost += [sample for _, samples in requests for sample in samples]
         self.prompts.clear()
         try:
             self.engine.release()
