@@ -40,9 +40,11 @@ class TensorSpec:
         fill: the initial value for training. If None, matrices are random, and norms are one.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
-        cuts: for each file tensor, the axis that may be divided over devices, and its sections:
-            pairs of a name such as "heads", or None for rows that all devices have, and a number of
-            rows (see `division`). () for an array that is never divided.
+        cuts: for each file tensor, the ways in which it may be divided over devices (see
+            `division`): pairs of an axis and its sections. A section is a pair of a name, such as
+            "heads", and a number of rows. The name is None for rows that all devices have. `cuts`
+            is () for an array that is never divided.
+        stacked_as: the name of the groups of `num_stacked`, if groups may be divided over devices.
         divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
             all devices must be added up.
     """
@@ -56,7 +58,8 @@ class TensorSpec:
     dtype: str | None = None
     fill: float | None = None
     is_buffer: bool = False
-    cuts: tuple[tuple[int, Sections], ...] = ()
+    cuts: tuple[tuple[tuple[int, Sections], ...], ...] = ()
+    stacked_as: str | None = None
     divides_input: bool = False
 
     @property
@@ -162,7 +165,7 @@ def projection(
     Args:
         interleaved: a mapping from a tensor's name to the sizes of a head's parts.
         rows: the name of the input axis, if it may be divided over devices.
-        columns: the name of all outputs, or the sections of the merged outputs.
+        columns: the `sections` of the merged outputs (see `cut_rows`), if they may be divided.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
     shapes = tuple((n, num_in) for n in num_outs)
@@ -171,30 +174,37 @@ def projection(
         shapes,
         transpose=True,
         interleaved=sizes if any(sizes) else (),
-        cuts=tuple((1, ((rows, num_in),)) for _ in names) if rows else cut_rows(shapes, columns),
+        cuts=cut_rows(shapes, rows, 1) if rows else cut_rows(shapes, columns),
         divides_input=rows is not None,
     )
 
 
 def cut_rows(
-    shapes: Sequence[tuple[int, ...]], sections: str | Sections | None, axis: int = 0
-) -> tuple[tuple[int, Sections], ...]:
+    shapes: Sequence[tuple[int, ...]],
+    sections: str | Sections | None,
+    axis: int = 0,
+    *,
+    groups: str | None = None,
+) -> tuple[tuple[tuple[int, Sections], ...], ...]:
     """Return `TensorSpec.cuts` for file tensors of these shapes.
 
-    `sections` divide an axis of all tensors, one after the other; a name stands for one section per
-    tensor, and None for no division.
+    Args:
+        shapes: the shapes of the file tensors.
+        sections: the sections of the axis `axis` of all tensors, one after the other. If they are a
+            name, each tensor has one section of this name. None for an axis that is never divided.
+        groups: the name of the tensors' first axis, if it may be divided instead.
     """
     if sections is None:
         return ()
-    if isinstance(sections, str):
-        return tuple((axis, ((sections, shape[axis]),)) for shape in shapes)
-    left, cuts = list(sections), []
+    left = list(sections) if not isinstance(sections, str) else []
+    cuts = []
     for shape in shapes:
         own, size = [], 0
         while size < shape[axis]:
-            own.append(left.pop(0))
+            own.append(left.pop(0) if left else (sections, shape[axis]))
             size += own[-1][1]
-        cuts.append((axis, tuple(own)))
+        by_group = [] if groups is None else [(0, ((groups, shape[0]),))]
+        cuts.append((*by_group, (axis, tuple(own))))
     return tuple(cuts)
 
 
@@ -206,7 +216,7 @@ def stored(
 ) -> Any:
     """Return the spec of tensors that are only concatenated (norms, biases, embeddings).
 
-    `rows` names the sections of the first axis, if it may be divided over devices.
+    `rows` is the `sections` of the first axis (see `cut_rows`), if it may be divided over devices.
     """
     return TensorSpec(tuple(names), shapes, fill=fill, cuts=cut_rows(shapes, rows))
 
@@ -214,7 +224,7 @@ def stored(
 def depthwise(name: str, channels: int, taps: int, sections: str | Sections | None = None) -> Any:
     """Return the spec of depthwise convolution weights [taps, channels].
 
-    The file tensor is [channels, 1, taps]. `sections` are those of the channels.
+    The file tensor is [channels, 1, taps]. `sections` divides the channels (see `cut_rows`).
     """
     shapes = ((channels, 1, taps),)
     cuts = cut_rows(shapes, sections)
@@ -231,7 +241,7 @@ def experts(
 ) -> Any:
     """Return the spec of an array [experts, in, sum of outs]: one merged projection per expert.
 
-    `rows` and `columns` name an axis that may be divided, as for `projection`.
+    `rows` and `columns` are explained in `projection`.
     """
     shapes = tuple((n, num_in) for _ in names for n in num_outs)
     return TensorSpec(
@@ -241,6 +251,7 @@ def experts(
         num_stacked=len(names),
         cuts=cut_rows(shapes, rows, 1) if rows else cut_rows(shapes, columns),
         divides_input=rows is not None,
+        stacked_as="experts",
     )
 
 
@@ -257,11 +268,12 @@ def fused_experts(
     """Return the spec of experts that are stored in one tensor, as an array [experts, in, out].
 
     The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `rows` and `columns`
-    name an axis that may be divided, as for `projection`.
+    are explained in `projection`.
     """
     shape = (num_experts, *((num_in, num_out) if is_swapped else (num_out, num_in)))
     in_axis, out_axis = (1, 2) if is_swapped else (2, 1)
-    cuts = cut_rows([shape], rows or columns, in_axis if rows else out_axis)
+    axis = in_axis if rows else out_axis
+    cuts = cut_rows([shape], rows or columns, axis, groups="experts")
     return TensorSpec(
         (name,), (shape,), transpose=not is_swapped, cuts=cuts, divides_input=rows is not None
     )

@@ -198,6 +198,7 @@ def assemble(
     gpu_memory_utilization: float,
     tensor_parallel_size: int,
     data_parallel_size: int,
+    enable_expert_parallel: bool,
     compilation_cache: str | Path | None,
     verbose: bool,
     **options: Any,
@@ -212,6 +213,7 @@ def assemble(
     check_options(
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         gpu_memory_utilization=gpu_memory_utilization,
         compilation_cache=compilation_cache,
         verbose=verbose,
@@ -224,7 +226,13 @@ def assemble(
     starts = range(0, data_parallel_size * size, size)
     placement, *others = [Placement.on(*devices[start : start + size]) for start in starts]
     log = get_log(verbose=verbose)
-    source = open_model(model, params, num_devices=tensor_parallel_size, log=log.info)
+    source = open_model(
+        model,
+        params,
+        num_devices=tensor_parallel_size,
+        divides_experts=enable_expert_parallel,
+        log=log.info,
+    )
     folder, target = source.folder, source.target
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:

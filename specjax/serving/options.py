@@ -37,6 +37,7 @@ class LLMOptions(TypedDict, total=False):
     logprobs_mode: str
     tensor_parallel_size: int
     data_parallel_size: int
+    enable_expert_parallel: bool
     kernels: str
     compilation_cache: str | Path | None
     seed: int
@@ -66,6 +67,7 @@ DEFAULTS: LLMOptions = {
     "logprobs_mode": "raw",
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
+    "enable_expert_parallel": False,
     "kernels": "auto",
     "compilation_cache": "~/.cache/specjax",
     "seed": 0,
