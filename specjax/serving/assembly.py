@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -222,9 +223,7 @@ def assemble(
         named = model if isinstance(model, str | Path) else None
         options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
-    devices, size = jax.local_devices(), tensor_parallel_size
-    starts = range(0, data_parallel_size * size, size)
-    placement, *others = [Placement.on(*devices[start : start + size]) for start in starts]
+    placement, *others = _placements(data_parallel_size, tensor_parallel_size)
     log = get_log(verbose=verbose)
     source = open_model(
         model,
@@ -257,15 +256,12 @@ def assemble(
     if speculation and plan.profile:
         check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
     keep_programs(None if compilation_cache is None else Path(compilation_cache).expanduser())
-    placed = [(both, placement), *((one.copy(both), one) for one in others)]
-    replicas = [
-        Replica(own, policy_of(speculation, plan.profile, config.decode_batches), place)
-        for own, place in placed
-    ]
+    placed = (both, placement), *((one.copy(both), one) for one in others)
+    choose = partial(policy_of, speculation, plan.profile, config.decode_batches)
     return Serving(
         target,
         drafter,
-        tuple(replicas),
+        tuple(Replica(own, choose(), place) for own, place in placed),
         config,
         make_verification(speculation) if speculation else None,
         tokenizer,
@@ -273,3 +269,9 @@ def assemble(
         default_params,
         speculation.method if speculation else None,
     )
+
+
+def _placements(num_replicas: int, size: int) -> list[Placement]:
+    """Return the placement of each replica on `size` devices."""
+    devices = jax.local_devices()
+    return [Placement.on(*devices[i * size : (i + 1) * size]) for i in range(num_replicas)]
