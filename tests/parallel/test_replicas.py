@@ -86,6 +86,9 @@ def test_all_replicas_give_what_one_engine_gives(llm, expected):
     assert gained.sum() == sum(map(len, tokens_of(outputs)))
     assert gained.min() > gained.sum() / len(engines) / 2  # the load is shared
     assert f"data_parallel_size={len(engines)}" in repr(llm)
+    llm._next_id = 0
+    last = {int(output.request_id): output for output in llm.generate_stream(*cases())}
+    assert [last[i].outputs for i in range(len(expected))] == expected
     assert_all_idle(llm)
 
 
