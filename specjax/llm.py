@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from specjax.device.models.model import Model
-from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.metric_reader import Metric, list_metrics
 from specjax.engine.metrics import Metrics
 from specjax.engine.process import OwnLock
 from specjax.engine.progress import progress
-from specjax.engine.sleep import Sleep, check_level
+from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
 from specjax.outputs import RequestOutput
@@ -79,6 +78,8 @@ class LLM(VllmMethods):
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
         tensor_parallel_size: number of devices that share the model.
+        data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
+            that share the requests. Sizes like max_num_seqs hold for each replica.
         enable_expert_parallel: give each device whole experts, not parts of all.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder of compiled steps; None for no folder. JAX's own has precedence.
@@ -101,25 +102,16 @@ class LLM(VllmMethods):
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
         self._default_params = serving.default_params
-        self.engine = Engine(
-            serving.config,
-            serving.target,
-            serving.drafter,
-            serving.params,
-            serving.policy,
-            serving.verification,
-            placement=serving.placement,
-            show_progress=verbose,
-        )
+        self.engine = serving.build_engine(show_progress=verbose)
         seconds = time.monotonic() - start, self.engine.metrics().compile_seconds
         get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
-        self._sleep = Sleep(self.engine)
+        self._sleep = SleepOfAll(self.engine)
         self.request_maker = RequestMaker(
             serving.config,
             serving.tokenizer,
             serving.target.vocab_size,
             serving.eos_ids,
-            self.engine.repertoire.number_of,
+            self.engine.number_of,
         )
 
     def generate(
@@ -299,7 +291,7 @@ class LLM(VllmMethods):
         """
         with self._lock:
             self._check_open()
-            save_profile(self.engine, Path(path))
+            save_profile(self.engine.engines[0], Path(path))
 
     def get_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer, with encode, decode and apply_chat_template.
@@ -320,7 +312,7 @@ class LLM(VllmMethods):
         with self._lock:
             self._check_open()
             if not self.engine.has_work:
-                self.engine.scheduler.prefixes.clear()
+                self.engine.clear_prefixes()
             return not self.engine.has_work
 
     def sleep(self, level: int = 1) -> None:

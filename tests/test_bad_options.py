@@ -36,6 +36,7 @@ BAD_OPTIONS = {
     "seed": [True, "1", None, 1.0, -(2**63) - 1, 2**64],
     "gpu_memory_utilization": ["0.9", None, True, 90, nan, -0.5, 0.0, 1.1],
     "tensor_parallel_size": ["1", 5, 0, None, True],
+    "data_parallel_size": ["2", 2.0, 5, 0, True, None],
     "compilation_cache": [5, True, ["a"]],
     "logprobs_mode": [["raw"], 5, "cooked", None],
     "dtype": [None, 5, np.float32, "fp8", "half", "float16", "bf16", ["float32"]],

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             page_size=args.page_size,
+            tensor_parallel_size=args.tensor_parallel_size,
+            data_parallel_size=args.data_parallel_size,
         ) as llm:
             given = prompts if conversations is None else render(llm, conversations)
             for output in llm.generate_stream(given, params, use_tqdm=True):

@@ -57,6 +57,21 @@ class Placement:
         """
         return jax.device_put(tree, self.sharding())
 
+    def copy(self, tree: Any) -> Any:
+        """Return a copy of arrays that are placed on another mesh with as many devices.
+
+        An array that occurs twice in `tree` is copied once.
+        """
+        copies: dict[int, jax.Array] = {}
+
+        def copy(x: jax.Array) -> jax.Array:
+            if id(x) not in copies:
+                spec = DIVIDED if is_divided(x) else REPLICATED
+                copies[id(x)] = jax.device_put(x, self.sharding(spec))
+            return copies[id(x)]
+
+        return jax.tree.map(copy, tree)
+
 
 def is_divided(x: Any) -> bool:
     """Return whether an array, or its shape, is divided over several devices."""

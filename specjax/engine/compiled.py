@@ -216,7 +216,8 @@ class CompiledPrograms:
     def renew(self) -> None:
         """See `Programs`."""
         if self._placement.num_devices == 1:
-            self.state = self._placement.put(self._empty_state())
+            with jax.default_device(self._placement.device):  # another may have no room
+                self.state = self._placement.put(self._empty_state())
             return
         own = jax.shard_map(
             lambda: jax.tree.map(lambda x: x[None], self._empty_state()),

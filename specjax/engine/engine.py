@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -46,12 +47,20 @@ from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.step_cost import StepCost
+from specjax.sampling_params import LogitsProcessor
 
 WAIT_SECONDS = 0.1  # maximum time that `step` waits for programs
 
 
 class Engine:
-    """Runs requests to completion on a device. Prompts and outputs are token ids."""
+    """Runs requests to completion on a device. Prompts and outputs are token ids.
+
+    Attributes:
+        away: makes a context that a step enters while it waits for the device or for programs.
+            Within it, other threads may call all methods that do not run a step.
+        rescue: moves the requests to another engine after a step failed with the given error, or
+            raises the error. None to end the requests.
+    """
 
     # Builds the device. Any callable with the same arguments can replace it.
     make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
@@ -108,7 +117,14 @@ class Engine:
         self._num_steps = 0
         self._is_stepping = threading.Lock()
         self._pid = os.getpid()
+        self.away: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.rescue: Callable[[Exception], None] | None = None
         self.set_policy(policy, show_progress=show_progress)
+
+    @property
+    def engines(self) -> tuple["Engine", ...]:
+        """The engines that share the requests: only this one. See `ReplicatedEngine`."""
+        return (self,)
 
     @property
     def params(self) -> Params:
@@ -147,6 +163,10 @@ class Engine:
         self.scheduler.policy, self.scheduler.all_shapes = policy, shapes
         self._look()
 
+    def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
+        """See `Repertoire.number_of`."""
+        return self.repertoire.number_of(processors)
+
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
         """Compile the step variants that `requests` need and that no earlier request needed."""
         refuse_fork(self._pid)
@@ -174,6 +194,15 @@ class Engine:
             ValueError: an unfinished request has the same id.
         """
         return self.scheduler.add(request, is_held=True)
+
+    def adopt(self, request: Request, samples: list[Sequence]) -> None:
+        """Queue a request that another engine has handed over. It continues after its tokens."""
+        self.scheduler.add(request, samples, is_held=True)
+
+    def hand_over(self) -> list[tuple[Request, list[Sequence]]]:
+        """Remove all requests after a failure, and return them with their unfinished samples."""
+        self._in_flight = []
+        return self.scheduler.hand_over()
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
         """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
@@ -218,7 +247,8 @@ class Engine:
             with self._recorder.time("host"):
                 plan = self.scheduler.schedule()
             if not plan and not previous and self.scheduler.held:
-                self.programs.wait(WAIT_SECONDS)
+                with self.away():
+                    self.programs.wait(WAIT_SECONDS)
             try:
                 if plan:
                     self._recorder.record_launch(plan, len(previous) > 0)
@@ -230,6 +260,8 @@ class Engine:
                     touched += self._read(step)
                 for step in launched:
                     if isinstance(step, Extended):
+                        with self.away():
+                            step.wait()
                         step = self.launcher.settle(step)
                     if self.config.async_scheduling:
                         self._in_flight.append(step)
@@ -268,8 +300,9 @@ class Engine:
         return self.launcher.launch(parts, self.scheduler.residents.page_tables)
 
     def _read(self, step: InFlight) -> list[Sequence]:
-        with self._recorder.time("wait"):
+        with self._recorder.time("wait"), self.away():
             packed = np.asarray(step.outputs)
+            step.look()
         milliseconds = self.clock.time(step, self.programs.compilations.seconds)
         with self._recorder.time("host"):
             has_raw = self.config.logprobs_mode == "both"
@@ -304,7 +337,10 @@ class Engine:
                 policy.observe(step.outcome(num_kept, milliseconds if is_of_k else None, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
-        """End requests that may have caused a failure, and restart all other requests."""
+        """End requests that may have caused a failure, and restart all other requests.
+
+        If no request may have caused it, all requests are moved to another engine or dropped.
+        """
         suspects = {
             sequence: None
             for part in parts
@@ -312,6 +348,9 @@ class Engine:
             if sequence.request.processor >= 0 and not sequence.is_finished
         }
         if not suspects:
+            if self.rescue is not None:
+                self.rescue(error)
+                return []
             self.reset()
             raise error
         for sequence in suspects:
@@ -379,6 +418,10 @@ class Engine:
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
         self._replace_state()
+
+    def clear_prefixes(self) -> None:
+        """Clear the prefix cache. No request may be running."""
+        self.scheduler.prefixes.clear()
 
     def metrics(self) -> Metrics:
         """Return the current counters."""

@@ -71,6 +71,11 @@ class Extended:
         """Whether a grammar must see the drafts before `Settle` is launched."""
         return any(sequence.matcher for sequence in self.plan.sequences)
 
+    def wait(self) -> None:
+        """Wait for the drafts if a grammar must see them."""
+        if self.has_grammar:
+            jax.block_until_ready(self.draft.tokens)
+
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
     """Set `done` of parts that must have ended before a later part was launched.

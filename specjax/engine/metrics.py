@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
@@ -87,6 +88,52 @@ class Metrics:
             lines.append(f"# TYPE specjax:{name} {kind}")
             lines += [f"specjax:{name}{label} {value}" for label, value in values.items()]
         return "\n".join(lines) + "\n"
+
+
+def sum_of(parts: SequenceOf[Metrics]) -> Metrics:
+    """Return the counters of several engines together.
+
+    Times and other means over steps are weighted by numbers of steps. `kv_cache_usage` is the mean
+    over engines.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    total = {
+        one.name: _added([getattr(part, one.name) for part in parts]) for one in fields(Metrics)
+    }
+    num_steps = max(1, total["num_steps"])
+    for name in _MEANS:
+        total[name] = sum(getattr(part, name) * part.num_steps for part in parts) / num_steps
+    accepted, drafted = total["num_accepted_tokens_per_pos"], total["num_draft_tokens_per_pos"]
+    return Metrics(
+        **total
+        | {
+            "kv_cache_usage": total["kv_cache_usage"] / len(parts),
+            "acceptance_rate_per_pos": _rates(accepted, drafted),
+            "mean_acceptance_length": _acceptance_length(sum(accepted), total["num_drafts"]),
+        }
+    )
+
+
+_MEANS = "budget_use", "in_flight_depth", "host_ms", "wait_ms", "host_gap_ms"
+
+
+def _added(values: SequenceOf[Any]) -> Any:
+    """Return the sum of numbers, of tuples by position, or of dicts by key."""
+    if isinstance(values[0], tuple):
+        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+    if isinstance(values[0], dict):
+        return dict(sum(map(Counter, values), Counter()))
+    return sum(values)
+
+
+def _rates(accepted: SequenceOf[int], drafted: SequenceOf[int]) -> tuple[float, ...]:
+    pairs = zip(accepted, drafted, strict=True)
+    return tuple(num_accepted / count if count else 0.0 for num_accepted, count in pairs)
+
+
+def _acceptance_length(num_accepted: int, num_drafts: int) -> float:
+    return 1 + num_accepted / num_drafts if num_drafts else 1.0
 
 
 class Compilations(NamedTuple):
@@ -186,11 +233,8 @@ class Recorder:
             num_accepted_tokens=sum(self._accepted),
             num_accepted_tokens_per_pos=tuple(self._accepted),
             num_draft_tokens_per_pos=tuple(self._drafted),
-            acceptance_rate_per_pos=tuple(
-                accepted / drafted if drafted else 0.0
-                for accepted, drafted in zip(self._accepted, self._drafted, strict=True)
-            ),
-            mean_acceptance_length=1 + sum(self._accepted) / drafts if drafts else 1.0,
+            acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
+            mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,

@@ -22,7 +22,20 @@ class Sleep:
         self.level = 0
         self._homes: list[Sharding] = []  # shardings to restore, if the weights are on the host
 
-    def home(self, number: int, leaf: Any) -> Sharding:
+    def change(self, change: Callable[[int, Any, Sharding], Any]) -> None:
+        """Replace the engine's weights array by array, also while it is asleep.
+
+        `change(i, array, sharding)` returns the array that replaces array number i. It must have
+        the given sharding, unless it is the same array.
+        """
+
+        def changed(i: int, leaf: Any) -> Any:
+            new = change(i, leaf, self._home(i, leaf))
+            return on_host(new) if self.level == 2 and new is not leaf else new
+
+        change_weights(self._engine, changed)
+
+    def _home(self, number: int, leaf: Any) -> Sharding:
         """Return the sharding that parameter array `number` has while the engine is awake."""
         return self._homes[number] if self._homes else leaf.sharding
 
@@ -39,10 +52,42 @@ class Sleep:
     def end(self) -> None:
         """Wake up: move the current weights to the device, and create an empty state."""
         if self.level:
-            change_weights(self._engine, lambda i, leaf: jax.device_put(leaf, self.home(i, leaf)))
+            change_weights(self._engine, lambda i, leaf: jax.device_put(leaf, self._home(i, leaf)))
             self._homes = []
             self._engine.renew()
             self.level = 0
+
+
+class SleepOfAll:
+    """Puts all replicas of an engine to sleep together; see `Sleep`."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._sleeps = {one: Sleep(one) for one in engine.engines}
+
+    @property
+    def _each(self) -> list[Sleep]:
+        return [self._sleeps[one] for one in self._engine.engines]
+
+    @property
+    def level(self) -> int:
+        """See `Sleep`."""
+        return max(one.level for one in self._each)
+
+    def begin(self, level: int) -> None:
+        """See `Sleep`."""
+        for one in self._each:
+            one.begin(level)
+
+    def change(self, change: Callable[[int, Any, Sharding], Any]) -> None:
+        """See `Sleep`."""
+        for one in self._each:
+            one.change(change)
+
+    def end(self) -> None:
+        """See `Sleep`."""
+        for one in self._each:
+            one.end()
 
 
 def check_level(level: object) -> None:

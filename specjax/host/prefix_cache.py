@@ -14,7 +14,7 @@ from typing import NamedTuple
 from specjax.host.pages import PageAllocator
 from specjax.host.windows import WindowPages
 
-MAX_SEEN = 1 << 16  # maximum number of page keys that `PromptIndex` remembers
+MAX_SEEN = 1 << 16  # default number of page keys that `PromptIndex` remembers
 
 
 class PageKey(NamedTuple):
@@ -118,23 +118,30 @@ class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
     Later prompts may continue at these points, so snapshots and window pages are kept there only.
+    The keys of the latest `max_seen` pages are remembered.
     """
 
-    def __init__(self):
+    def __init__(self, max_seen: int = MAX_SEEN):
         self._seen: OrderedDict[PageKey, None] = OrderedDict()
+        self._max_seen = max_seen
+
+    def longest(self, keys: SequenceOf[PageKey]) -> int:
+        """Return how many leading pages of a prompt other prompts have, too."""
+        num_shared = 0
+        while num_shared < len(keys) and keys[num_shared] in self._seen:
+            num_shared += 1
+        return num_shared
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
         """Remember a prompt, and return the points at which other prompts may continue.
 
         A point is a number of leading pages of the prompt. Points are in ascending order.
         """
-        num_shared = 0
-        while num_shared < len(keys) and keys[num_shared] in self._seen:
-            num_shared += 1
+        num_shared = self.longest(keys)
         for key in keys:
             self._seen[key] = None
             self._seen.move_to_end(key)
-        while len(self._seen) > MAX_SEEN:
+        while len(self._seen) > self._max_seen:
             self._seen.popitem(last=False)
         return sorted({num_shared, len(keys)} - {0})
 

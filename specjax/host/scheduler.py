@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 from specjax.config import EngineConfig
@@ -23,7 +24,7 @@ from specjax.host.request import Demands, Request
 from specjax.host.residency import Residency
 from specjax.host.residents import Residents
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.host.shapes import Shape, Shapes
+from specjax.host.shapes import Shapes
 from specjax.host.speculation.policy import DecodeLoad, Policy
 
 
@@ -107,12 +108,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         """The number of waiting samples."""
         # Another thread may read this while a step is planned.
-        return max(0, sum(map(len, list(self._live.values()))) - len(self.residents.running))
+        return max(0, self.num_unfinished - len(self.residents.running))
 
-    def add(self, request: Request, *, is_held: bool = False) -> list[Sequence]:
+    def add(
+        self, request: Request, samples: list[Sequence] | None = None, *, is_held: bool = False
+    ) -> list[Sequence]:
         """Queue a request, and return its samples.
 
-        If `is_held`, the request first waits for `let_in`.
+        If `is_held`, the request first waits for `let_in`. `samples` are its unfinished samples if
+        another scheduler has handed it over.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -123,8 +127,11 @@ class Scheduler:
                 "give each request a separate id"
             )
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        samples = [Sequence.of(request, i, arrival) for i in range(len(request.seeds))]
+        samples = samples or [Sequence.of(request, i, 0) for i in range(len(request.seeds))]
+        for sequence in samples:
+            sequence.arrive(arrival)
         self._live[request.request_id] = list(samples)
+        self.num_unfinished += len(samples)
         self.held[request.request_id] = request
         if not is_held:
             self.let_in(request)
@@ -134,7 +141,9 @@ class Scheduler:
         """Move a held request to the queue."""
         del self.held[request.request_id]
         self.demands[request.demands] += 1
-        heapq.heappush(self._waiting, self._live[request.request_id][0])
+        samples = self._live[request.request_id]
+        for sequence in samples[:1] if _starts_others(samples[0]) else samples:
+            heapq.heappush(self._waiting, sequence)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
         """End a request now. Return its unfinished samples, or an empty list for an unknown id."""
@@ -149,15 +158,27 @@ class Scheduler:
 
         Return the samples that were unfinished.
         """
-        unfinished = [s for samples in self._live.values() for s in samples if not s.is_finished]
+        unfinished = [sequence for _, samples in self.hand_over() for sequence in samples]
         for sequence in unfinished:
-            sequence.finish_reason, sequence.residency = "abort", None
+            sequence.finish_reason = "abort"
+        return unfinished
+
+    def hand_over(self) -> list[tuple[Request, list[Sequence]]]:
+        """Remove all requests as `drop_all` does, without ending them.
+
+        Return each with its unfinished samples, for another scheduler's `add`.
+        """
+        live = [[s for s in samples if not s.is_finished] for samples in self._live.values()]
         self.residents.drop_all()
         self._forget_all()
-        return unfinished
+        for sequence in chain(*live):
+            sequence.residency = None
+            sequence.num_in_flight = sequence.max_tokens_in_flight = 0
+        return [(samples[0].request, samples) for samples in live if samples]
 
     def _forget_all(self) -> None:
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
+        self.num_unfinished = 0  # the number of these samples
         self.held: dict[Hashable, Request] = {}  # requests that wait for `let_in`
         self.demands: Counter[Demands] = Counter()  # counts requests that are not held
         self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
@@ -166,9 +187,8 @@ class Scheduler:
         """Let every sequence recompute its tokens, because the device has lost its state."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
-        for samples in self._live.values():
-            for sequence in samples:
-                sequence.num_in_flight = sequence.max_tokens_in_flight = 0
+        for sequence in chain(*self._live.values()):
+            sequence.num_in_flight = sequence.max_tokens_in_flight = 0
         self.prefixes.clear()
 
     def schedule(self) -> StepPlan | None:
@@ -191,9 +211,9 @@ class Scheduler:
                 remaining.append(num_left)
             elif sequence.may_go_on:
                 ready.append(sequence)
-        has_all = self.shapes is self.all_shapes
+        has_all, max_tokens = self.shapes is self.all_shapes, config.max_num_scheduled_tokens
         remaining += self._joining()
-        width = self._choose_width(remaining, self.shapes)
+        width = self.shapes.best_width(remaining, max_tokens)
         step = _Step(budget, width, self.shapes.max_chunks(width))
         wanted_k = self._choose_k(ready)
         k = self.shapes.round(len(ready), wanted_k)[1]
@@ -212,7 +232,7 @@ class Scheduler:
         prefill = decode = None
         if step.chunks:
             shape = self.shapes.chunks(len(step.chunks), width)
-            wanted = None if has_all else self._wanted_chunks(remaining)
+            wanted = None if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
             prefill = PrefillPlan(tuple(step.chunks), *shape, wanted)
         if step.decoding:
             count = len(step.decoding)
@@ -271,25 +291,6 @@ class Scheduler:
             members = Counter((s.request.group, s.max_drafts(max_k, s.min_length)) for s in ready)
         max_tokens = self.config.max_num_scheduled_tokens
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
-
-    def _choose_width(self, remaining: list[int], shapes: Shapes) -> int:
-        """Return the chunk width with which the step runs the most tokens.
-
-        `remaining` holds the number of tokens to prefill per sequence. Wide shapes hold few chunks.
-        """
-        if not remaining:
-            return shapes.widths[0]
-
-        def progress(width: int) -> int:
-            rows = remaining[: shapes.max_chunks(width)]
-            return min(sum(min(n, width) for n in rows), self.config.max_num_scheduled_tokens)
-
-        return max(shapes.widths, key=lambda width: (progress(width), -width))
-
-    def _wanted_chunks(self, remaining: list[int]) -> Shape:
-        """Return the best shape for a step's chunks, regardless of whether its program is ready."""
-        width = self._choose_width(remaining, self.all_shapes)
-        return self.all_shapes.chunks(len(remaining), width)
 
     def _joining(self) -> list[int]:
         """Return the lengths in tokens of the waiting sequences that may join the step."""
@@ -358,7 +359,7 @@ class Scheduler:
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
-            if chunk.is_last and sequence.index == 0 and not sequence.has_started_siblings:
+            if chunk.is_last and _starts_others(sequence):
                 sequence.has_started_siblings = True
                 for other in self._live[sequence.request.request_id]:
                     if other is not sequence:
@@ -415,9 +416,10 @@ class Scheduler:
             self.residents.vacate(sequence)
         samples = self._live[sequence.request.request_id]
         samples.remove(sequence)
+        self.num_unfinished -= 1
         if not samples:
             self._forget(sequence.request)
-        elif sequence.index == 0 and not sequence.has_started_siblings:  # start the siblings now
+        elif _starts_others(sequence):  # start the siblings now
             sequence.has_started_siblings = True
             for other in samples:
                 heapq.heappush(self._waiting, other)
@@ -427,6 +429,11 @@ class Scheduler:
         del self._live[request.request_id]
         if self.held.pop(request.request_id, None) is None:
             self.demands -= Counter((request.demands,))
+
+
+def _starts_others(sequence: Sequence) -> bool:
+    """Return whether the request's other samples wait for this sample's prompt."""
+    return sequence.index == 0 and not sequence.has_started_siblings
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:

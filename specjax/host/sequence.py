@@ -63,7 +63,7 @@ class Sequence:
 
     def __post_init__(self):
         request, limit = self.request, self.request.params.num_speculative_tokens
-        self.rank = request.priority, self.arrival, self.index
+        self.arrive(self.arrival)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_length = request.max_length
         self.draft_limit = NO_LIMIT if limit is None else limit
@@ -81,6 +81,10 @@ class Sequence:
         sequence = cls(request, index, arrival, known, watch=watch, matcher=matcher)
         sequence.prompt_logprobs = [None] * len(sequence.reported)
         return sequence
+
+    def arrive(self, arrival: int) -> None:
+        """Set the number of the request in the order of arrival."""
+        self.arrival, self.rank = arrival, (self.request.priority, arrival, self.index)
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.rank < other.rank

@@ -42,6 +42,24 @@ class Shapes:
         """The distinct widths of chunks, ascending."""
         return sorted(self._batches)
 
+    def best_width(self, remaining: Sequence[int], max_tokens: int) -> int:
+        """Return the chunk width with which a step runs the most tokens, of at most `max_tokens`.
+
+        `remaining` holds the number of tokens to prefill per sequence. Wide shapes hold few chunks.
+        """
+        if not remaining:
+            return self.widths[0]
+
+        def progress(width: int) -> int:
+            rows = remaining[: self.max_chunks(width)]
+            return min(sum(min(n, width) for n in rows), max_tokens)
+
+        return max(self.widths, key=lambda width: (progress(width), -width))
+
+    def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
+        """Return the shape of the chunks of sequences; see `best_width`."""
+        return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
+
     def max_chunks(self, width: int) -> int:
         """Return the largest batch among the chunk shapes of this width."""
         return self._batches[width][-1]

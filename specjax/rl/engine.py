@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from specjax.checks import check_choice, check_flags
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
 from specjax.engine.metrics import Metrics
-from specjax.engine.sleep import Sleep, change_weights, check_level, on_host
+from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.llm import LLM
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
@@ -93,7 +94,7 @@ class RolloutEngine:
         self._loop = Loop(self._engine, self._llm.tokenizer, has_raw=raw_logprobs)
         self._turns = self._loop.turns
         self._starts = StartMaker(self._llm.request_maker)
-        self._sleep = Sleep(self._engine)
+        self._sleep = SleepOfAll(self._engine)
         self._freshness = Freshness(self.metrics())
 
     @property
@@ -423,20 +424,19 @@ class RolloutEngine:
             *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
         ]
 
-        def change(i: int, leaf: Any) -> Any:
+        def change(i: int, leaf: Any, home: Sharding) -> Any:
             if (source := sources[i]) is None:
                 return leaf
-            new = source.copy(leaf.dtype, self._sleep.home(i, leaf))
+            new = source.copy(leaf.dtype, home)
             loop.is_torn |= i < num_target  # until all arrays are replaced
-            return on_host(new) if self._sleep.level == 2 else new
+            return new
 
-        change_weights(engine, change)
+        self._sleep.change(change)
         if version is not None:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
-        engine.use(
-            engine.params, has_new_target=target is not None, has_new_drafter=own is not None
-        )
+        for one in engine.engines:
+            one.use(one.params, has_new_target=target is not None, has_new_drafter=own is not None)
         number = self.drafter_version if version is None else version
         sources = (target or []) + (own or [])
         return WeightUpdate.of(number, sources, time.perf_counter() - start)

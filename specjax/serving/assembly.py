@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,11 @@ from specjax.device.parallel import divide_params
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.device.weights.weight import second_form_bytes
+from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
 from specjax.engine.log import get_log
 from specjax.engine.process import check_jax
+from specjax.engine.replicas import ReplicatedEngine
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -96,21 +99,44 @@ class Plan:
         return config
 
 
+class Replica(NamedTuple):
+    """The parts of an engine that differ between replicas."""
+
+    params: Params
+    policy: Policy
+    placement: Placement
+
+
 @dataclass(frozen=True)
 class Serving:
     """Everything from which an engine and its requests are built."""
 
     target: Model
     drafter: Drafter
-    params: Params
-    placement: Placement
+    replicas: tuple[Replica, ...]
     config: EngineConfig
-    policy: Policy
     verification: Verification | None
     tokenizer: ChatTokenizer | None
     eos_ids: tuple[int, ...]
     default_params: SamplingParams  # from the checkpoint's generation_config.json
     method: str | None  # drafting method
+
+    def build_engine(self, *, show_progress: bool) -> Engine:
+        """Return the engine, or several replicas of it in its place (see `ReplicatedEngine`)."""
+        engines = [
+            Engine(
+                self.config,
+                self.target,
+                self.drafter,
+                one.params,
+                one.policy,
+                self.verification,
+                placement=one.placement,
+                show_progress=show_progress,
+            )
+            for one in self.replicas
+        ]
+        return engines[0] if len(engines) == 1 else cast(Engine, ReplicatedEngine(engines))
 
 
 def make_plan(
@@ -172,6 +198,7 @@ def assemble(
     params: Any,
     gpu_memory_utilization: float,
     tensor_parallel_size: int,
+    data_parallel_size: int,
     enable_expert_parallel: bool,
     compilation_cache: str | Path | None,
     verbose: bool,
@@ -186,6 +213,7 @@ def assemble(
     check_jax()
     check_options(
         tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         gpu_memory_utilization=gpu_memory_utilization,
         compilation_cache=compilation_cache,
@@ -195,7 +223,7 @@ def assemble(
         named = model if isinstance(model, str | Path) else None
         options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
-    placement = Placement.on(*jax.local_devices()[:tensor_parallel_size])
+    placement, *others = _placements(data_parallel_size, tensor_parallel_size)
     log = get_log(verbose=verbose)
     source = open_model(
         model,
@@ -228,16 +256,22 @@ def assemble(
     if speculation and plan.profile:
         check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
     keep_programs(None if compilation_cache is None else Path(compilation_cache).expanduser())
+    placed = (both, placement), *((one.copy(both), one) for one in others)
+    choose = partial(policy_of, speculation, plan.profile, config.decode_batches)
     return Serving(
         target,
         drafter,
-        both,
-        placement,
+        tuple(Replica(own, choose(), place) for own, place in placed),
         config,
-        policy_of(speculation, plan.profile, config.decode_batches),
         make_verification(speculation) if speculation else None,
         tokenizer,
         eos_ids,
         default_params,
         speculation.method if speculation else None,
     )
+
+
+def _placements(num_replicas: int, size: int) -> list[Placement]:
+    """Return the placement of each replica on `size` devices."""
+    devices = jax.local_devices()
+    return [Placement.on(*devices[i * size : (i + 1) * size]) for i in range(num_replicas)]

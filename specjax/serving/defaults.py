@@ -68,6 +68,7 @@ def device_defaults() -> Defaults:
 def check_options(
     *,
     tensor_parallel_size: Any,
+    data_parallel_size: Any,
     enable_expert_parallel: Any,
     gpu_memory_utilization: Any,
     compilation_cache: Any,
@@ -83,6 +84,13 @@ def check_options(
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size!r} must be an integer from 1 to "
             f"{num_devices}, the number of devices"
+        )
+    most = num_devices // tensor_parallel_size
+    if not is_integer(data_parallel_size) or not 1 <= data_parallel_size <= most:
+        raise ValueError(
+            f"data_parallel_size={data_parallel_size!r} must be an integer from 1 to {most}: there "
+            f"are {num_devices} devices, and each replica has {tensor_parallel_size} of them "
+            "(tensor_parallel_size)"
         )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(

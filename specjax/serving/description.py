@@ -18,7 +18,9 @@ def describe(model: str | type, method: str | None, engine: Engine | None) -> st
         return f"LLM({name}, closed)"
     parts = [name, f"dtype={engine.config.dtype!r}"]
     if method is not None:
-        ks = " or ".join(map(str, sorted(engine.scheduler.policy.choices)))
+        ks = " or ".join(map(str, sorted(engine.engines[0].scheduler.policy.choices)))
         parts += [f"method={method!r}", f"K={ks}"]
     parts += [f"{name}={getattr(engine.config, name)}" for name in SIZES]
+    if len(engine.engines) > 1:
+        parts.append(f"data_parallel_size={len(engine.engines)}")
     return f"LLM({', '.join(parts)})"

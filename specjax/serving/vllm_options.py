@@ -29,7 +29,7 @@ PASSED_OVER = {
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
-_DEVICES = "devices are divided by tensor_parallel_size and enable_expert_parallel"
+_DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"
 # Options that would change more. Each has the accepted values, which match the behaviour here, and
 # the reason for refusing all others.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -39,7 +39,6 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), _DEVICES),
-    "data_parallel_size": ((1,), _DEVICES),
     "cpu_offload_gb": ((0, 0.0, None), "weights stay on the device; see sleep"),
     "tokenizer": ((None,), "the tokenizer is the checkpoint's"),
     "tokenizer_mode": (("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),

@@ -143,6 +143,7 @@ COMPILE = [
 # Values of options of `generate` that are refused as those of an LLM or of its parameters.
 OF_LLM = {
     **dict.fromkeys(("page-size", "max-num-seqs", "max-model-len"), [0, -1]),
+    **dict.fromkeys(("tensor-parallel-size", "data-parallel-size"), [0, 9]),
     "max-num-batched-tokens": [0],
     **{"max-tokens": [0], "temperature": [-1.0, "nan"], "seed": [2**64]},
 }
