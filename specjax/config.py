@@ -28,6 +28,7 @@ AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
+COLLECTIVES = ("auto", "nccl", "graph")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, also for smaller engines: requests of a round, rows per request, and
 # tokens of a chunk.
