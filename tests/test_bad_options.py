@@ -37,6 +37,7 @@ BAD_OPTIONS = {
     "gpu_memory_utilization": ["0.9", None, True, 90, nan, -0.5, 0.0, 1.1],
     "tensor_parallel_size": ["1", 2, 0, None],
     "compilation_cache": [5, True, ["a"]],
+    "collectives": [None, 1, "ring"],
     "logprobs_mode": [["raw"], 5, "cooked", None],
     "dtype": [None, 5, np.float32, "fp8", "half", "float16", "bf16", ["float32"]],
     "kernels": [None, True, "cuda"],

@@ -183,7 +183,7 @@ def _collectives(report: StepReport) -> Iterator[str]:
     yield "  outside of the target's layers"
     for one in report.collectives:
         if not in_layer(one):
-            yield f"  {as_size(one.times * one.num_read):>10}  {describe(one)}  {one.shape}"
+            yield f"  {as_size(one.times * one.num_read):>10}  {describe(one)}"
 
 
 def _sums(found: Sequence[Launch]) -> str:

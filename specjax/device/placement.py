@@ -6,7 +6,14 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 Device: TypeAlias = Any  # a `jax.Device`, which type checkers reject as a type
 AXIS = "model"  # the mesh axis over which a model is divided

@@ -327,9 +327,10 @@ def main() -> None:
             mesh = mesh_of(gpu, *request.get("mesh", ("x", 1)))
             if "mesh" in request:
                 arguments = arguments | {"mesh": mesh}
-            made, options = make(**arguments), request.get("options", {})
+            jitted, args, kwargs = make(**arguments)
+            options = request.get("options", {})
             compiled = compile_for(
-                gpu, mesh, *made, Path(folder), options, resources=parsed.resources
+                gpu, mesh, jitted, args, kwargs, Path(folder), options, resources=parsed.resources
             )
             reports.append(report(compiled, request.get("passes_over"), request.get("traffic")))
     print(json.dumps(reports))

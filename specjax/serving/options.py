@@ -37,6 +37,7 @@ class LLMOptions(TypedDict, total=False):
     logprobs_mode: str
     tensor_parallel_size: int
     kernels: str
+    collectives: str
     compilation_cache: str | Path | None
     seed: int
     verbose: bool
@@ -65,6 +66,7 @@ DEFAULTS: LLMOptions = {
     "logprobs_mode": "raw",
     "tensor_parallel_size": 1,
     "kernels": "auto",
+    "collectives": "auto",
     "compilation_cache": "~/.cache/specjax",
     "seed": 0,
     "verbose": True,
