@@ -35,7 +35,7 @@ BAD_OPTIONS = {
     **dict.fromkeys(("num_snapshots", "max_logprobs"), NO_COUNT),
     "seed": [True, "1", None, 1.0, -(2**63) - 1, 2**64],
     "gpu_memory_utilization": ["0.9", None, True, 90, nan, -0.5, 0.0, 1.1],
-    "tensor_parallel_size": ["1", 2, 0, None],
+    "tensor_parallel_size": ["1", 5, 0, None, True],
     "compilation_cache": [5, True, ["a"]],
     "collectives": [None, 1, "ring"],
     "logprobs_mode": [["raw"], 5, "cooked", None],

@@ -46,8 +46,8 @@ def draw_tokens(
         stream: selects one of the independent sources of noise under a seed.
         counters: i32[B] each, further keys of the noise. The first counter holds the values of the
             requests' first rows. It increases by one per row, like a token's position.
-        token_ids: i32[V], the columns' token ids, which are distinct. They key the noise, and the
-            result consists of them. None if the token ids are the column numbers.
+        token_ids: i32[V], the columns' token ids, which are distinct. The noise is keyed by these
+            ids, and the returned tokens are such ids. None if the ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.
         kernels: implementation to use, see `dispatch`.
 

@@ -108,8 +108,9 @@ def gumbel_noise(
 def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) -> jax.Array:
     """Return the random bits u32[V] of V tokens under a random key (see `gumbel_noise`).
 
-    One call of threefry makes the bits of two tokens. In the g-th group of 64 tokens, call 32 g + i
-    makes those of tokens i and 32 + i. So a GPU reads the logits of both in whole cache lines.
+    One call of threefry gives the bits of two tokens. In group g of 64 tokens, call 32 g + i gives
+    the bits of the group's tokens i and 32 + i. So 32 adjacent calls use the logits of two runs of
+    32 adjacent tokens, which a GPU reads in whole cache lines.
     """
     num_groups = -(-num_tokens // (2 * PAIRED))
     calls = jnp.arange(num_groups * PAIRED, dtype=jnp.uint32)

@@ -25,7 +25,7 @@ PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class DrawTuning:
-    """The number of tokens per tile, a multiple of 64, and the number of warps per program.
+    """Tuning of the first kernel: tokens per tile (a multiple of 64), and warps per program.
 
     By default, a row of 128k tokens has 32 tiles, so a few rows fill the GPU.
     """

@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, H_v]
 
     def only(self, is_real: jax.Array) -> "Tokens":
-        """Return the tokens after replacing those where `is_real` bool[B, T] is false.
+        """Return the tokens, with a replacement for each token whose `is_real` bool[B, T] is false.
 
         The replacements leave every state unchanged, even where the old tokens were NaN.
         """

@@ -69,13 +69,13 @@ class _Block(NamedTuple):
 
     group: jax.Array  # i32[]
     start: jax.Array  # i32[], the first row
-    num_own: jax.Array  # i32[], number of rows from `start` to the group's end, past any block end
+    num_own: jax.Array  # i32[], number of rows from `start` to the end of the group
 
 
 def _over_blocks(
     group_sizes: jax.Array, add: Callable[[_Block, jax.Array], jax.Array], out: jax.Array
 ) -> jax.Array:
-    """Return `out` after calling `add` for every block, in the order of rows."""
+    """Return `out` after setting `out = add(block, out)` for every block, in the order of rows."""
     ends = jnp.cumsum(group_sizes)
     num_blocks = -(-group_sizes // BLOCK_ROWS)
     block_ends = jnp.cumsum(num_blocks)

@@ -21,7 +21,7 @@ MAX_GROUPS = 4096  # every program sums the sizes of all groups
 
 @dataclass(frozen=True)
 class GroupedMatmulTuning:
-    """Tile sizes (powers of two of at least 16) and launch parameters."""
+    """Tuning of the grouped product: tile sizes (powers of two, at least 16), warps and stages."""
 
     block_rows: int
     block_columns: int

@@ -1,4 +1,4 @@
-"""One Triton kernel for all operations from the projection of q, k and v up to attention."""
+"""One Triton kernel for all operations between the projection of q, k and v and attention."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 @dataclass(frozen=True)
 class RopeWriteTuning:
-    """Launch parameters. Heads are small, so a program computes `block_heads` heads of a row."""
+    """Launch parameters of the kernel.
+
+    A program computes `block_heads` heads of a row, because heads are small.
+    """
 
     block_heads: int = 8
     num_warps: int = 4

@@ -6,8 +6,8 @@ not for the weights (DeepSeek-V3, section 2.1.2). The weights are
 
     w_c = scaling s_c, or scaling s_c / sum_c s_c if the rule normalises
 
-Ties go to the lower expert. Entry n C + c is the c-th expert of row n. Entries are sorted by
-expert.
+Ties go to the lower expert. Entry n C + c is the c-th expert of row n. To find the rows of each
+expert, the entries are sorted by expert.
 """
 
 import jax

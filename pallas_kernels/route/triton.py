@@ -153,15 +153,19 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
 
 
 def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Reduce x [pieces, N, LANES] over all experts, and return the result [N, 1]."""
+    """Reduce x [pieces, N, LANES] over the first and last axes, and return the result [N, 1].
+
+    These two axes are the experts: a piece has LANES of them.
+    """
     return reduce(reduce(x, axis=0), axis=1, keepdims=True)
 
 
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return two counts of rows that chose each expert: of all rows, and of the rows before a row.
+    """Return how many rows chose each expert: among all rows, and among the rows before each row.
 
-    The counts are [pieces, 1, LANES] and [pieces, N, LANES]. Rows are counted as bits of words,
-    which takes one sum over rows. A cumulative sum would exchange the rows of all warps.
+    The counts are [pieces, 1, LANES] and [pieces, N, LANES] (see `_over_experts`). Rows are
+    counted as bits of words, which takes one sum over rows. A cumulative sum would exchange the
+    rows of all warps.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):

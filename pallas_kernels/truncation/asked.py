@@ -1,4 +1,4 @@
-"""The settings of a row, as the Triton kernels read them."""
+"""The truncation settings of a row, as the Triton kernels read them."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Asked(NamedTuple):
-    """A row's settings, and for each of three settings whether it may exclude tokens."""
+    """A row's settings, and whether its top_k, top_p and min_p may exclude tokens."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -40,6 +40,9 @@ class Asked(NamedTuple):
         return jnp.exp2((x - best) * (LOG2_E / self.temperature))
 
     def floor(self, best: jax.Array) -> jax.Array:
-        """Return the key of the smallest logit that min_p keeps; the key of -inf without min_p."""
+        """Return the key (see `ordered`) of the smallest logit that min_p keeps.
+
+        Without min_p, return the key of -inf.
+        """
         least = best + jnp.log(self.min_p) * self.temperature
         return ordered(jnp.where(self.cuts_min, least, -jnp.inf))

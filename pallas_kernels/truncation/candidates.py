@@ -12,7 +12,7 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """The candidates of a row, tile by tile. A tile has room for `room` candidates."""
+    """The candidates of a row. The place of the i-th candidate of tile t is t * `room` + i."""
 
     logits: Any
     tokens: Any
@@ -28,7 +28,7 @@ class RowCandidates(NamedTuple):
         return jnp.sum(counts), jnp.max(counts) <= self.room
 
     def places(self, lane: jax.Array, *, unrolls: bool) -> tuple[jax.Array, jax.Array]:
-        """Return the places of some candidates, and which of these candidates exist.
+        """Return the places of the candidates `lane`, and whether each of them exists.
 
         Args:
             lane: the candidates' numbers, counted tile by tile.

@@ -17,7 +17,10 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Write a key that is not above the row's threshold, or 0 if no token is to be excluded."""
+    """Write a lower bound of the row's threshold, as a key, and the row's maximum and total mass.
+
+    If no token is to be excluded, write only the bound 0.
+    """
     row = pl.program_id(0)
     asked = Asked.read(refs[:4], row, vocab_size)
     bound_ref, best_ref, total_ref = refs[4:]
@@ -80,8 +83,8 @@ def rest_kernel(
 ):
     """Exclude candidates below the row's threshold, if the row has many candidates.
 
-    The search takes more registers, or reads the candidates again for every few bits. It reads the
-    whole row if a tile had no room for its candidates.
+    The search takes more registers than in `select_kernel`, or reads the candidates again for every
+    few bits of the threshold. It reads the whole row if a tile had no room for its candidates.
     """
     row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)
@@ -133,7 +136,7 @@ def rest_kernel(
 
 
 def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
-    """Return the row's threshold. Its candidates are in registers: x, without -inf."""
+    """Return the row's threshold, found among its candidates x, which are in registers."""
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     keys, weights = ordered(x), asked.weigh(x, best)
     known = shared_digits(bound, ordered(best), 1)

@@ -1,6 +1,7 @@
 """Finds thresholds within a Triton kernel, bit by bit.
 
-A threshold is the highest key that keeps enough weight. It keeps all keys that are not below it.
+Keys are integers that have the order of the logits (see `order`). A threshold keeps all keys that
+are not below it. The highest threshold that keeps enough weight is searched.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,9 @@ def highest_key(
     is_asked: jax.Array,
     known: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Return the highest key of `num_bits` leading bits that keeps a weight of at least `wanted`.
+    """Return the highest threshold that keeps keys with a total weight of at least `wanted`.
 
+    Only the `num_bits` leading bits of the threshold are found; all others are zero.
     `known` has the key of the leading bits that are already known, and the number of these bits. It
     is None if no bits are known. If all weights sum to less than `wanted`, or if `is_asked` is
     false, the result is the known key, or 0 if no bits are known.

@@ -3,9 +3,9 @@
 1. `summarise` reads each tile of a row. It writes the maxima of the tile's columns, which have a
    few logits each, and the sum of the tile's probabilities.
 2. `bound` finds a lower bound of each row's threshold. For top_k, the bound is the k-th largest of
-   the maxima: at least k logits are not below it, and not many more. For top_p, the bound is where
-   the maxima alone reach the required mass. In a flat row, the bound is so low that all logits
-   below it together have less mass than top_p excludes.
+   the maxima: at least k logits are not below it, and not many more. For top_p, the maxima that
+   are not below the bound have the required mass. In a flat row, the bound is so low that all
+   logits below it together have less mass than top_p excludes.
 3. `mask` reads the tiles again, and writes the result as if the bound were the threshold. It
    gathers the candidates, which are the logits that are not below the bound.
 4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.
@@ -33,7 +33,10 @@ MAX_ELEMENTS = 2**31  # offsets into an array are i32
 
 @dataclass(frozen=True)
 class TruncationTuning:
-    """Sizes (powers of two) and numbers of warps."""
+    """Tuning of the truncation kernels.
+
+    The fields are sizes of tiles and of candidate buffers (powers of two), and warps per program.
+    """
 
     tile: int = 8192  # logits per tile; each tile has a program, so a row of 152k has 19 programs
     columns: int = 512  # columns per tile, for maxima; a thread loads four logits at a time
@@ -92,11 +95,11 @@ def truncate_triton(
         )
 
     f32, i32, u32 = jnp.float32, jnp.int32, jnp.uint32
-    # Maxima; of each tile the largest logit, and the sum of exp((x - largest) / temperature).
+    # The columns' maxima; each tile's largest logit, and sum of exp((x - largest) / temperature).
     summary = [(f32, num_tiles * columns), (f32, num_tiles), (f32, num_tiles)]
     sizes = {"tile": tile, "columns": columns, "num_warps": config.summarise_warps}
     summary = call(_summarise_kernel, [logits], summary, **sizes)
-    # A key, the largest logit and the sum of the row.
+    # For each row, the bound as a key, the largest logit, and the sum.
     bounds = call(bound_kernel, summary, [(u32,), (f32,), (f32,)], num_warps=config.bound_warps)
     # The logits; candidates, their tokens, and their number by tile, which may be more than fit.
     result = [(f32, vocab_size), (f32, size), (i32, size), (i32, num_tiles)]
@@ -162,7 +165,7 @@ def _mask_kernel(
     @pl.when(asked.cuts_k | asked.cuts_p)
     def _():
         in_column = reduce(jnp.add, [is_kept.astype(jnp.int32) for is_kept in kept])
-        place = jnp.cumsum(in_column) - in_column  # of the first of a column
+        place = jnp.cumsum(in_column) - in_column  # of each column's first candidate
         count_ref[row, number] = jnp.sum(in_column)
 
         def put(i, carry):

@@ -1,9 +1,11 @@
-"""Divides the arrays of a model over devices, tensor by tensor of its checkpoint.
+"""Divides a model's arrays over devices, by dividing the tensors of its checkpoint.
 
-The model of one device has fewer heads, inner columns and tokens than the whole model, so that its
-specs describe smaller arrays. An axis of a file tensor consists of sections, such as the rows of q,
-k and v. The name of a section (see `TensorSpec.cuts`) selects a `Share`, which defines the part of
-the section that each device takes.
+Each device runs a smaller model, which has only some of the whole model's heads, MLP columns and
+vocabulary tokens. The specs of the smaller model describe the arrays that one device holds.
+
+A divided axis of a file tensor consists of sections, such as the rows of q, k and v. Sections have
+names in `TensorSpec.cuts`. Each name has a `Share`, which defines the part of the section that each
+device takes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +21,10 @@ from specjax.checkpoint.spec import TensorSpec
 
 
 class Share(NamedTuple):
-    """The division of an axis of `total` units (heads, columns, tokens) over devices.
+    """The division of `total` units (such as heads, columns or tokens) over devices.
 
-    Device d takes `counts[d]` units from `starts[d]` on, followed by zeros up to `size` units.
+    Device d takes `counts[d]` units, beginning with unit `starts[d]`. Zeros are appended to these
+    units, so that all devices have `size` units.
     """
 
     total: int
@@ -31,9 +34,9 @@ class Share(NamedTuple):
 
 
 def even(total: int, num_devices: int, multiple: int = 1) -> Share:
-    """Return shares of consecutive units.
+    """Return a share in which each device takes consecutive units, in the order of devices.
 
-    All shares have the same size, a multiple of `multiple`. The last shares may have zeros.
+    The size is a multiple of `multiple`. The last devices may take fewer units, and have zeros.
     """
     size = multiple * -(-total // (multiple * num_devices))
     starts = [min(i * size, total) for i in range(num_devices)]
@@ -41,9 +44,10 @@ def even(total: int, num_devices: int, multiple: int = 1) -> Share:
 
 
 def first_only(num_devices: int) -> Share:
-    """Return the share of an array that only the first device has; other devices have zeros.
+    """Return a share in which the first device takes everything, and all other devices have zeros.
 
-    Biases that are added before a sum over devices are divided in this way.
+    Biases that are added before a sum over devices are divided in this way, so that the sum has
+    them once.
     """
     return Share(1, 1, (0,) * num_devices, (1, *(0,) * (num_devices - 1)))
 
@@ -51,11 +55,13 @@ def first_only(num_devices: int) -> Share:
 def grouped(
     num_heads: int, num_groups: int, num_devices: int, *, may_copy: bool = True
 ) -> tuple[Share, Share]:
-    """Return the shares of query heads, and of the key heads that groups of query heads attend to.
+    """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
 
-    If there are fewer key heads than devices, several devices hold the same key head and divide its
-    query heads, provided that `may_copy` is true. If the key heads do not divide evenly, the last
-    devices have heads of zeros.
+    A group of query heads shares a key head, and a device must have the key heads of its query
+    heads. If the number of devices is a larger multiple of the number of key heads, and `may_copy`
+    is true, several devices have copies of the same key head, and divide its query heads.
+    Otherwise, each key head is on one device, with all of its query heads. The last devices may
+    then have heads of zeros.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:
@@ -69,7 +75,7 @@ def grouped(
 
 
 def _scaled(share: Share, factor: int) -> Share:
-    """Return a share of `factor` times as many units."""
+    """Return the same division after every unit is replaced by `factor` units."""
     return Share(
         share.total * factor,
         share.size * factor,
@@ -79,8 +85,9 @@ def _scaled(share: Share, factor: int) -> Share:
 
 @dataclass(frozen=True)
 class Cut:
-    """The sections of one axis of a file tensor: pairs of a share and a number of rows.
+    """The division of one axis of a file tensor over devices.
 
+    `sections` has a pair for each section of the axis: the section's share and its number of rows.
     Every device takes all rows of a section whose share is None.
     """
 
@@ -88,7 +95,10 @@ class Cut:
     sections: tuple[tuple[Share | None, int], ...]
 
     def take(self, tensor: Any, device: int, xp: Any = np) -> Any:
-        """Return a device's part of a file tensor, an array of the module `xp`."""
+        """Return the part of a file tensor that device number `device` takes.
+
+        `xp` is the module of the tensor's array type: NumPy or `jax.numpy`.
+        """
         x, pieces = xp.moveaxis(tensor, self.axis, 0), []
         for start, count, size in self._ranges(device):
             pieces.append(x[start : start + count])
@@ -97,14 +107,21 @@ class Cut:
         return xp.moveaxis(xp.concatenate(pieces), 0, self.axis)
 
     def put(self, part: np.ndarray, device: int, tensor: np.ndarray) -> None:
-        """Write a device's part to a file tensor: the inverse of `take`."""
+        """Write the part of device number `device` to its place in a file tensor.
+
+        This is the inverse of `take`.
+        """
         x, y, place = np.moveaxis(tensor, self.axis, 0), np.moveaxis(part, self.axis, 0), 0
         for start, count, size in self._ranges(device):
             x[start : start + count] = y[place : place + count]
             place += size
 
     def _ranges(self, device: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each section's rows on a device: the first row, their number, and with zeros."""
+        """Yield (start, count, size) for each section.
+
+        The device takes `count` rows of the file tensor, beginning with row `start`. It appends
+        zeros to them, so that it has `size` rows.
+        """
         first = 0
         for share, size in self.sections:
             if share is None:
@@ -118,10 +135,14 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class DividedSpec(TensorSpec):
-    """The spec of an array [devices, ...] that holds the array of each device.
+    """The spec of an array [devices, ...] that stacks the arrays of all devices.
 
-    `local` is the spec of one device's array. `tensor_cuts` has a `Cut` for each file tensor, or
-    None for a tensor that every device takes whole.
+    The inherited fields describe the whole model's array.
+
+    Attributes:
+        local: the spec of one device's array. Its tensor names are empty.
+        tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
+        num_devices: the number of devices.
     """
 
     local: TensorSpec
@@ -135,7 +156,7 @@ class DividedSpec(TensorSpec):
 
     @property
     def is_stored(self) -> bool:
-        """False: the tensors of the file are divided."""
+        """False, because the file's tensors are divided."""
         return False
 
     @property
@@ -144,7 +165,10 @@ class DividedSpec(TensorSpec):
         return self.local.is_packed
 
     def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
-        """Return a device's parts of the file tensors."""
+        """Return the part of each file tensor that device number `device` takes.
+
+        `xp` is explained in `Cut.take`.
+        """
         pairs = zip(tensors, self.tensor_cuts, strict=True)
         return [x if cut is None else cut.take(x, device, xp) for x, cut in pairs]
 
@@ -168,10 +192,17 @@ class DividedSpec(TensorSpec):
 
 
 def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int) -> Any:
-    """Return the tree of specs of arrays that are divided over devices.
+    """Return the specs of a model whose arrays are divided over devices, as a tree like `local`.
 
-    `whole` and `local` are the trees of the whole model and of the model of one device. The result
-    has the structure of `local`. Arrays that every device has as a whole stay `TensorSpec`s.
+    Args:
+        whole: the tree of the whole model's specs.
+        local: the tree of specs of the model that each device runs.
+        shares: the share for each name of a section in `TensorSpec.cuts`.
+        num_devices: the number of devices.
+
+    Returns:
+        A tree with a `DividedSpec` for each array that is divided. All other arrays, which every
+        device has whole, keep their specs from `whole`.
     """
     leaves, tree = jax.tree.flatten(local)
     specs = map(partial(_divide, shares=shares, count=num_devices), jax.tree.leaves(whole), leaves)
@@ -194,7 +225,7 @@ def _divide(
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of a spec's file tensor, or None if it stays whole."""
+    """Return the cut of file tensor number `index`; None if every device takes the whole tensor."""
     if not spec.cuts:
         return None
     axis, sections = spec.cuts[index]

@@ -40,9 +40,10 @@ class TensorSpec:
         fill: the initial value for training. If None, matrices are random, and norms are one.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
-        cuts: for each file tensor, the axis that may be divided over devices, and its sections:
-            pairs of a name such as "heads", or None for rows that all devices have, and a number of
-            rows (see `division`). () for an array that is never divided.
+        cuts: for each file tensor, the axis that may be divided over devices, and the sections of
+            this axis (see `division`). A section is a pair of a name, such as "heads", and a number
+            of rows. The name is None for rows that all devices have. `cuts` is () for an array that
+            is never divided.
         divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
             all devices must be added up.
     """
@@ -162,7 +163,7 @@ def projection(
     Args:
         interleaved: a mapping from a tensor's name to the sizes of a head's parts.
         rows: the name of the input axis, if it may be divided over devices.
-        columns: the name of all outputs, or the sections of the merged outputs.
+        columns: the `sections` of the merged outputs (see `cut_rows`), if they may be divided.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
     shapes = tuple((n, num_in) for n in num_outs)
@@ -181,8 +182,8 @@ def cut_rows(
 ) -> tuple[tuple[int, Sections], ...]:
     """Return `TensorSpec.cuts` for file tensors of these shapes.
 
-    `sections` divide an axis of all tensors, one after the other; a name stands for one section per
-    tensor, and None for no division.
+    `sections` has the sections of the axis `axis` of all tensors, one tensor after the other. If it
+    is a single name, each tensor has one section with this name. If it is None, nothing is divided.
     """
     if sections is None:
         return ()
@@ -206,7 +207,7 @@ def stored(
 ) -> Any:
     """Return the spec of tensors that are only concatenated (norms, biases, embeddings).
 
-    `rows` names the sections of the first axis, if it may be divided over devices.
+    `rows` is the `sections` of the first axis (see `cut_rows`), if it may be divided over devices.
     """
     return TensorSpec(tuple(names), shapes, fill=fill, cuts=cut_rows(shapes, rows))
 
@@ -214,7 +215,7 @@ def stored(
 def depthwise(name: str, channels: int, taps: int, sections: str | Sections | None = None) -> Any:
     """Return the spec of depthwise convolution weights [taps, channels].
 
-    The file tensor is [channels, 1, taps]. `sections` are those of the channels.
+    The file tensor is [channels, 1, taps]. `sections` divides the channels (see `cut_rows`).
     """
     shapes = ((channels, 1, taps),)
     cuts = cut_rows(shapes, sections)
@@ -231,7 +232,7 @@ def experts(
 ) -> Any:
     """Return the spec of an array [experts, in, sum of outs]: one merged projection per expert.
 
-    `rows` and `columns` name an axis that may be divided, as for `projection`.
+    `rows` and `columns` are explained in `projection`.
     """
     shapes = tuple((n, num_in) for _ in names for n in num_outs)
     return TensorSpec(
@@ -257,7 +258,7 @@ def fused_experts(
     """Return the spec of experts that are stored in one tensor, as an array [experts, in, out].
 
     The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `rows` and `columns`
-    name an axis that may be divided, as for `projection`.
+    are explained in `projection`.
     """
     shape = (num_experts, *((num_in, num_out) if is_swapped else (num_out, num_in)))
     in_axis, out_axis = (1, 2) if is_swapped else (2, 1)

@@ -43,7 +43,7 @@ class ExtraWork(NamedTuple):
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """Return the edited logits for sampling, before the division by temperature.
+        """Return `logits` after all edits (see `Extras`), before the division by temperature.
 
         The logits processors have already run on `logits`.
         """

@@ -1,4 +1,4 @@
-"""Specs of models and draft heads whose weights are divided over devices."""
+"""Makes the specs and parameters of models and draft heads that are divided over devices."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from specjax.device.weights.weight import Weight, is_weight
 
 
 class Divisible(Protocol):
-    """A model or draft head whose weights may be divided over devices."""
+    """The interface of a model or draft head whose weights may be divided over devices."""
 
     @property
     def num_devices(self) -> int:
@@ -25,24 +25,30 @@ class Divisible(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """The division of each axis that `TensorSpec.cuts` name."""
+        """The share for each name of a section in `TensorSpec.cuts`."""
         ...
 
     @property
     def local(self) -> Self:
-        """The model or head that each device runs. On one device, this is the whole."""
+        """The smaller model or head that each device runs.
+
+        If there is only one device, this is the whole model or head.
+        """
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the weights of the whole, or of `local`, as a tree of `TensorSpec`."""
+        """Return the weights as a tree of `TensorSpec`s, which do not divide arrays over devices.
+
+        `names` are the checkpoint's tensor names; see `Model.specs`.
+        """
         ...
 
 
 def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
-    """Return the weights of a model or head as a tree of `TensorSpec`.
+    """Return the weights of a model or head as a tree of `TensorSpec`s.
 
-    The specs of weights that are divided over devices are `DividedSpec`s. `names` are the
-    checkpoint's tensor names; see `Model.specs`.
+    A weight that is divided over devices has a `DividedSpec`. `names` are the checkpoint's tensor
+    names; see `Model.specs`.
     """
     whole = one.specs(names)
     if one.num_devices == 1:
@@ -63,7 +69,11 @@ def shapes_of(one: Divisible, dtype: Any) -> Any:
 
 
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
-    """Return parameters of the whole model, divided over the devices of `placement`."""
+    """Return `params`, the parameters of a whole model or head, divided over devices.
+
+    The devices are the devices of `placement`. Every device gets a copy of an array that is not
+    divided.
+    """
     whole, (specs, tree) = jax.tree.leaves(one.specs()), jax.tree.flatten(specs_of(one))
 
     def divided(x: Any, spec: TensorSpec, own: TensorSpec) -> jax.Array:
@@ -77,7 +87,10 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
 
 
 def _summed(weight: Weight) -> Weight:
-    """Return a weight that adds up its products over devices, if they are partial sums."""
+    """Return `weight`, changed to sum its results over devices if each device has a partial sum.
+
+    Devices have partial sums if the axis of the inputs is divided, or if a `Table` is divided.
+    """
     spec: Any = weight.values
     if not isinstance(spec, DividedSpec) or not (spec.divides_input or isinstance(weight, Table)):
         return weight

@@ -67,7 +67,8 @@ class Placement:
 
 def is_divided(x: Any) -> bool:
     """Return whether an array, or its shape, is divided over several devices."""
-    return isinstance(x.sharding, NamedSharding) and x.sharding.spec == DIVIDED
+    sharding = getattr(x, "sharding", None)  # arrays of other devices than JAX's have none
+    return isinstance(sharding, NamedSharding) and sharding.spec == DIVIDED
 
 
 def divided_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -67,10 +67,10 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
 def pack_snapshots(
     chunks: Iterable[Chunk], batch: int, layout: Layout, *, is_taken: bool
 ) -> np.ndarray:
-    """Pack the snapshots of chunks.
+    """Pack the `SnapshotInputs` of chunks into one array.
 
-    If `is_taken`, these are the snapshots to take after the chunks. Otherwise, these are the
-    snapshots to restore before the chunks.
+    If `is_taken`, they describe the snapshots to take after the chunks. Otherwise, they describe
+    the snapshots to restore before the chunks.
     """
     packed, rows = layout.packing(SnapshotInputs).rows(batch)
     for row, chunk in enumerate(chunks):

@@ -39,7 +39,8 @@ class Toolchain:
     Attributes:
         make_model: function like `step_model`, which builds the `StepModel` that is compiled into
             steps.
-        jits: the jitted programs of each `Static`. Engines with equal `Static`s share them.
+        jits: the jitted programs for each `Static` (the values that are compiled into all programs
+            of an engine). Engines with equal `Static`s share programs.
         options: XLA options by platform.
         options_behind: further XLA options by platform, for programs that no request waits for.
         find_folder: function that returns the folder for compiled programs, or None to keep none.
@@ -75,9 +76,9 @@ class CompiledPrograms:
         platform = self._placement.device.platform
         self._params: Params | None = None
         self.params = params
-        self.model = toolchain.make_model(
-            config, target.local, drafter.local, verification, platform
-        )
+        if self._placement.num_devices > 1:
+            target, drafter = target.local, drafter.local
+        self.model = toolchain.make_model(config, target, drafter, verification, platform)
         self.layout = layout
         self._config, self._max_drafts = config, max_drafts
         self.renew()
@@ -132,7 +133,7 @@ class CompiledPrograms:
 
     @property
     def _read(self) -> Set[Program]:
-        """The programs that were read from the folder of kept programs."""
+        """The programs that were read from disk instead of being compiled."""
         return self._executables.read if self._executables else frozenset()
 
     @property

@@ -1,12 +1,14 @@
 """Compiles programs in threads.
 
-Requests wait for urgent programs. All other programs are for better shapes, which only make later
-steps faster. Threads for better shapes run at the lowest priority, so that they slow down neither
-serving nor urgent programs. Their priority is normal only if a caller waits until all programs are
-ready. XLA does part of the work in its own threads, which have normal priority. For better shapes,
-XLA may therefore use only one thread at a time (`xla_options.OPTIONS_BEHIND`). An XLA program for a
-CPU takes hundreds of memory maps, and Linux allows a process 65,530 by default. Better shapes are
-compiled only while more than half of the maps are free.
+A program is urgent if requests wait for it. All other programs only make later steps faster, for
+example because their shapes need less padding. They are called programs for better shapes. Threads
+for better shapes run at the lowest priority, so that they slow down neither serving nor urgent
+programs. Their priority is normal only if a caller waits until all programs are ready. XLA does
+part of the work in its own threads, which have normal priority. For better shapes, XLA may
+therefore use only one thread at a time (`xla_options.OPTIONS_BEHIND`).
+
+An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
+default. Better shapes are compiled only while more than half of the maps are free.
 """
 
 import logging
@@ -40,11 +42,11 @@ class _Line:
 
 
 class Compiler:
-    """Compiles programs on request in threads, and keeps the programs by key.
+    """Compiles the programs of the keys passed to `ask` in threads, and holds them by key.
 
     `compile(key, is_urgent)` must return the program of a key, and is called in any thread.
     `is_urgent` means that requests wait for the program. Programs that are not urgent are compiled
-    only while less than the fraction `maps_for_shapes` of the memory maps is in use.
+    only while the process uses less than the fraction `maps_for_shapes` of its allowed memory maps.
 
     Attributes:
         ready: the compiled programs, by key.
@@ -91,8 +93,8 @@ class Compiler:
 
         Up to `num_threads` threads compile the programs. Keys whose programs failed to compile
         before are queued again only if `retries`. New threads have the lowest priority unless
-        `is_urgent` (requests wait for the programs) or `is_awaited` (a caller waits for all of
-        them).
+        `is_urgent` (requests wait for the programs) or `is_awaited` (a caller waits for all
+        programs).
         """
         niceness = 0 if is_urgent or is_awaited else NICENESS
         line, urgent, later = self._later, self._urgent.keys, self._later.keys

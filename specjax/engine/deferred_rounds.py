@@ -11,10 +11,11 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds, which all have the same requests. Runs `Observe` before other steps.
+    """Counts deferred rounds: rounds without drafts that the drafter has not observed yet.
 
-    The drafter must observe the deferred rounds before another step, because this step may draft,
-    or reuse pages that the requests have freed.
+    All deferred rounds have the same requests. Before another step, the drafter must observe them
+    in the program `Observe`, because this step may draft, or reuse pages that the requests have
+    freed.
     """
 
     def __init__(self, programs: Programs, layout: Layout):

@@ -148,7 +148,7 @@ class Engine:
         self._look()
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile the variants that `requests` need and that no earlier request has needed."""
+        """Compile the step variants that `requests` need and that no earlier request needed."""
         refuse_fork(self._pid)
         requests = list(requests)
         # A step whose requests have no grammars runs without masks.

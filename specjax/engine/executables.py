@@ -1,10 +1,10 @@
 """Keeps compiled programs on disk, so that a later process neither traces nor compiles them.
 
-A file is named by a digest of everything that determines its program: the key, static arguments,
-shapes and dtypes, our sources, JAX and its options, and the device. The digest does not cover code
-outside our sources, such as a user's own drafter. If an engine uses such code, its programs are
-neither kept nor read. Reading a file can run arbitrary code, so a folder is used only if nobody
-except its owner can write to it.
+Each program has a file, whose name is a digest of everything on which the program depends: the key,
+static arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest
+does not cover code outside our sources, such as a user's own drafter. If an engine uses such code,
+its programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is used
+only if nobody except the folder's owner can write to it.
 """
 
 import hashlib
@@ -59,18 +59,19 @@ _kept: list[Path] = []  # at most one folder, see `keep_programs`
 
 
 def keep_programs(folder: Path | None) -> None:
-    """Keep the programs of engines that are built from now on in `folder`, for later processes.
+    """Store compiled programs in `folder`, so that later processes can read them.
 
-    If `folder` is None, no programs are kept. `folder` is not passed to JAX as its compilation
-    cache, because JAX would then also keep the user's programs there.
+    This applies to engines that are built after the call. If `folder` is None, no programs are
+    stored. `folder` is not passed to JAX as JAX's compilation cache, because JAX would then also
+    store the user's programs there.
     """
     _kept[:] = [] if folder is None else [folder]
 
 
 def executables_folder() -> Path | None:
-    """Return the folder of kept programs, or None if no programs are kept.
+    """Return the folder in which compiled programs are stored; None if they are not stored.
 
-    If JAX has a compilation cache, the folder lies in it.
+    If JAX has a compilation cache, the folder is within the folder of this cache.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
@@ -80,9 +81,11 @@ def executables_folder() -> Path | None:
 def open_executables(
     folder: Path, placement: Placement, model: Any, *origin: Any
 ) -> "Executables | None":
-    """Return the kept programs of a `StepModel`; None if a digest cannot cover the model's code.
+    """Open the store of compiled programs in `folder` for the model `model` (a `StepModel`).
 
-    `origin` holds further values that determine the programs.
+    Return None if the model's programs would contain code that the files' digests do not cover,
+    such as a user's own drafter or a replaced function. `origin` holds further values on which the
+    programs depend. They become part of the digests.
     """
     described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
@@ -92,7 +95,11 @@ def open_executables(
 
 
 class Executables:
-    """Programs kept in a folder, each identified by a key and a description of its engine.
+    """The compiled programs of one engine, stored as files of a folder.
+
+    `described` is a text with the values on which all of the engine's programs depend. The name of
+    a program's file is a digest of this text, of the environment and of the program's key. Programs
+    that are read run on `devices`.
 
     Attributes:
         read: keys whose programs were read from the folder.
@@ -104,7 +111,10 @@ class Executables:
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
-        """Return a key's kept program, or compile the program and keep it if possible."""
+        """Return the program of `key` from its file. Without a usable file, return `compile()`.
+
+        The result of `compile()` is written to a file if possible.
+        """
         path = self._path(key)
         for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
             if (reason := _distrust(folder)) is not None:
@@ -140,7 +150,10 @@ class Executables:
         return program
 
     def _path(self, key: Any) -> Path | None:
-        """Return a program's file; None if some of its code exists only in this process."""
+        """Return the path of the file for the program of `key`.
+
+        None if the program contains logits processors, whose code the digest does not cover.
+        """
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
         name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
@@ -212,7 +225,10 @@ jax.monitoring.register_event_listener(_note)
 
 @cache
 def _environment() -> str:
-    """Return a JSON text of everything that determines programs in addition to their inputs."""
+    """Return a JSON text of the values on which the programs of all engines depend.
+
+    These are versions, the device, the processor, compiler flags and a digest of our sources.
+    """
     device = default_device()
     described = {
         "python": platform.python_version(),
@@ -230,13 +246,16 @@ def _environment() -> str:
 
 
 def _options() -> list[tuple[str, Any]]:
-    """Return JAX's options in the current thread, which is the thread that compiles."""
+    """Return JAX's options, except options about caches and debugging.
+
+    Options may differ between threads. The current thread is the thread that compiles.
+    """
     options = sorted(jax.config.values.items())
     return [pair for pair in options if "cache" not in pair[0] and "debug" not in pair[0]]
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value and, recursively, the values of its fields or items."""
+    """Yield a value and, recursively, the fields of dataclasses and the items of tuples in it."""
     yield value
     held = ()
     if is_dataclass(value) and not isinstance(value, type):
@@ -253,7 +272,10 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Return whether a function of `module` has been replaced, if programs contain the module."""
+    """Return whether a function of `module` was replaced by code that digests do not cover.
+
+    Return False if no program contains code of the module.
+    """
     if not module.startswith(TRACED):
         return False
     owners = [sys.modules[module]]
@@ -269,7 +291,7 @@ def _is_within(owner: Any) -> bool:
 
 
 def _processor() -> str:
-    """Return the CPU's features, from which XLA chooses instructions."""
+    """Return a text with the CPU's model and features, on which XLA's instructions depend."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -286,7 +308,7 @@ def _sources() -> str:
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used files until another `num_bytes` bytes fit."""
+    """Delete the least recently used files until `num_bytes` more bytes fit in MAX_BYTES."""
     files = []
     for path in folder.glob("*.program"):
         try:

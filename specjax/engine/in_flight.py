@@ -35,8 +35,8 @@ class InFlight:
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
         """Return the outcome of a round.
 
-        `num_kept` holds the number of tokens kept per sequence. `milliseconds` is the time of the
-        round, or None if unknown. `chunk_ms` is the time of the chunks before the round.
+        `num_kept` holds the number of tokens that each sequence gained. `milliseconds` is the time
+        of the round, or None if unknown. `chunk_ms` is the time of the chunks before the round.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)

@@ -136,7 +136,7 @@ class Recorder:
     ) -> None:
         """Count the results of chunks or of a round.
 
-        `num_kept` holds the number of tokens kept per row.
+        `num_kept` holds the number of tokens that the sequence of each row gained.
         """
         self._counts["generation"] += sum(num_kept)
         if isinstance(plan, PrefillPlan):

@@ -91,7 +91,7 @@ class Programs(Protocol):
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """Measure the times of rounds for every pair of `ks` and `batches`, by running rounds.
+        """Run rounds for every pair of a K in `ks` and a batch size in `batches`; return the times.
 
         The state is empty afterwards.
         """

@@ -3,8 +3,9 @@
 A step has a shape and a variant. The variant is the extra work that the step's requests need. An
 engine begins with one shape for chunks and one shape for rounds, into which any step fits. It
 begins with the plain variant, whose rounds run as several programs that other variants share. A
-better shape is compiled in the background once running without it has cost enough time. Requests
-that need a new variant wait until it is compiled; other requests do not wait.
+shape that fits some steps better is compiled in the background once running these steps without it
+has cost enough time. Requests that need a new variant wait until it is compiled; other requests do
+not wait.
 """
 
 from collections import defaultdict
@@ -65,7 +66,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant of a step whose requests have `all_demands`."""
+        """Return the variant that a step needs if its requests have the demands `all_demands`."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -180,7 +181,7 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Compile a plan's better shape if running without it has cost too much time.
+        """Compile `plan.better_shape` if running without this shape has cost too much time.
 
         `milliseconds` is the time that the plan took in its present shape.
         """
@@ -198,17 +199,17 @@ class Repertoire:
     def note_apart(self, program: Joined, milliseconds: float) -> None:
         """Compile `program` if running its two parts separately has cost too much time.
 
-        `program` joins chunks and a round. `milliseconds` is the time of the shorter of them. There
-        is one such program for every pair of shapes. These are too many to compile ahead.
+        `program` joins chunks and a round. `milliseconds` is the time of the shorter part. Every
+        pair of shapes has such a program, and these programs are too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
-        """Add to the time lost without the programs `needed`.
+        """Add `milliseconds` to the time lost because the programs `needed` were not ready.
 
-        Compile them when this time reaches `patience_ms`.
+        Compile these programs when the lost time reaches `patience_ms`.
         """
         if all(program in self._programs.ready for program in needed):
             return
@@ -218,7 +219,7 @@ class Repertoire:
             self._programs.compile_behind(needed, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile the first shapes of variants, or all shapes if everything is compiled ahead."""
+        """Compile variants in `shapes.first`, or in all of `shapes` with `compile_ahead`."""
         if not self._config.compile_ahead:
             first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
@@ -229,7 +230,10 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background. Programs that it cannot run without come first."""
+        """Compile a variant in the background.
+
+        The programs without which the variant cannot run come first.
+        """
         first = self.all_shapes.first
         least = self._programs_for_shapes(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
@@ -266,7 +270,7 @@ class Repertoire:
     def _covering(self, asked: Variant) -> list[Variant]:
         """Return the variants that can run steps of the variant `asked`.
 
-        Variants that compute masks without need come last.
+        Variants with masks come last if `asked` has no masks.
         """
         exactly = [variant for variant in self.variants if covers(variant, asked)]
         masked = asked._replace(masks=True)

@@ -83,9 +83,9 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round at each point, and yield its milliseconds.
+        """Run a round of each shape and context in `points`, and yield its milliseconds.
 
-        An extra round before the first point, and another after the last point, are not timed.
+        Two more rounds, one before the first round and one after the last, are not timed.
         """
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
@@ -126,7 +126,8 @@ def _without_context(
 ) -> dict[int, dict[int, float]]:
     """Return the times that rounds would take without context.
 
-    `points` holds times with `context` tokens per request. `per_token` is the time per token.
+    `points` holds milliseconds by batch size and K, for `context` context tokens per request.
+    `per_token` is the time that each context token adds.
     """
     return {
         batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
@@ -149,7 +150,8 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 def progress_at(state: EngineState, length: int) -> jax.Array:
     """Return the progress of requests that are all active and have `length` tokens."""
-    values = np.broadcast_to(np.array([length, 0, 1, length], np.int32), state.progress.shape)
+    values = np.array([length, 0, 1, length], np.int32)
+    values = np.broadcast_to(values, (*state.progress.shape[:-1], len(values)))
     return jax.device_put(values, state.progress.sharding)
 
 

@@ -1,4 +1,7 @@
-"""Computes the times of chunks and rounds, whose results the host reads one step late."""
+"""Computes how long chunks and rounds took.
+
+With async scheduling, the host reads their results one step late.
+"""
 
 import time
 
@@ -16,8 +19,8 @@ class RoundClock:
     def __init__(self) -> None:
         self.start = self.chunk_ms = 0.0
         self._done = 0.0  # when the results read last became ready
-        self._read: float | None = None  # when they were read; None once another step is launched
-        self._compile_seconds = 0.0, 0.0  # total until the last two reads
+        self._read: float | None = None  # when the host read them; None once a step is launched
+        self._compile_seconds = 0.0, 0.0  # total compile time until the last two reads
         self._timed_from = 0.0  # parts launched earlier overlapped a measurement
 
     def restart(self) -> None:

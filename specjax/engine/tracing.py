@@ -30,10 +30,11 @@ Packed = tuple[type, int]  # a class of inputs, and the number of rows of the pa
 
 
 class Program:
-    """A program of a step: a hashable value, whose fields are compiled in.
+    """The base class of the programs of a step.
 
-    A program takes parameters, state, arrays that the host packs, and results of other programs.
-    Results for the host are packed, too.
+    A program is a hashable value, whose fields are constants in the compiled code. It takes
+    parameters, state, arrays that the host packs, and results of other programs. Results for the
+    host are packed, too.
     """
 
     __slots__ = ()
@@ -78,7 +79,7 @@ def jitted(
     trees: Trees | None = None,
     division: Division | None = None,
 ) -> Any:
-    """Return the jitted function of a program, which takes and returns packed arrays.
+    """Return a jitted function that runs a program on packed arrays.
 
     The function takes parameters, state and the program's arguments. It returns the next state and
     the result. With `trees`, parameters and state are lists of leaves. Without `trees`, they are
@@ -106,10 +107,10 @@ def jitted(
 
 
 def _on_devices(run: Callable[..., Any], division: Division, is_last: bool) -> Any:
-    """Return the jitted function that all devices run on their parts of the arguments of `run`.
+    """Return a jitted function with the arguments of `run`, for which every device calls `run`.
 
-    Divided arrays are [devices, ...]. Results are divided, too, unless they are for the host: all
-    devices compute the same outputs.
+    An argument that is divided is [devices, ...], and each device passes its part to `run`. Results
+    are divided, too. Only results for the host are not, because all devices compute the same ones.
     """
 
     def each(*leaves: jax.Array, tree: Any) -> Any:

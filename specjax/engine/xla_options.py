@@ -10,8 +10,8 @@ GPU_OPTIONS = {
     # No split-K in XLA's own matmuls: it would split most matmuls of a step, and each would need
     # another kernel to sum the parts. cuBLAS, which XLA tries as well, may still use split-K.
     "xla_gpu_experimental_force_split_k": 1,
-    # The pass aims at four fifths of the card's memory. Weights and pages take more, so the pass
-    # would warn about every program. Nothing in a step is worth recomputing.
+    # This pass tries to use at most four fifths of the card's memory. Weights and pages take more,
+    # so the pass would warn about every program. Nothing in a step is worth recomputing.
     "xla_disable_hlo_passes": "rematerialization",
 }
 # With this level, compiling takes three quarters of the time. The time of steps is the same

@@ -42,8 +42,9 @@ class RefitReport(NamedTuple):
 class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
-    If the drafter was replaced by other means than this class, `refit` and `save` continue from the
-    new drafter. They then use its weights, a new optimiser state, and the same step count.
+    If something other than this object has replaced the engine's drafter, `refit` and `save`
+    continue from the new drafter. They then use its weights, a new optimiser state, and the same
+    step number.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
@@ -214,7 +215,10 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter if it was replaced by other means than this object."""
+        """Train the engine's drafter from now on, if something else has replaced the drafter.
+
+        Training then continues with a new optimiser state and the same step number.
+        """
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
             # The optimiser's state belongs to other weights.

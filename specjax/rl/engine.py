@@ -334,9 +334,9 @@ class RolloutEngine:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Undo `sleep`: restore the device memory, with weights that were updated during `sleep`.
+        """Undo `sleep`: create empty caches and states, and move weights back to the device.
 
-        An engine paused by `pause` stays paused.
+        Weights that were updated while asleep stay updated. A paused engine stays paused.
         """
         with self._turns:
             self._loop.check_open()

@@ -105,7 +105,9 @@ class Loop:
         self._stops[why] = threading.current_thread()
 
     def go(self, why: str) -> None:
-        """Undo `stop` for the reason `why`.
+        """Cancel the `stop` that was called with the reason `why`, if any.
+
+        Stops for other reasons remain.
 
         The caller must hold the lock `turns`.
         """
@@ -144,7 +146,7 @@ class Loop:
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Record that the tokens since the last recorded spans come from the current version.
+        """Record that all tokens since the last such record come from the current version.
 
         The caller must hold the lock `turns`.
         """

@@ -24,8 +24,9 @@ REASONING = "reasoning_content", "thinking", "reasoning"  # keys of a message's 
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a mapping from names to chat templates, from files or, without files, the config.
+    """Return a checkpoint's chat templates, by name.
 
+    They come from files in `folder` or, if there are no such files, from `config`.
     Older checkpoints of image models have templates only in the processor's chat_template.json.
 
     Raises:

@@ -42,7 +42,7 @@ class Completion:
         )
 
     def output(self) -> CompletionOutput:
-        """Return the output so far, and count it as shown."""
+        """Return the output so far, and record that the user has seen its tokens."""
         sequence = self.sequence
         token_ids, params = sequence.output, sequence.request.params
         text = self.text()
@@ -126,7 +126,7 @@ class Outputs:
         return any(completion.has_grown for completion in self.completions)
 
     def output(self) -> RequestOutput:
-        """Return the output so far."""
+        """Return the outputs of all samples so far, and record that the user has seen them."""
         request = self.request
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
@@ -182,7 +182,10 @@ class Shown:
         return replace(output, outputs=[part for part in parts if part is not None])
 
     def _added(self, now: CompletionOutput) -> CompletionOutput | None:
-        """Return the sample without the part returned before; None if it has not changed."""
+        """Return what a sample has gained since the last call; None if it has not changed.
+
+        `now` is the whole output of the sample so far.
+        """
         before = self._before.get(now.index)
         self._before[now.index] = now
         if before is None:

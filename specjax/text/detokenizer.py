@@ -20,13 +20,14 @@ class StopStrings:
     """Watches the output of one request for texts that end it.
 
     The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt. Bytes
-    that are not UTF-8 become U+FFFD. A character that several tokens spell counts once it is
-    complete. A U+FFFD of a byte-level tokenizer may be an incomplete character, so it counts once
-    another token follows. `context` are the last tokens of the prompt (see `prompt_context`).
+    that are not UTF-8 become U+FFFD. A character that several tokens spell counts as soon as
+    it is complete. A U+FFFD of a byte-level tokenizer may be an incomplete character, so it counts
+    as soon as another token follows. `context` are the last tokens of the prompt (see
+    `prompt_context`).
 
     A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the
     text that the token adds. Stop texts that were complete before do not count. If several stop
-    texts end there, the earliest to begin ends the output, or the longest of the earliest.
+    texts end there, the one that begins first counts. If several begin there, the longest counts.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class StopStrings:
         return any(word.startswith(text) for word in self._stop)
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens. If one completes a stop text, return how many are kept; else None.
+        """Append tokens. If one of them completes a stop text, ignore the tokens after it.
 
-        The token that completes a stop text is kept. Nothing may be appended after a stop.
+        Return the number of tokens up to and including the token that completes a stop text; None
+        if no stop text is complete. Nothing may be appended after a stop text.
         """
         assert self.stop_reason is None, "the output has stopped"
         for num_kept, token in enumerate(tokens, start=1):
@@ -160,8 +162,8 @@ def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
     """Return the start and the text of the stop text that ends after the index `new` of `text`.
 
-    If several stop texts end there, return the earliest to begin, or the longest of the earliest.
-    If no stop text ends there, return None.
+    If several stop texts end there, return the one that begins first. If several begin there,
+    return the longest of them. If no stop text ends there, return None.
     """
     found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
     return min(

@@ -76,9 +76,9 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def truncated(params: Any, given: Mapping[str, Any]) -> Any:
-    """Return `params`, or each of a list of `params`, changed by vLLM's tokenization_kwargs.
+    """Apply vLLM's tokenization_kwargs `given` to `params`, and return the result.
 
-    `given` are these tokenization_kwargs.
+    If `params` is a list, each item is changed.
 
     Raises:
         ValueError: `given` has a key other than truncate_prompt_tokens.

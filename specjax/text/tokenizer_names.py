@@ -23,7 +23,10 @@ class Encoding(dict):
 
 
 class TokenizerNames:
-    """Methods and attributes of a tokenizer that follow from `tokenizer` and `special_tokens`."""
+    """The base class of `ChatTokenizer`, with methods and attributes of transformers' tokenizers.
+
+    They use the subclass's `tokenizer`, `special_tokens`, `encode` and `decode`.
+    """
 
     if TYPE_CHECKING:
         tokenizer: Tokenizer

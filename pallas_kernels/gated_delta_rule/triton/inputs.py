@@ -1,6 +1,6 @@
-"""Computes the state-independent part of a decode step, for the programs that own state rows.
+"""Computes the state-independent part of a decode step, before the kernel that runs the states.
 
-A program processes some tokens of one key head and of its value heads. All tokens run in the same
+A program processes some tokens, for one key head and its value heads. All tokens run in the same
 loop body, so a token runs the same machine code at any place in a step. Programs run in any order:
 no program reads a column of a ring that another program writes (see
 `pallas_kernels.gated_delta_rule`).

@@ -105,8 +105,8 @@ class _Tokens(NamedTuple):
 def _prepare_kernel(*refs, chunk, piece):
     """Compute the `Chunks` of one chunk and value head.
 
-    To save registers, channels are processed in pieces. Channels of q and k are processed twice,
-    because they are normalised.
+    To save registers, `piece` channels are processed at a time. Channels of q and k are processed
+    twice, because they are normalised.
     """
     _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
     log_decay_ref, decay_bias_ref, ring_ref, *chunks = refs

@@ -1,6 +1,7 @@
 """The rings of u, k and e^g, for a program that owns some rows of a state.
 
-The program holds the rows as arrays [rows, piece], one array for each piece of the D_k columns.
+The D_k columns of a state are divided into pieces. The program holds its rows as a list of arrays
+[rows, piece], with one array for each piece.
 """
 
 from typing import Any, NamedTuple

@@ -1,14 +1,14 @@
-"""Tile sizes of the gated delta rule's kernels."""
+"""Tuning of the gated delta rule's kernels."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class DeltaRuleTuning:
-    """Tile sizes, and the layout of a state [D_v, D_k] over the threads of a program."""
+    """Tuning of the gated delta rule's kernels: tile sizes, and warps per program."""
 
-    # Lanes span the keys of one piece only. Sums over keys first add the pieces, within each
-    # thread, so that threads exchange less.
+    # Columns per piece of a state [D_v, D_k]. The lanes of a warp span the columns of one piece.
+    # Sums over columns first add the pieces within each thread, so that threads exchange less.
     piece: int = 32
     # Rows of a state per program. With 32 rows, a thread holds 32 registers of the state. Then many
     # programs share a multiprocessor, and some programs load while other programs compute.

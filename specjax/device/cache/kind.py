@@ -1,4 +1,4 @@
-"""The interface of a cache kind: arrays that layers of a model share, and the way rows use them.
+"""The interface of cache kinds, which define a cache's arrays and how a layer's rows use them.
 
 A model lists its cache kinds, and each kind has one pytree of arrays. The step, the engine and the
 memory planning iterate over this list, and do not depend on specific kinds.
@@ -45,8 +45,8 @@ class CacheKind(Protocol):
     def is_recurrent(self) -> bool:
         """Whether requests have a state in addition to pages.
 
-        If so, reusing pages is not enough to skip running tokens: a snapshot of the state is
-        needed, too.
+        If so, the tokens of reused pages can be skipped only if a snapshot of the state is restored
+        as well.
         """
         ...
 
@@ -86,8 +86,8 @@ class CacheKind(Protocol):
     ) -> Any:
         """Copy the states of `slots` i32[B] to the snapshots `ids` i32[B]; return the snapshots.
 
-        The states include `ends` i32[B] tokens, and no tokens are pending. Out-of-range ids are
-        ignored.
+        `ends` i32[B] is the number of tokens that each state includes. No tokens are pending.
+        Out-of-range ids are ignored.
         """
         ...
 
@@ -96,7 +96,7 @@ class CacheKind(Protocol):
     ) -> Any:
         """Copy the snapshots `ids` to the states of `slots`; return the cache.
 
-        The snapshots include `ends` tokens. Out-of-range slots are ignored.
+        `ends` is the number of tokens that each snapshot includes. Out-of-range slots are ignored.
         """
         ...
 
@@ -105,7 +105,7 @@ class CacheKind(Protocol):
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
-        """Return the output for whole sequences of `length` rows, with a causal mask in each."""
+        """Return the output of causal attention within sequences of `length` rows each."""
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
@@ -118,7 +118,7 @@ class CacheKind(Protocol):
 
 
 class PagesOnly:
-    """Base of cache kinds whose only state is pages."""
+    """The base class of cache kinds whose only state is pages."""
 
     num_layers: int
     window: Any

@@ -77,8 +77,8 @@ class LatentAttention(PagesOnly):
         """The estimated number of rows in a chunk above which the plain form is faster.
 
         It does not depend on the context's length. For each context token and head, the operations
-        that the rows save must outweigh the additional work: to project the token up, to lay out
-        its key and value, and to add outputs in f32.
+        that the rows save must outweigh the additional work. This work is to project the token up,
+        to lay out its key and value, and to add outputs in f32.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim
@@ -134,10 +134,11 @@ class LatentAttention(PagesOnly):
     def unrolled(
         self, length: int, kept: tuple, inputs: ProjectedLatents
     ) -> tuple[jax.Array, tuple]:
-        """Return the attention output [N, H, D_v] of one more step, and `kept` with this step.
+        """Return the output [N, H, D_v] of one more drafting step, and `kept` with this step.
 
-        In one softmax, row t attends to rows 0 to t of step 0, and to row t of every later step,
-        which is one of its drafts. `kept` is a tuple with (k, v) of each step so far.
+        `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
+        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
+        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))
@@ -183,7 +184,7 @@ class LatentAttention(PagesOnly):
         return rotate(x, *angles)
 
     def _causal_scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return the scaled scores f32[B, H, T, T] of q and k [B, T, H, D], with a causal mask."""
+        """Return scaled scores f32[B, H, T, T] of q and k [B, T, H, D]; later keys have -inf."""
         scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * self.scale
         return jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
 

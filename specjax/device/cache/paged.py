@@ -31,7 +31,7 @@ class ProjectedHeads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(PagesOnly):
-    """Grouped-query attention of each row over its request's rows up to itself.
+    """Grouped-query attention of each row over the rows of its request up to the row itself.
 
     If `window` is set, a row attends only to the last `window` rows, including itself. The cache is
     a pool [layers, pages, page_size, 2, H_kv, D_h]; axis 3 holds a token's key and value.
@@ -42,7 +42,7 @@ class PagedAttention(PagesOnly):
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    has_centred_norms: bool = False  # whether q and k norms' weights are their scales minus one
+    has_centred_norms: bool = False  # whether the weights of q and k norms are stored minus one
     window: int | None = None  # None: no limit
     query_scale: float = 1.0  # multiplies rotated queries, in addition to head_dim^-1/2
     soft_cap: float | None = None  # c in c tanh(score / c), which bounds scores
@@ -63,7 +63,7 @@ class PagedAttention(PagesOnly):
         """Write keys and values to the pages, then attend to the pages.
 
         Return the output [N, H, D_h] and the new cache. If `rows.attends` is false, there are no
-        queries, and the output has no heads.
+        queries, and the output has the shape [N, 0, D_h].
         """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
@@ -108,10 +108,11 @@ class PagedAttention(PagesOnly):
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
-        """Return the attention output [N, H, D_h] of one more step, and `kept` with this step.
+        """Return the output [N, H, D_h] of one more drafting step, and `kept` with this step.
 
-        In one softmax, row t attends to rows 0 to t of step 0, and to row t of every later step,
-        which is one of its drafts. `kept` is a tuple with (k, v) of each step so far.
+        `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
+        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
+        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
         """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))
@@ -162,10 +163,12 @@ class PagedAttention(PagesOnly):
     def _causal_scores(
         self, q: jax.Array, k: jax.Array, length: int, distance: int = 0
     ) -> jax.Array:
-        """Return scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
+        """Return scaled and capped scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k.
 
-        They have a causal mask. Row t of q has position t + `distance`. It sees the keys of rows up
-        to t that are among the last `window` positions.
+        k is [N, H_kv, D_h], N = B T, and H = H_kv G. Scores of hidden keys are -inf. Row t of q
+        sees rows 0 to t of k. If there is a window, it sees only keys among the last `window`
+        positions up to its own. Row t of q is at position t + `distance`, and row s of k is at
+        position s.
         """
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
         scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
@@ -187,7 +190,7 @@ def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
 
 
 def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:
-    """Return the softmax over the concatenated `scores`, each f32[B, H_kv, G, T, ...].
+    """Concatenate `scores`, each f32[B, H_kv, G, T, ...], on the last axis; return the softmax.
 
     `sinks` [H] are additional scores, one per head, whose weights are dropped.
     """

@@ -19,8 +19,8 @@ class CachedRows:
     Rejected tokens need no rollback. Their keys and values are past the request's length: no row
     reads them, and later rows at these positions overwrite them. A recurrent state does not include
     the last `pending` accepted tokens yet. Running the rows first folds these tokens into the
-    state. Rows with `folds` belong to a prompt and cannot be rejected, so they leave no tokens
-    pending.
+    state. If `folds` is true, the rows belong to a prompt and cannot be rejected. They are then
+    folded into the state, too, so that no tokens are pending afterwards.
 
     If rows that are already in the pages run again, `writes` is false, because pages are shared and
     another program may round differently. If only keys and values are needed, `attends` is false.

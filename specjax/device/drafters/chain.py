@@ -32,7 +32,7 @@ from specjax.device.verification import Draft
 
 
 class Head(DraftHead, Protocol):
-    """The model of a chain drafter."""
+    """The interface of a chain drafter's model."""
 
     @property
     def cache_kind(self) -> CacheKind: ...
@@ -85,7 +85,7 @@ class ChainDrafter(HeadDrafter[Head]):
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
-        """Return a state with an empty cache, which the target's page table indexes."""
+        """Return a state with an empty cache, which is indexed by the target's page table."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
         return ChainState(self.head.cache_kind.init(sizes, dtype), hidden)
 

@@ -64,7 +64,7 @@ class DrafterFiles:
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
 
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
-        """Load the parameters that `specs` describe.
+        """Load the parameters that the tree `specs` of `TensorSpec`s describes.
 
         Tensors with published names in `unused` are not loaded. The log names the tensors that are
         skipped because they cannot change drafts.

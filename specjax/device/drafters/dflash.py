@@ -69,8 +69,9 @@ class DFlashParams:
 class AttentionMask:
     """The positions that a row of a block attends to ("sees") in a layer.
 
-    They begin `back` positions before the row, or before the block's first row if `is_anchored`.
-    They end `ahead` positions after the row, or at the end of the block if that is earlier.
+    The first of them is `back` positions before the row, or before the block's first row if
+    `is_anchored`. The last is `ahead` positions after the row, or the end of the block if that is
+    earlier.
     """
 
     back: int | None = None  # None: all earlier positions are seen
@@ -93,7 +94,7 @@ class AttentionMask:
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
     def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
-        """Return the `rows` of blocks with `reach` and `origin` set for this mask.
+        """Return `rows`, the rows of blocks, with `reach` and `origin` set for this mask.
 
         The blocks start at positions `starts` i32[B] and have `num_rows` real rows each.
         """
@@ -138,7 +139,7 @@ class Refinement:
         return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
     def of_block(self, params: Any, hidden: jax.Array, logits: jax.Array) -> Any:
-        """Return the argument `block` of the method `logits` for all drafts of the blocks at once.
+        """Return what the method `logits` must know about the blocks, for all drafts at once.
 
         Args:
             params: the weights that `specs` describes.
@@ -146,7 +147,7 @@ class Refinement:
             logits: f32[B, K, V_d] the logits of these rows before refinement.
 
         Returns:
-            A tree of arrays [B, K, ...].
+            A tree of arrays [B, K, ...]. Its parts [B, ...] are the arguments `block` of `logits`.
         """
         return logits
 
@@ -301,8 +302,8 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def embed(self, target: Model, params: Params, last: jax.Array, width: int) -> jax.Array:
         """Return the blocks' embeddings [B width, D].
 
-        The first row of each block embeds a token of `last` i32[B]. All other rows embed the mask
-        token.
+        The first row of request b's block embeds the token `last[b]`. All other rows embed the
+        mask token.
         """
         x, mask = embed_tokens(target, params, last), params.drafter.mask
         if mask is None:
@@ -338,10 +339,10 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return DFlashState(self.read(params.drafter, states, rows, state.kv))
 
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
-        """Return kv after writing keys and values of the context at `rows`.
+        """Return kv after writing the context's keys and values at `rows`.
 
-        They are computed from the target's hidden states `states` [N, A D_target]. Only keys and
-        values are used: JAX or XLA removes the rest of each layer as dead code.
+        The keys and values are computed from the target's hidden states `states` [N, A D_target].
+        The other results of the layers are unused, so JAX or XLA removes them as dead code.
         """
         shape = self.head.shape
         fused = params.context_fc.multiply(states)

@@ -59,7 +59,7 @@ class Candidates(NamedTuple):
 
     logits: jax.Array  # f32[B, K, C]
     ids: jax.Array  # i32[B, K, C]
-    wanted: jax.Array  # [B, K, r], H h, which is compared with the candidates' codes
+    wanted: jax.Array  # [B, K, r], H h, a factor of the candidates' scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class DFlash2(Refinement):
         return params.base[:, :, None] + by_row
 
     def _convolved(self, x: jax.Array, taps: jax.Array, rows: CachedRows) -> jax.Array:
-        """Return rows x [N, D] after a convolution along each block with taps [taps, N, D]."""
+        """Return x [N, D] after a convolution with `taps` [taps, N, D] along each block's rows."""
         blocks = rows.by_request(x)
         out = taps[0] * x
         for i in range(1, self.num_taps):

@@ -1,10 +1,10 @@
 """A drafter that runs a whole model, usually a small decoder (Leviathan et al. 2023).
 
-The draft model has separate caches, which the target's page table and slots index. A round of K
-drafts runs the model K times: on the last token to make the first draft, then on each draft to make
-the next draft. The last draft is not run. If all drafts are accepted, the keys and values of the
-last draft are missing, and the next round runs this draft before the last token, in one pass of two
-rows. A round without drafts also makes this pass, without logits.
+The draft model has separate caches. They are indexed by the target's page table and slots. A round
+of K drafts runs the model K times: on the last token to make the first draft, then on each draft
+to make the next draft. The last draft is not run. If all drafts are accepted, the keys and values
+of the last draft are missing, and the next round runs this draft before the last token, in one pass
+of two rows. A round without drafts also makes this pass, without logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -145,7 +145,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
-        """Return a state with empty caches, which the target's page table and slots index."""
+        """Return a state with empty caches.
+
+        They are indexed by the target's page table and slots.
+        """
         model, count = self.head.model, sizes.num_snapshots
         return DraftModelState(
             init_caches(model, sizes, dtype),

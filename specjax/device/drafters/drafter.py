@@ -223,7 +223,7 @@ class Observation(NamedTuple):
 
 
 class DrafterWeights(Protocol):
-    """A description of a drafter's weights, for loading and updating them."""
+    """The interface of a drafter's description of its weights, used to load and update them."""
 
     @property
     def prefix_in_target(self) -> str | None:
@@ -265,7 +265,7 @@ class DrafterWeights(Protocol):
 
 
 class Drafter(Protocol):
-    """A drafting strategy: a hashable value with pure methods.
+    """The interface of drafters. A drafter is a hashable value with pure methods.
 
     The drafter's state is a pytree that no other code reads.
     """
@@ -284,8 +284,8 @@ class Drafter(Protocol):
     def is_recurrent(self) -> bool:
         """Whether requests have a state besides their pages that cannot be rebuilt from later rows.
 
-        If so, reusing pages is not enough to skip observing tokens: a snapshot of the state is
-        needed, too.
+        If so, the drafter can skip observing the tokens of reused pages only if a snapshot of the
+        state is restored as well.
         """
         ...
 
@@ -357,7 +357,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class NotRecurrent:
-    """Base of drafters without a recurrent state."""
+    """The base class of drafters without a recurrent state."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -375,7 +375,7 @@ class NotRecurrent:
 
 @dataclass(frozen=True)
 class Stateless(NotRecurrent):
-    """Base of drafters that have no weights and no state, and read only tokens."""
+    """The base class of drafters that have no weights and no state, and read only tokens."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -393,7 +393,7 @@ class Stateless(NotRecurrent):
 
     @property
     def local(self) -> Self:
-        """The drafter, because every device drafts the same tokens."""
+        """This drafter, because every device drafts the same tokens."""
         return self
 
     def draft_slots(self, k: int) -> int:

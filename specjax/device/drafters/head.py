@@ -1,4 +1,4 @@
-"""The base of drafters with weights."""
+"""Base classes of drafters with weights, and the interface of their models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,10 @@ from specjax.device.verification import Draft
 
 
 class DraftHead(DrafterWeights, Protocol):
-    """The model of a drafter: a hashable value, whose weights are passed as arguments."""
+    """The interface of a drafter's model.
+
+    The model is a hashable value. Its weights are passed to its methods as arguments.
+    """
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -33,7 +36,10 @@ class DraftHead(DrafterWeights, Protocol):
 
 @dataclass(frozen=True)
 class ShapedHead:
-    """Base of heads that have the layers of a decoder, `shape`, and are divided like it."""
+    """The base class of heads with the layers of a decoder, `shape`.
+
+    The heads are divided over devices like this decoder.
+    """
 
     shape: Any
 
@@ -58,7 +64,7 @@ HeadT = TypeVar("HeadT", bound=DraftHead)
 
 @dataclass(frozen=True)
 class HeadDrafter(NotRecurrent, Generic[HeadT]):
-    """Base of drafters that run `head`."""
+    """The base class of drafters that run a model, `head`."""
 
     head: HeadT
     is_greedy: bool = False  # whether to draft the argmax at any temperature
@@ -77,7 +83,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
     def may_defer(self) -> bool:
         """True: most heads can observe the rows of several rounds at once.
 
-        They compute keys and values of the rows, which do not depend on later rows.
+        Such a head computes keys and values of the rows, and these do not depend on later rows.
         """
         return True
 

@@ -74,7 +74,8 @@ class MedusaHeads:
         """Return the weights as `TensorSpec`s.
 
         `names` are the tensor names in the files. If they are the authors' names, the specs have
-        these names, too; else they have vLLM's. `target_ids` is None, because it is not a weight.
+        these names, too. Otherwise, the specs have vLLM's names. `target_ids` is None, because it
+        is not a weight.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 
@@ -107,7 +108,7 @@ class MedusaHeads:
 
     @property
     def local(self) -> Self:
-        """The heads."""
+        """These heads, because nothing is divided."""
         return self
 
     def is_unused(self, name: str) -> bool:

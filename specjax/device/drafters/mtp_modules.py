@@ -111,7 +111,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return k
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ModulesState:
-        """Return a state with empty caches, which the target's page table indexes."""
+        """Return a state with empty caches, which are indexed by the target's page table."""
         modules = self.head.modules
         shape = len(modules), modules[0].hidden_size
         return ModulesState(

@@ -31,7 +31,7 @@ class HFConfig:
         return value
 
     def count(self, key: str, default: int) -> int:
-        """Return the field as an integer, at least 0."""
+        """Return the field, which must be an integer of at least 0."""
         return 0 if self.get(key, default) == 0 else self.integer(key, default)
 
     def number(self, key: str, default: float) -> float:

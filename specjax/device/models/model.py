@@ -68,12 +68,15 @@ class Model(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """The division of each axis that `TensorSpec.cuts` name."""
+        """The share for each name of a section in `TensorSpec.cuts`."""
         ...
 
     @property
     def local(self) -> Self:
-        """The model that each device runs, with a part of the heads. On one device, the model."""
+        """The model that each device runs, with a part of the heads.
+
+        If there is only one device, this is the whole model.
+        """
         ...
 
     def with_layers(self, num_layers: int) -> "Model":

@@ -94,7 +94,7 @@ class Qwen35(Decoder):
             delta.num_values,
             delta.num_keys,
             self.num_devices,
-            may_copy=not self.is_interleaved,  # the file has a key head beside its value heads
+            may_copy=not self.is_interleaved,  # in the file, a key head is next to its value heads
         )
         return {**shares, "value_heads": values, "key_heads": keys}
 

@@ -1,4 +1,4 @@
-"""Translates tensor names between checkpoints and a text model's specs.
+"""Translates tensor names between checkpoints and a text model's `TensorSpec`s (its specs).
 
 The names in the specs of all models begin with `model.` or `lm_head.`. Checkpoints and trainers of
 multimodal models use longer names. Checkpoints of models without an output head use shorter names.
@@ -34,7 +34,11 @@ _ROTARY = "rotary_emb.inv_freq"  # buffers of old exports
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The prefixes that a checkpoint uses instead of the specs' `model.` and `lm_head.`."""
+    """The prefixes of a checkpoint's tensor names.
+
+    `root` replaces `model.`, and `head` replaces `lm_head.`. These two are the prefixes of names in
+    the model's `TensorSpec`s.
+    """
 
     root: str
     head: str

@@ -25,7 +25,10 @@ class Weight:
     axis: str | None = None
 
     def total(self, part: jax.Array) -> jax.Array:
-        """Return the product [..., out] of which each device has computed the `part` [..., out]."""
+        """Return the product [..., out] for the result `part` [..., out] of each device.
+
+        If each device has a part of the inputs, this is the sum of `part` over devices.
+        """
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:

@@ -94,7 +94,10 @@ class Acceptance:
         self._groups: dict[Hashable, _Counts] = {}
 
     def rates(self, group: Hashable = None) -> list[float]:
-        """Return the unconditional rates of drafts 1..max_drafts, for a group or all requests."""
+        """Return the unconditional rates of drafts 1..max_drafts for a group.
+
+        For None, or for a group without counts, the rates are the rates of all requests.
+        """
         rates = self._pooled()
         if (counts := self._groups.get(group)) is not None:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
@@ -136,8 +139,9 @@ class Acceptance:
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Move the offset of each position towards its current value.
 
-        This is the difference between the log-odds of the position's rate and of the rate before
-        it. The more drafts were just verified at a position, the further its offset moves.
+        The current value is the log-odds of the position's rate minus the log-odds of the previous
+        position's rate. The more drafts were just verified at a position, the further its offset
+        moves.
         """
         rates = self._pooled()
         for i in range(1, self.max_drafts):

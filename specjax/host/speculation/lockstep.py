@@ -99,7 +99,10 @@ class LockstepPolicy:
 
 
 def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
-    """Return one load, with the largest sizes, the smallest budget and all members of `loads`."""
+    """Return the load from which the leader's policy chooses K for all replicas.
+
+    It has the largest sizes, the smallest token budget and all members of `loads`.
+    """
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
     budgets = [load.max_tokens for load in loads if load.max_tokens is not None]
     return DecodeLoad(

@@ -45,7 +45,10 @@ class DecodeLoad:
     members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
 
     def share(self, k: int) -> float:
-        """Return the fraction of sequences that fit into a round of k drafts: at least one does."""
+        """Return the fraction of sequences that fit into a round of k drafts.
+
+        At least one sequence fits.
+        """
         if self.max_tokens is None or not self.num_sequences:
             return 1.0
         return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)
@@ -76,7 +79,10 @@ class Round:
 
 
 class Policy(Protocol):
-    """Chooses K when a step is scheduled; drafting and verifying use the same K."""
+    """The interface of a policy, which chooses K when a step is scheduled.
+
+    Drafting and verifying use the same K.
+    """
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -109,7 +115,7 @@ class Policy(Protocol):
         ...
 
     def observe(self, outcome: Round) -> None:
-        """Learn from the outcome of a round, a step or two after its K was chosen."""
+        """Learn from the outcome of a round whose K was chosen a step or two ago."""
         ...
 
     def learned(self) -> Profile | None:
@@ -126,7 +132,7 @@ class Policy(Protocol):
 
 
 class PolicyRule:
-    """Base of policies that learn nothing."""
+    """The base class of policies that learn nothing."""
 
     is_learning = False
     weighs_requests = True
@@ -169,7 +175,7 @@ class StaticPolicy(PolicyRule):
 
 @dataclass(frozen=True)
 class TablePolicy(PolicyRule):
-    """A policy that looks up K by the number of sequences in a table [[lo, hi, K], ...].
+    """A policy with a table [[lo, hi, K], ...] of the K for each number of sequences.
 
     The table has the form of vLLM #32374. Numbers of sequences without an entry have the K of the
     entry before them.
@@ -193,11 +199,13 @@ class GoodputPolicy:
 
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
 
-    `other` is the recent mean time of prefill chunks per round. This time is the same for every K,
-    so the larger it is, the more drafts pay off. A learning policy changes K only for a gain of
-    `HYSTERESIS`, or for a smaller gain that lasts. From time to time, it tries neighbours of the
-    best K. While K = 0 is best, the policy sometimes tries drafting, because rounds without drafts
-    do not show acceptance. The time between such tries doubles until another K is best.
+    AL is the mean acceptance length (see `acceptance`), and a request's limit is its maximum number
+    of useful drafts. `other` is the recent mean time of prefill chunks per round. This time is the
+    same for every K, so the larger it is, the more drafts pay off. A learning policy changes K only
+    for a gain of `HYSTERESIS`, or for a smaller gain that lasts. From time to time, it tries
+    neighbours of the best K. While K = 0 is best, the policy sometimes tries drafting, because
+    rounds without drafts do not show acceptance. The time between such tries doubles until another
+    K is best.
     """
 
     weighs_requests = True
@@ -313,9 +321,9 @@ class GoodputPolicy:
         self._other += (other_ms - self._other) / OTHER_ROUNDS
 
     def learned(self) -> Profile | None:
-        """Return a profile of the learned rates, and of the times of all shapes without context.
+        """Return a profile with the learned rates and times; None if times are not learned.
 
-        Return None if the policy does not learn times.
+        The times are the times that rounds of all shapes take without context.
         """
         if not self._learns_cost:
             return None

@@ -111,7 +111,10 @@ class Profile:
         )
 
     def cost(self, ks: Sequence[int], batches: Sequence[int]) -> StepCost:
-        """Return the times of rounds with each K in `ks`, padded to the batch sizes `batches`."""
+        """Return the times of rounds with each K in `ks`.
+
+        Rounds are padded to the batch sizes `batches`. If `batches` is empty, they are not padded.
+        """
         per_token = (self.measured or {}).get("ms_per_context_token", 0.0)
         return StepCost(self.step_ms, ks=ks, batches=batches, ms_per_context_token=per_token)
 
@@ -142,7 +145,10 @@ class Profile:
         return Comparison(tpot, best)
 
     def as_table(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the best K for batch sizes from 1 to the largest measured, as (lo, hi, K)."""
+        """Return the best K of each range of batch sizes, as tuples (lo, hi, K).
+
+        The ranges cover all batch sizes from 1 to the largest batch size in `step_ms`.
+        """
         best = self.table(range(1, max(self.step_ms) + 1)).best_k
         ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
         return tuple((run[0], run[-1], k) for k, run in ranges)

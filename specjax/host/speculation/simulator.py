@@ -42,7 +42,7 @@ class World:
     shift: float = 0.0
 
     def ms(self, batch: int, k: int) -> float:
-        """Return the milliseconds, without noise, of a round of k drafts padded to `batch`."""
+        """Return the milliseconds, without noise, of a round of k drafts and batch size `batch`."""
         return self.cost.ms(batch, k)
 
     def padded(self, num_sequences: int) -> int:

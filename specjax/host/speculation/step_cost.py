@@ -31,8 +31,8 @@ Points = Mapping[int, Column]  # by batch size
 class StepCost:
     """Estimates times of rounds, and learns from observed times.
 
-    All points share one drift (due to clock rates, other users or longer texts). So a K that has
-    not run lately is judged like the other Ks.
+    The times of all batch sizes and Ks are assumed to drift together, for example because of clock
+    rates, other users or longer texts. So a K that has not run lately is judged like the other Ks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StepCost:
         batches: Sequence[int] = (),
         ms_per_context_token: float = 0.0,
     ):
-        """`points` are the known times; each K in `ks` becomes a point, too.
+        """`points` are the known times. Times for further Ks in `ks` are computed from them.
 
         `batches` are the batch sizes to which rounds are padded. If there are none, rounds are not
         padded.
@@ -59,12 +59,12 @@ class StepCost:
         self.ms_per_context_token = ms_per_context_token
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
-        self._known: dict[int, tuple[Column, Column]] = {}  # (points, estimates) by row
+        self._known: dict[int, tuple[Column, Column]] = {}  # see `_estimates`
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
-        """Return the measured points, extended to the Ks `ks` and the batch sizes `batches`.
+        """Return the measured times, extended to the Ks `ks` and the batch sizes `batches`.
 
-        Learned times are left out.
+        The result has learned nothing from served rounds.
         """
         per_token = self.ms_per_context_token
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
@@ -90,9 +90,9 @@ class StepCost:
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Return the milliseconds of a round of k drafts.
 
-        `num_context` is the number of context tokens, summed over requests. Batch sizes outside the
-        points and Ks below the points have the time of the nearest point. Ks above the points are
-        extrapolated.
+        `num_context` is the number of context tokens, summed over requests. A batch size outside
+        the known range has the times of the nearest known batch size. A K below all known Ks has
+        the time of the smallest known K. Times for Ks above all known Ks are extrapolated.
         """
         if self._is_padded:
             points, estimates = self._estimates(self._index(batch_size))
@@ -130,7 +130,11 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, index: int) -> tuple[Column, Column]:
-        """Return the replayed times and the estimated times of a row's points."""
+        """Return two columns for the batch size `batches[index]`: known and estimated times.
+
+        The known times come from a profile or from replays. The estimated times are computed from
+        the known times and from served rounds.
+        """
         if index not in self._known:
             row = self._rows[index]
             both = row.points, row.estimates(self._elsewhere(row))
@@ -143,7 +147,10 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the shared part that the rows of other batch sizes suggest."""
+        """Return the prior mean of the part of log ratios that all Ks of a batch size share.
+
+        The mean is estimated from all batch sizes except the batch size of `row`.
+        """
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
         return sum(other.total for other in others) / (weight + _SHARED_WEIGHT)
@@ -156,7 +163,10 @@ class StepCost:
 
 
 class _Row:
-    """The points of one batch size, and the log ratio of each served time to its point's time."""
+    """The known time of each K for one batch size, and the times of its served rounds.
+
+    A served time is stored as the logarithm of its ratio to the known time.
+    """
 
     def __init__(self, points: Sequence[float]):
         self.points = points
@@ -165,13 +175,16 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add `surprise`, the log ratio of a served time to its point's time, to point `column`."""
+        """Add a served time for the K with the index `column`.
+
+        `surprise` is the log ratio of the served time to the known time.
+        """
         self.served[column].append(surprise)
         self.levels[column] = median(self.served[column])
         self._sum()
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the replayed times by `points`, and keep the served times."""
+        """Replace the known times by `points`, and keep the served times."""
         for served, old, new in zip(self.served, self.points, points, strict=True):
             served.extend([x + math.log(old / new) for x in served])
         self.levels = [median(served) if served else 0.0 for served in self.served]
@@ -179,15 +192,15 @@ class _Row:
         self._sum()
 
     def forget(self, column: int) -> None:
-        """Forget a point's served times."""
+        """Forget the served times of the K with the index `column`."""
         self.served[column].clear()
         self._sum()
 
     def estimates(self, elsewhere: float) -> list[float]:
-        """Return the estimated times of all points.
+        """Return the estimated time of each K.
 
-        `elsewhere` is the shared part that other rows suggest. The estimate of a point that was
-        never served is kept between the times of served points with smaller and larger Ks.
+        `elsewhere` is the prior mean of the log ratios' shared part. A K that was never served gets
+        a time between the served times of smaller Ks and the served times of larger Ks.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
@@ -210,7 +223,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight of a point's served times, from 0 to 1. The prior has the rest."""
+    """Return the weight, from 0 to 1, of `num_served` served times. The prior has the rest."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 
@@ -219,7 +232,7 @@ def _clipped(x: float) -> float:
 
 
 def _between(rows: Mapping[int, Sequence[float]], batch: int) -> list[float]:
-    """Return the row of a batch size, interpolated between the neighbouring batch sizes."""
+    """Return the times of one batch size, interpolated between the batch sizes in `rows`."""
     return [_line({b: row[i] for b, row in rows.items()}, batch) for i in range(_width(rows))]
 
 
@@ -251,7 +264,8 @@ def _line(points: Mapping[int, float], x: float) -> float:
 def _monotone(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return the rows, adjusted so that values never fall along a row or down a column.
 
-    Isotonic regression along the columns and then along the rows keeps both orders.
+    Each column, and then each row, is replaced by its isotonic regression. The second step leaves
+    the columns non-decreasing.
     """
     risen = zip(*(_rising(column) for column in zip(*rows, strict=True)), strict=True)
     return [_rising(row) for row in risen]
