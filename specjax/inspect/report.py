@@ -142,7 +142,7 @@ class Layers:
 
     @property
     def collectives(self) -> tuple[Launch, ...]:
-        """Those of `kernels` with which devices exchange values."""
+        """The kernels with which devices exchange values."""
         return tuple(one for one in self.kernels if one.kind in hlo_text.COLLECTIVES)
 
 
