@@ -23,7 +23,7 @@ from specjax.bench.environment import describe_environment, package_version
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
-GPU_RUNS = "gpu.jsonl", "gpu_h200.jsonl"  # result lines of an H100 and of an H200
+GPU_RUNS = "gpu.jsonl", "gpu_h100.jsonl", "gpu_h200.jsonl"  # two of an H100, one of an H200
 
 
 def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:

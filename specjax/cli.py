@@ -156,7 +156,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=int,
         metavar="N",
-        help="compute what each of N GPUs would hold; an engine itself runs on one device",
+        help="compute what each of N GPUs would hold, as tensor_parallel_size divides the model",
     )
     parser.add_argument(
         "--check",

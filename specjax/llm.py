@@ -77,11 +77,11 @@ class LLM(VllmMethods):
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
-        tensor_parallel_size: number of devices that hold the model; must be 1.
+        tensor_parallel_size: number of devices that share the model.
+        enable_expert_parallel: give each device whole experts, not parts of all.
         kernels: implementation of the GPU operations, "auto" or "reference".
         collectives: how GPUs exchange sums, "auto", "nccl" or "graph"; see `EngineConfig`.
-        compilation_cache: folder that keeps compiled steps between runs, unless JAX has a cache
-            folder, which is then used; None for no folder.
+        compilation_cache: folder of compiled steps; None for no folder. JAX's own has precedence.
         seed: seed of requests without a seed, any integer of 64 bits.
         verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The
             logger "specjax" writes to stderr, unless logging is configured.

@@ -9,13 +9,13 @@ from specjax.checks import did_you_mean, warn
 PAGE = "docs/coming_from_vllm.md"
 _GREEDY_NAMES = "beam search is not supported; sample several outputs, SamplingParams(n=...)"
 _NO_POOLING = "models here only generate"
-_ONE_DEVICE = "an engine runs on one device, in this process"
+_ONE_PROCESS = "an engine runs in this process"
 
 # Missing methods and attributes of vLLM's `LLM` and `AsyncLLM`, and alternatives to them.
 METHODS: Mapping[str, str] = {
     "beam_search": _GREEDY_NAMES,
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
-    **dict.fromkeys(("apply_model", "collective_rpc", "get_world_size"), _ONE_DEVICE),
+    **dict.fromkeys(("apply_model", "collective_rpc", "get_world_size"), _ONE_PROCESS),
     "llm_engine": "the engine is `engine`, and has other methods",
     "set_tokenizer": "the tokenizer is the checkpoint's",
     "reset_mm_cache": "models here read only text",
@@ -64,7 +64,8 @@ STRUCTURED: Mapping[str, Taken] = {
 }
 SPECULATION: Mapping[str, Taken] = {
     **dict.fromkeys(
-        ("draft_tensor_parallel_size", "tensor_parallel_size"), Taken((None, 1), _ONE_DEVICE)
+        ("draft_tensor_parallel_size", "tensor_parallel_size"),
+        Taken((None, 1), "a drafter is divided over devices like its target"),
     ),
     **dict.fromkeys(
         (

@@ -30,7 +30,8 @@ def grouped_matmul(
     Args:
         x: the rows [N, D], or [M, D] with `sources`.
         weights: [G, D, F], one matrix per group.
-        group_sizes: i32[G], the numbers of rows per group, which sum to N.
+        group_sizes: i32[G], the numbers of rows per group. If their sum is less than N, the last
+            rows have no group: they are not read, and their results are undefined.
         sources: i32[N], indices of rows of x, which may repeat; None if x is sorted by group.
         targets: i32[N], indices of rows of the result, a permutation; None if the result is sorted
             by group.

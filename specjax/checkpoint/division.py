@@ -143,16 +143,24 @@ class DividedSpec(TensorSpec):
         local: the spec of one device's array. Its tensor names are empty.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
+        taken: for each device, the indices of the file tensors that it takes; None for a tensor of
+            zeros. () if every device takes a part of all tensors.
     """
 
     local: TensorSpec
     tensor_cuts: tuple[Cut | None, ...]
     num_devices: int
+    taken: tuple[tuple[int | None, ...], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See `TensorSpec`."""
         return self.num_devices, *self.local.shape
+
+    @property
+    def whole(self) -> TensorSpec:
+        """The spec of the whole model's array."""
+        return type(self.local)(**{one.name: getattr(self, one.name) for one in fields(TensorSpec)})
 
     @property
     def is_stored(self) -> bool:
@@ -169,6 +177,10 @@ class DividedSpec(TensorSpec):
 
         `xp` is explained in `Cut.take`.
         """
+        if self.taken:
+            pairs = zip(self.taken[device], self.local.file_shapes, strict=True)
+            dtype = tensors[0].dtype
+            return [xp.zeros(shape, dtype) if i is None else tensors[i] for i, shape in pairs]
         pairs = zip(tensors, self.tensor_cuts, strict=True)
         return [x if cut is None else cut.take(x, device, xp) for x, cut in pairs]
 
@@ -181,9 +193,14 @@ class DividedSpec(TensorSpec):
         """See `TensorSpec`."""
         shapes = zip(self.names, self.file_shapes, strict=True)
         whole = {name: np.empty(shape, array.dtype) for name, shape in shapes}
+        places = [str(i) for i in range(len(self.local.names))]
         for device in range(self.num_devices):
-            local = replace(self.local, names=self.names).split(array[device])
-            for (name, part), cut in zip(local.items(), self.tensor_cuts, strict=True):
+            parts = replace(self.local, names=tuple(places)).split(array[device]).values()
+            taken = self.taken[device] if self.taken else range(len(self.names))
+            for index, part in zip(taken, parts, strict=True):
+                if index is None:
+                    continue
+                name, cut = self.names[index], self.tensor_cuts[index]
                 if cut is None:
                     whole[name][...] = part
                 else:
@@ -213,22 +230,26 @@ def _divide(
     whole: TensorSpec, local: TensorSpec, shares: Mapping[str, Share], count: int
 ) -> TensorSpec:
     cuts = tuple(_cut(whole, i, shares) for i in range(len(whole.names)))
-    if not any(cuts):
+    groups = shares.get(whole.stacked_as or "")
+    if not any(cuts) and groups is None:
         return whole
-    for shape, part, cut in zip(whole.file_shapes, local.file_shapes, cuts, strict=True):
-        made = shape if cut is None else np.broadcast_to(np.int8(0), shape)
-        made = part if cut is None else cut.take(made, 0).shape
-        assert made == part, f"{whole.names}: {made} {part}"
     own = {one.name: getattr(whole, one.name) for one in fields(TensorSpec)}
     nameless = replace(local, names=("",) * len(local.names))
-    return DividedSpec(**own, local=nameless, tensor_cuts=cuts, num_devices=count)
+    divided = DividedSpec(**own, local=nameless, tensor_cuts=cuts, num_devices=count)
+    if groups is None:
+        return divided
+    size = len(whole.names) // groups.total  # tensors of a group
+    each = zip(groups.starts, groups.counts, strict=True)
+    held = [range(size * start, size * (start + number)) for start, number in each]
+    padding = [(None,) * (size * groups.size - len(one)) for one in held]
+    taken = tuple((*one, *rest) for one, rest in zip(held, padding, strict=True))
+    return replace(divided, taken=taken)
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of file tensor number `index`; None if every device takes the whole tensor."""
-    if not spec.cuts:
-        return None
-    axis, sections = spec.cuts[index]
-    if all(name is None for name, _ in sections):
-        return None
-    return Cut(axis, tuple((None if name is None else shares[name], n) for name, n in sections))
+    """Return the cut of a spec's file tensor, or None if it stays whole."""
+    for axis, sections in spec.cuts[index] if spec.cuts else ():
+        if any(name in shares for name, _ in sections):
+            each = ((None if name is None else shares[name], size) for name, size in sections)
+            return Cut(axis, tuple(each))
+    return None

@@ -70,7 +70,7 @@ def mxfp4_experts(
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales
-    cuts = cut_rows(shapes, rows or columns, 2 if rows else 1)
+    cuts = cut_rows(shapes, rows or columns, 2 if rows else 1, groups="experts")
     return MXFP4Spec(
         (f"{name}_blocks", f"{name}_scales"), shapes, cuts=cuts, divides_input=rows is not None
     )

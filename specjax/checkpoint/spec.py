@@ -40,10 +40,11 @@ class TensorSpec:
         fill: the initial value for training. If None, matrices are random, and norms are one.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
-        cuts: for each file tensor, the axis that may be divided over devices, and the sections of
-            this axis (see `division`). A section is a pair of a name, such as "heads", and a number
-            of rows. The name is None for rows that all devices have. `cuts` is () for an array that
-            is never divided.
+        cuts: for each file tensor, the ways in which it may be divided over devices (see
+            `division`): pairs of an axis and its sections. A section is a pair of a name, such as
+            "heads", and a number of rows. The name is None for rows that all devices have. `cuts`
+            is () for an array that is never divided.
+        stacked_as: the name of the groups of `num_stacked`, if groups may be divided over devices.
         divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
             all devices must be added up.
     """
@@ -57,7 +58,8 @@ class TensorSpec:
     dtype: str | None = None
     fill: float | None = None
     is_buffer: bool = False
-    cuts: tuple[tuple[int, Sections], ...] = ()
+    cuts: tuple[tuple[tuple[int, Sections], ...], ...] = ()
+    stacked_as: str | None = None
     divides_input: bool = False
 
     @property
@@ -172,30 +174,37 @@ def projection(
         shapes,
         transpose=True,
         interleaved=sizes if any(sizes) else (),
-        cuts=tuple((1, ((rows, num_in),)) for _ in names) if rows else cut_rows(shapes, columns),
+        cuts=cut_rows(shapes, rows, 1) if rows else cut_rows(shapes, columns),
         divides_input=rows is not None,
     )
 
 
 def cut_rows(
-    shapes: Sequence[tuple[int, ...]], sections: str | Sections | None, axis: int = 0
-) -> tuple[tuple[int, Sections], ...]:
+    shapes: Sequence[tuple[int, ...]],
+    sections: str | Sections | None,
+    axis: int = 0,
+    *,
+    groups: str | None = None,
+) -> tuple[tuple[tuple[int, Sections], ...], ...]:
     """Return `TensorSpec.cuts` for file tensors of these shapes.
 
-    `sections` has the sections of the axis `axis` of all tensors, one tensor after the other. If it
-    is a single name, each tensor has one section with this name. If it is None, nothing is divided.
+    Args:
+        shapes: the shapes of the file tensors.
+        sections: the sections of the axis `axis` of all tensors, one after the other. If they are a
+            name, each tensor has one section of this name. None for an axis that is never divided.
+        groups: the name of the tensors' first axis, if it may be divided instead.
     """
     if sections is None:
         return ()
-    if isinstance(sections, str):
-        return tuple((axis, ((sections, shape[axis]),)) for shape in shapes)
-    left, cuts = list(sections), []
+    left = list(sections) if not isinstance(sections, str) else []
+    cuts = []
     for shape in shapes:
         own, size = [], 0
         while size < shape[axis]:
-            own.append(left.pop(0))
+            own.append(left.pop(0) if left else (sections, shape[axis]))
             size += own[-1][1]
-        cuts.append((axis, tuple(own)))
+        by_group = [] if groups is None else [(0, ((groups, shape[0]),))]
+        cuts.append((*by_group, (axis, tuple(own))))
     return tuple(cuts)
 
 
@@ -242,6 +251,7 @@ def experts(
         num_stacked=len(names),
         cuts=cut_rows(shapes, rows, 1) if rows else cut_rows(shapes, columns),
         divides_input=rows is not None,
+        stacked_as="experts",
     )
 
 
@@ -262,7 +272,8 @@ def fused_experts(
     """
     shape = (num_experts, *((num_in, num_out) if is_swapped else (num_out, num_in)))
     in_axis, out_axis = (1, 2) if is_swapped else (2, 1)
-    cuts = cut_rows([shape], rows or columns, in_axis if rows else out_axis)
+    axis = in_axis if rows else out_axis
+    cuts = cut_rows([shape], rows or columns, axis, groups="experts")
     return TensorSpec(
         (name,), (shape,), transpose=not is_swapped, cuts=cuts, divides_input=rows is not None
     )

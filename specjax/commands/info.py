@@ -25,7 +25,7 @@ from specjax.device.models.model import Model, is_recurrent, page_windows
 from specjax.device.placement import default_device
 from specjax.host.windows import window_pages
 from specjax.inspect.gpus import GPU, GPUS
-from specjax.serving.assembly import make_plan
+from specjax.serving.assembly import Plan, make_plan
 from specjax.serving.defaults import DEFAULTS, DtypeChoice
 from specjax.serving.drafters import with_method
 from specjax.serving.memory import (
@@ -114,32 +114,34 @@ def describe(
             config file.
         dtype: dtype of weights and caches, except in the sections of GPUs ("h100" and "h200").
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
-        num_devices: number of GPUs that share weights and requests in the sections of GPUs.
+        num_devices: number of GPUs over which an engine is divided, in the sections of GPUs.
 
     Raises:
         ValueError: the sizes do not fit the model, or a file is of the wrong kind.
     """
     check_positive(devices=num_devices)
-    plan = make_plan(
-        open_model(model, takes_configs=True),
-        speculative_config=speculation,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=None,
-        page_size=page_size,
-    )
-    source, config = plan.source, plan.config
-    models = source.target, plan.drafter, plan.drafter_params
-    setup = Described(*models, plan.num_drafts, page_size, page_windows(source.target, config))
+    plans = [
+        make_plan(
+            open_model(model, takes_configs=True, num_devices=count),
+            speculative_config=speculation,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=None,
+            page_size=page_size,
+        )
+        for count in dict.fromkeys((1, num_devices))
+    ]
+    source, config = plans[0].source, plans[0].config
+    setup, each = Described.of(plans[0]), Described.of(plans[-1])
     return {
         "model": describe_target(source),
         "weights": describe_weights(source),
-        "drafter": plan.speculation and describe_drafter(plan.speculation, setup),
+        "drafter": plans[0].speculation and describe_drafter(plans[0].speculation, setup),
         "cache": describe_cache(setup, config.dtype),
-        "defaults": describe_defaults(plan.dtype, config),
+        "defaults": describe_defaults(plans[0].dtype, config),
         "requests": describe_requests(setup, config),
-        **{name: describe_gpu(setup, config, GPU.named(name), num_devices) for name in GPUS},
+        **{name: describe_gpu(setup, each, config, GPU.named(name)) for name in GPUS},
         "this_device": describe_device(setup, config),
     }
 
@@ -191,6 +193,14 @@ class Described:
     page_size: int
     windows: tuple[int, ...]  # sizes, in tokens, of windows with separate pages
 
+    @classmethod
+    def of(cls, plan: Plan) -> "Described":
+        """Return the target and the drafter of a plan."""
+        target, page_size = plan.source.target, plan.config.page_size
+        windows = page_windows(target, plan.config)
+        models = target, plan.drafter, plan.drafter_params
+        return cls(*models, plan.num_drafts, page_size, windows)
+
     def slot(self, dtype: str) -> dict[str, int] | None:
         """Return the bytes per request that the target keeps outside pages, by part.
 
@@ -199,7 +209,7 @@ class Described:
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
-        for kind in self.target.cache_kinds:
+        for kind in self.target.local.cache_kinds:
             if kind.is_recurrent:
                 cache = jax.eval_shape(partial(kind.init, sizes, np.dtype(dtype)))
                 parts = cache._asdict().items()
@@ -207,7 +217,9 @@ class Described:
         return dict(total) if any(total.values()) else None
 
     def drafter_weights(self, dtype: str) -> int:
-        """Return the bytes of the drafter's parameters in `dtype`."""
+        """Return the bytes of the drafter's parameters in `dtype`, on each device."""
+        if self.target.num_devices > 1 and self.drafter.weights is not None:
+            return weight_bytes(self.drafter.weights, dtype)
         return sum(
             x.size * np.dtype(dtype if _is_float(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
@@ -351,21 +363,23 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 
 
 def describe_gpu(
-    setup: Described, config: EngineConfig, gpu: GPU, num_devices: int
+    setup: Described, each: Described, config: EngineConfig, gpu: GPU
 ) -> dict[str, Any]:
-    """Return the longest request and the largest batches that fit in bf16 on `num_devices` GPUs.
+    """Return the longest request and the largest batches that fit in bf16.
 
-    The largest batches are numbers of requests, for several lengths of a request.
+    The largest batches are numbers of requests, for several lengths of a request. `each` is `setup`
+    divided over GPUs of this kind.
     """
-    needs = setup.needs("bfloat16")
-    snapshots = setup.needs_with_snapshots("bfloat16")
+    whole, needs = setup.needs("bfloat16"), each.needs("bfloat16")
+    snapshots = each.needs_with_snapshots("bfloat16")
+    num_devices = each.target.num_devices
     usable, longest = int(GPU_MEMORY_UTILIZATION * gpu.memory_bytes), setup.target.max_position
     contexts = [n for n in GPU_CONTEXTS if n <= longest] or [longest]
 
     def largest(needs: Needs) -> dict[str, int]:
-        return {f"{n} tokens": needs.largest_batch(n, num_devices * usable) for n in contexts}
+        return {f"{n} tokens": needs.largest_batch(n, usable) for n in contexts}
 
-    num_needed = -(-needs.weights // usable)
+    num_needed = -(-whole.weights // usable)
     sizes = sizes_of(DEFAULTS["gpu"].max_num_seqs, longest, setup.page_size)
     room = usable - needs.weights - sizes.max_num_seqs * needs.cache.per_slot
     fitted = needs.cache.fitted(sizes, room, setup.num_drafts)
@@ -373,16 +387,16 @@ def describe_gpu(
         "dtype": "bfloat16",
         "memory_bytes": gpu.memory_bytes,
         "usable_bytes": usable,
-        "weight_bytes": needs.weights,
+        "weight_bytes": whole.weights,
         **(_per_device(needs, config, num_devices) if num_devices > 1 else {}),
-        "longest_context": needs.longest_context(longest, num_devices * usable),
+        "longest_context": needs.longest_context(longest, usable),
         "largest_batch": largest(needs),
         "largest_batch_with_snapshots": snapshots and largest(snapshots),
         "context_tokens": {
             f"{sizes.max_num_seqs} requests": fitted.num_pages * setup.page_size if fitted else 0
         },
         "reason": f"the weights alone do not fit; {num_needed} such devices would hold them"
-        if num_needed > num_devices
+        if needs.weights > usable
         else None,
     }
 
@@ -391,9 +405,8 @@ def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[st
     sizes = config.max_num_seqs, config.max_model_len
     return {
         "num_devices": num_devices,
-        "weight_bytes_per_device": -(-needs.weights // num_devices),
-        "request_bytes_per_device": -(-sizes[0] * needs.request(sizes[1]) // num_devices),
-        "note": "computed, as if all were divided evenly: an engine runs on one device",
+        "weight_bytes_per_device": needs.weights,
+        "request_bytes_per_device": sizes[0] * needs.request(sizes[1]),
     }
 
 

@@ -93,7 +93,7 @@ def apply_processors(
     requests: Requests,
     history: History,
     processors: Processors,
-    vocabulary: Vocabulary = WHOLE,
+    vocabulary: Vocabulary,
 ) -> jax.Array:
     """Return the logits f32[B, T, V], edited by each request's logits processors.
 

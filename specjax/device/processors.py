@@ -11,6 +11,7 @@ from specjax.device.edits import History, Processors, apply_processors
 from specjax.device.inputs import DecodeInputs, PrefillInputs
 from specjax.device.state import EngineState
 from specjax.device.verification import Draft
+from specjax.device.vocabulary import Vocabulary
 
 
 def process_first(
@@ -19,10 +20,12 @@ def process_first(
     logits: Float32[jax.Array, "B 1 V"],
     *,
     processors: Processors,
+    vocabulary: Vocabulary,
 ) -> Float32[jax.Array, "B 1 V"]:
     """Return the logits of each chunk's next token, edited by the logits processors."""
     history = History(state.tokens[inputs.slots], inputs.starts + inputs.counts)
-    return apply_processors(logits, state.requests.at(inputs.slots), history, processors)
+    requests = state.requests.at(inputs.slots)
+    return apply_processors(logits, requests, history, processors, vocabulary)
 
 
 def process_round(
@@ -32,8 +35,9 @@ def process_round(
     logits: Float32[jax.Array, "B R V"],
     *,
     processors: Processors,
+    vocabulary: Vocabulary,
 ) -> Float32[jax.Array, "B R V"]:
     """Return a round's logits, edited by the logits processors. Row t follows t drafts."""
     history = History(state.tokens[inputs.slots], state.lengths[inputs.slots] + 1)
     requests = state.requests.at(inputs.slots)
-    return apply_processors(logits, requests, history.then(draft.tokens), processors)
+    return apply_processors(logits, requests, history.then(draft.tokens), processors, vocabulary)

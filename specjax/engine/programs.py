@@ -117,7 +117,8 @@ class ProcessFirst(Program):
         *,
         model: StepModel,
     ) -> tuple[EngineState, jax.Array]:
-        return state, process_first(state, inputs, logits, processors=self.processors)
+        options = {"processors": self.processors, "vocabulary": model.vocabulary}
+        return state, process_first(state, inputs, logits, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +305,8 @@ class ProcessRound(Program):
         *,
         model: StepModel,
     ) -> tuple[EngineState, jax.Array]:
-        return state, process_round(state, inputs, draft, logits, processors=self.processors)
+        options = {"processors": self.processors, "vocabulary": model.vocabulary}
+        return state, process_round(state, inputs, draft, logits, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
@@ -43,12 +44,16 @@ class ArraySource:
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
+    division: DividedSpec | None = None  # divides the only part over devices, if it is set
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """Return the engine's array, as a copy with this dtype and sharding."""
         if self.spec is not None:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
+        if self.division is not None:
+            tensors = self.division.whole.split(np.asarray(whole))
+            return lay_out([*tensors.values()], self.division, dtype, sharding)
         return jax.device_put(whole, sharding, may_alias=False).astype(dtype)
 
 
@@ -158,6 +163,10 @@ def stage(
     def tensors(path: str) -> tuple[str, ...]:
         return (path,) if has_paths or path not in specs else specs[path].names
 
+    def division(path: str) -> DividedSpec | None:
+        spec = specs.get(path)
+        return spec if isinstance(spec, DividedSpec) else None
+
     kept = [
         path
         for path in places
@@ -170,7 +179,9 @@ def stage(
     needed: dict[str, _Needed] = {}
     for path, leaf in floats.items():
         if has_paths or path not in specs:
-            needed[path] = _Needed(leaf.shape, leaf.dtype)
+            divided = division(path)
+            shape = leaf.shape if divided is None else divided.whole.shape
+            needed[path] = _Needed(shape, leaf.dtype)
         else:
             spec = specs[path]
             shapes = zip(spec.names, spec.file_shapes, strict=True)
@@ -184,7 +195,8 @@ def stage(
         if path not in floats:
             return ArraySource((leaf,), None)
         spec = None if has_paths else specs.get(path)
-        return ArraySource(tuple(given[tensor] for tensor in tensors(path)), spec)
+        parts = tuple(given[tensor] for tensor in tensors(path))
+        return ArraySource(parts, spec, division(path) if has_paths else None)
 
     return [source(path, leaf) for path, leaf in places.items()]
 

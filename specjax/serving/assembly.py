@@ -172,6 +172,7 @@ def assemble(
     params: Any,
     gpu_memory_utilization: float,
     tensor_parallel_size: int,
+    enable_expert_parallel: bool,
     compilation_cache: str | Path | None,
     verbose: bool,
     **options: Any,
@@ -185,6 +186,7 @@ def assemble(
     check_jax()
     check_options(
         tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         gpu_memory_utilization=gpu_memory_utilization,
         compilation_cache=compilation_cache,
         verbose=verbose,
@@ -195,7 +197,13 @@ def assemble(
     options["kernels"] = choose_kernels(options["kernels"])
     placement = Placement.on(*jax.local_devices()[:tensor_parallel_size])
     log = get_log(verbose=verbose)
-    source = open_model(model, params, num_devices=tensor_parallel_size, log=log.info)
+    source = open_model(
+        model,
+        params,
+        num_devices=tensor_parallel_size,
+        divides_experts=enable_expert_parallel,
+        log=log.info,
+    )
     folder, target = source.folder, source.target
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:

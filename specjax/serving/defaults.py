@@ -68,6 +68,7 @@ def device_defaults() -> Defaults:
 def check_options(
     *,
     tensor_parallel_size: Any,
+    enable_expert_parallel: Any,
     gpu_memory_utilization: Any,
     compilation_cache: Any,
     verbose: Any,
@@ -92,7 +93,7 @@ def check_options(
         raise ValueError(
             f"compilation_cache={compilation_cache!r} must be a folder's path, or None"
         )
-    check_flags(verbose=verbose)
+    check_flags(verbose=verbose, enable_expert_parallel=enable_expert_parallel)
 
 
 def make_config(

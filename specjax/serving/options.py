@@ -36,6 +36,7 @@ class LLMOptions(TypedDict, total=False):
     max_logprobs: int
     logprobs_mode: str
     tensor_parallel_size: int
+    enable_expert_parallel: bool
     kernels: str
     collectives: str
     compilation_cache: str | Path | None
@@ -65,6 +66,7 @@ DEFAULTS: LLMOptions = {
     "max_logprobs": 20,
     "logprobs_mode": "raw",
     "tensor_parallel_size": 1,
+    "enable_expert_parallel": False,
     "kernels": "auto",
     "collectives": "auto",
     "compilation_cache": "~/.cache/specjax",

@@ -2,6 +2,7 @@
 
 import reprlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ def open_model(
     *,
     takes_configs: bool = False,
     num_devices: int = 1,
+    divides_experts: bool = False,
     log: Log = no_log,
 ) -> ModelSource:
     """Open a checkpoint, or a `Model` value with its parameters.
 
-    The weights are to be divided over `num_devices` devices. `log` is called with lines of text
+    The weights are to be divided over `num_devices` devices. `divides_experts` says whether each
+    device then has whole experts. `log` is called with lines of text
     about differences between config and weights. With `takes_configs`, `model` may also be a config
     file, without weights.
 
@@ -64,17 +67,18 @@ def open_model(
         ValueError: parameters are given without a `Model` value, or do not fit it.
         CheckpointError: there is no such checkpoint, or its model is not supported.
     """
+    on = partial(_divided, num_devices=num_devices, divides_experts=divides_experts)
     if isinstance(model, str | Path):
         if params is not None:
             raise ValueError("params goes with a Model value; a checkpoint has its own")
         path = Path(model).expanduser()
         if takes_configs and path.suffix == ".json" and not path.is_dir():
             hf = HFConfig(read_json(path.parent, path.name), str(path))
-            return ModelSource(_on(describe_model(hf), num_devices), stored_dtype(hf), hf)
+            return ModelSource(on(describe_model(hf)), stored_dtype(hf), hf)
         folder = resolve(model)
         hf, is_complete = read_config(folder), has_weights(folder)
         target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)
-        target = _on(target, num_devices)
+        target = on(target)
         return ModelSource(target, stored_dtype(hf), hf, folder, is_complete)
     if params is None:
         raise ValueError(
@@ -83,12 +87,20 @@ def open_model(
         )
     params = as_arrays(params, "params")
     check_params(params)
-    return ModelSource(_on(model, num_devices), params_dtype(params), params=params)
+    return ModelSource(on(model), params_dtype(params), params=params)
 
 
-def _on(model: Any, num_devices: int) -> Any:
-    """Return a model whose weights are divided over `num_devices` devices."""
-    return model if num_devices == 1 else replace(model, num_devices=num_devices)
+def _divided(model: Any, num_devices: int, divides_experts: bool) -> Any:
+    """Return a model whose weights are divided over `num_devices` devices.
+
+    Raises:
+        ValueError: experts are to be divided, but the model has none.
+    """
+    if divides_experts and getattr(model, "experts", None) is None:
+        raise ValueError("enable_expert_parallel=True needs a model with experts; leave it out")
+    if num_devices == 1:
+        return model
+    return replace(model, num_devices=num_devices, divides_experts=divides_experts)
 
 
 def open_drafter(

@@ -29,6 +29,7 @@ PASSED_OVER = {
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
+_DEVICES = "devices are divided by tensor_parallel_size and enable_expert_parallel"
 # Options that would change more. Each has the accepted values, which match the behaviour here, and
 # the reason for refusing all others.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -37,9 +38,8 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), "weights are used in dtype"),
     "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
-    "pipeline_parallel_size": ((1,), "a model runs on one device"),
-    "data_parallel_size": ((1,), "a model runs on one device"),
-    "enable_expert_parallel": ((False, None), "a model runs on one device"),
+    "pipeline_parallel_size": ((1,), _DEVICES),
+    "data_parallel_size": ((1,), _DEVICES),
     "cpu_offload_gb": ((0, 0.0, None), "weights stay on the device; see sleep"),
     "tokenizer": ((None,), "the tokenizer is the checkpoint's"),
     "tokenizer_mode": (("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
@@ -66,11 +66,11 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_events_config": ((None,), "caches are not sent to other engines"),
     "kv_offloading_size": ((None,), "caches stay on the device; see sleep"),
     "kv_cache_memory_bytes": ((None,), "num_pages says how large the cache is"),
-    "prefill_context_parallel_size": ((1,), "a model runs on one device"),
-    "decode_context_parallel_size": ((1,), "a model runs on one device"),
-    "nnodes": ((1,), "a model runs on one device"),
-    "enable_eplb": ((False,), "a model runs on one device"),
-    "enable_dbo": ((False,), "a model runs on one device"),
+    "prefill_context_parallel_size": ((1,), _DEVICES),
+    "decode_context_parallel_size": ((1,), _DEVICES),
+    "nnodes": ((1,), _DEVICES),
+    "enable_eplb": ((False,), _DEVICES),
+    "enable_dbo": ((False,), _DEVICES),
     "disable_sliding_window": ((False,), "the model's own windows are used"),
     "calculate_kv_scales": ((False,), "caches have the dtype of the weights"),
     "mamba_cache_dtype": (("auto",), "states are float32"),

@@ -6,9 +6,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from specjax.checkpoint.division import divide, grouped
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.safetensors_file import write
@@ -28,6 +28,9 @@ SPECS = {
     ),
     "head": None,
 }
+
+
+FLOAT32 = np.dtype(np.float32)
 
 
 def file_tensors(dtype=np.float32, specs=SPECS):
@@ -136,22 +139,34 @@ def test_what_is_quantised_is_no_weight(tmp_path, dtype):
         load_params(open_checkpoint(tmp_path), SPECS, np.dtype(np.float32))
 
 
-def test_arrays_are_divided_as_the_placement_says(tmp_path):
-    """On two devices each has its part of an axis that a rule names, and the rest whole."""
-    specs = {
-        "into": projection(["a", "b"], 4, [6, 2], axes=(None, "mlp")),
-        "out": projection(["c"], 8, [4], axes=("mlp", None)),
-        "embedding": stored(["d"], (6, 4), axes=("vocab", None)),
-        "norm": stored(["e"], (4,)),
-    }
-    tensors = file_tensors(specs=specs)
-    files = saved(tmp_path, tensors)
-    whole = load_params(files, specs, np.dtype(np.float32))
-    placement = Placement(Mesh(jax.devices(), ("model",)), (("mlp", "model"),))
-    divided = load_params(files, specs, np.dtype(np.float32), placement=placement)
-    shapes = {"into": (4, 4), "out": (4, 4), "embedding": (6, 4), "norm": (4,)}
-    for name, array in divided.items():
-        np.testing.assert_array_equal(array, whole[name])
-        assert [shard.data.shape for shard in array.addressable_shards] == 2 * [shapes[name]]
-        assert array.sharding.device_set == set(jax.devices())
-        assert whole[name].sharding.device_set == set(jax.devices()[:1])
+def test_each_device_has_its_heads(tmp_path):
+    """Three key heads on two devices: the second has one, and a head of zeros."""
+    heads, keys = grouped(6, 3, 2)
+
+    def specs(num_heads, num_keys):
+        columns = ("heads", 2 * num_heads), ("keys", num_keys), (None, 1)
+        return {
+            "into": projection(["a", "b"], 4, [2 * num_heads, num_keys + 1], columns=columns),
+            "out": projection(["c"], 2 * num_heads, [4], rows="heads"),
+            "norm": stored(["e"], (4,)),
+        }
+
+    whole = specs(6, 3)
+    tensors = file_tensors(specs=whole)
+    divided = divide(whole, specs(heads.size, keys.size), {"heads": heads, "keys": keys}, 2)
+    placement = Placement.on(*jax.devices()[:2])
+    found = load_params(saved(tmp_path, tensors), divided, FLOAT32, placement=placement)
+    into = np.concatenate([tensors["a"], tensors["b"]]).T
+    zeros = np.zeros((4, 4), np.float32)
+    expected = [
+        np.hstack([into[:, :8], into[:, 12:14], into[:, 15:]]),
+        np.hstack([into[:, 8:12], zeros, into[:, 14:15], zeros[:, :1], into[:, 15:]]),
+    ]
+    np.testing.assert_array_equal(found["into"], expected)
+    out = tensors["c"].T
+    np.testing.assert_array_equal(found["out"], [out[:8], np.vstack([out[8:], zeros])])
+    assert [shard.data.shape[0] for shard in found["into"].addressable_shards] == [1, 1]
+    assert found["norm"].sharding.is_fully_replicated
+    for spec, array in zip(jax.tree.leaves(divided), jax.tree.leaves(found), strict=True):
+        for name, tensor in spec.split(np.asarray(array)).items():
+            np.testing.assert_array_equal(tensor, tensors[name])

@@ -18,8 +18,10 @@ class Case(NamedTuple):
     sizes: dict[str, int] = {}
     num_devices: int = 2
     has_mtp: bool = False
+    options: dict[str, bool] = {}
 
 
+EXPERTS = {"enable_expert_parallel": True}
 CASES = {
     # Key heads that do not divide: the last device has heads of zeros.
     "llama 3 on 2": Case(
@@ -39,6 +41,11 @@ CASES = {
     "qwen3_5_text": Case("qwen3_5_text", has_mtp=True),
     "qwen3_5_text on 4": Case("qwen3_5_text", num_devices=4),
     "qwen3_next": Case("qwen3_next", has_mtp=True),
+    # Six experts on four devices: the last has none.
+    "experts of qwen3_moe": Case("qwen3_moe", {}, 4, options=EXPERTS),
+    "experts of gpt_oss": Case("gpt_oss", options=EXPERTS),
+    "experts of deepseek_v3": Case("deepseek_v3", {}, 3, True, EXPERTS),
+    "experts of qwen3_5_moe": Case("qwen3_5_moe_text", has_mtp=True, options=EXPERTS),
 }
 PARAMS = [
     SamplingParams(max_tokens=12, temperature=temperature, seed=i, logprobs=2, **more)
@@ -48,7 +55,14 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of a kind that others have, too.
+VARIETIES = "llama 2 on 3", "qwen2", "glm4_moe", "deepseek_v3 without q_lora", "qwen3_5_text on 4"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in CASES],
+)
 def test_the_same_tokens(checkpoints, name):
     case = CASES[name]
     target = checkpoints.target(case.kind, **case.sizes)
@@ -56,9 +70,8 @@ def test_the_same_tokens(checkpoints, name):
     prompts = random_prompts(5, 33, 18, 1, vocab_size=VOCAB)
     found = []
     for count in (1, case.num_devices):
-        with make_llm(
-            folder, "mtp" if case.has_mtp else "ngram", k=K, tensor_parallel_size=count
-        ) as llm:
+        options = {} if count == 1 else {"tensor_parallel_size": count, **case.options}
+        with make_llm(folder, "mtp" if case.has_mtp else "ngram", k=K, **options) as llm:
             outputs = generate(llm, prompts, PARAMS)
             found.append([one.outputs[0].token_ids for one in outputs])
             metrics = llm.metrics()

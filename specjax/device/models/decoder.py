@@ -90,6 +90,7 @@ class Decoder:
     logit_cap: float | None = None  # c in c tanh(logit / c), which bounds logits
     num_devices: int = 1  # number of devices over which the weights are divided
     vocabulary: Vocabulary = WHOLE  # of the logits that `logits` returns
+    divides_experts: bool = False  # whether each device has whole experts, instead of parts of all
 
     @property
     def has_centred_norms(self) -> bool:
@@ -132,7 +133,10 @@ class Decoder:
             "first": first_only(count),
         }
         if experts is not None:
-            shares["inner"] = even(experts.intermediate_size, count, self.inner_multiple)
+            if self.divides_experts:
+                shares["experts"] = even(experts.num_experts, count)
+            else:
+                shares["inner"] = even(experts.intermediate_size, count, self.inner_multiple)
             shares["shared"] = even(experts.shared_intermediate_size, count)
         return shares
 
@@ -148,10 +152,11 @@ class Decoder:
             return self
         shares, experts = self.shares, self.experts
         if experts is not None:
-            experts = experts._replace(
-                intermediate_size=shares["inner"].size,
-                shared_intermediate_size=shares["shared"].size,
-            )
+            experts = experts._replace(shared_intermediate_size=shares["shared"].size)
+            if self.divides_experts:
+                experts = experts._replace(num_local=shares["experts"].size)
+            else:
+                experts = experts._replace(intermediate_size=shares["inner"].size)
         return replace(
             self,
             num_devices=1,

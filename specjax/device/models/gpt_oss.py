@@ -76,7 +76,7 @@ class GptOss(Llama):
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
         """See `Decoder.mixture_specs`. The specs unpack weights if `names` has packed tensors."""
         assert self.experts is not None, "the model has no experts"
-        dim, num, inner = self.hidden_size, self.experts.num_experts, self.experts.intermediate_size
+        dim, num, inner = self.hidden_size, self.experts.num_held, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
 
         def weights(name: str, num_in: int, num_out: int, **axis: str) -> Any:
@@ -86,10 +86,11 @@ class GptOss(Llama):
 
         def bias(name: str, num_out: int, axis: str) -> Any:
             shape = num, num_out
-            return TensorSpec((f"{name}_bias",), (shape,), cuts=cut_rows([shape], axis, 1))
+            cuts = cut_rows([shape], axis, 1, groups="experts")
+            return TensorSpec((f"{name}_bias",), (shape,), cuts=cuts)
 
         return MoE(
-            router=self.experts.router.specs(prefix, dim, num),
+            router=self.experts.router.specs(prefix, dim, self.experts.num_experts),
             gate_up=weights(gate_up, dim, 2 * inner, columns="inner"),
             down=weights(down, inner, dim, rows="inner"),
             gate_up_bias=bias(gate_up, 2 * inner, "inner"),

@@ -186,7 +186,9 @@ class _Row:
     def move(self, points: Sequence[float]) -> None:
         """Replace the known times by `points`, and keep the served times."""
         for served, old, new in zip(self.served, self.points, points, strict=True):
-            served.extend([x + math.log(old / new) for x in served])
+            moved = [x + math.log(old / new) for x in served]
+            served.clear()
+            served.extend(moved)
         self.levels = [median(served) if served else 0.0 for served in self.served]
         self.points = points
         self._sum()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.route import route
+from pallas_kernels.route import Routes, route
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.layers.mlp import (
     MLP,
@@ -33,6 +33,12 @@ class Experts(NamedTuple):
     router: Router = SoftmaxRouter()
     activation: SwiGLU | ClampedSwiGLU = SwiGLU()
     shared_name: str = "shared_expert"  # in the names of tensors
+    num_local: int = 0  # number of experts that each device has, if they are divided over devices
+
+    @property
+    def num_held(self) -> int:
+        """The number of experts whose weights a device has."""
+        return self.num_local or self.num_experts
 
     @property
     def active_size(self) -> int:
@@ -76,6 +82,10 @@ def moe(
     router = experts.router
     logits, correction = router.logits(params.router, x)
     routes = route(logits, experts.num_chosen, router.rule, correction, is_padding, kernels=kernels)
+    is_here = None
+    if experts.num_local:
+        first = jax.lax.axis_index(params.down.axis) * experts.num_local
+        routes, is_here = _local_routes(routes, first, experts.num_local)
     sizes = routes.sizes
     hidden = params.gate_up.multiply(x, sizes, sources=routes.rows, kernels=kernels)
     if params.gate_up_bias is not None:
@@ -85,6 +95,8 @@ def moe(
     if params.down_bias is not None:
         outputs += params.down_bias[routes.experts.reshape(-1)]
     outputs = outputs.reshape(*routes.experts.shape, -1)
+    if is_here is not None:
+        outputs = jnp.where(is_here[..., None], outputs, 0)
     mixed = jnp.einsum("nc,ncd->nd", routes.weights.astype(x.dtype), outputs)
     if params.shared is not None:
         shared = params.shared.feed_part(x)
@@ -92,6 +104,28 @@ def moe(
             shared = jax.nn.sigmoid(params.shared_gate.multiply(x)) * shared
         mixed = mixed + shared
     return params.down.total(mixed)
+
+
+def _local_routes(routes: Routes, first: jax.Array, count: int) -> tuple[Routes, jax.Array]:
+    """Return the routes to the `count` experts of this device, which begin with expert `first`.
+
+    The rows of these experts come first, and other rows have no expert. The second result is
+    bool[N, C], whether each of a row's experts is on this device.
+
+    Every device has all rows, so devices exchange only the sum of the experts' outputs. Sending
+    rows to the devices of their experts would need a second exchange and save no computation.
+    """
+    sizes = jnp.pad(routes.sizes, (0, count))  # the last device may have fewer experts
+    before = jnp.sum(jnp.where(jnp.arange(len(routes.sizes)) < first, routes.sizes, 0))
+    places = (before + jnp.arange(len(routes.order))) % len(routes.order)
+    is_here = (routes.experts >= first) & (routes.experts < first + count)
+    local = routes._replace(
+        sizes=jax.lax.dynamic_slice_in_dim(sizes, first, count),
+        rows=routes.rows[places],
+        order=routes.order[places],
+        experts=jnp.clip(routes.experts - first, 0, count - 1),
+    )
+    return local, is_here
 
 
 def moe_specs(
@@ -109,7 +143,7 @@ def moe_specs(
     Raises:
         CheckpointError: both layouts are present.
     """
-    num_experts, inner = mixture.num_experts, mixture.intermediate_size
+    num_experts, inner = mixture.num_held, mixture.intermediate_size
     shared = mixture.shared_intermediate_size
     fused = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
     single = [f"{prefix}.experts.{i}" for i in range(num_experts)]
@@ -136,7 +170,7 @@ def moe_specs(
             [(f"{one}.down_proj.weight",) for one in single], inner, [dim], rows="inner"
         )
     return MoE(
-        router=mixture.router.specs(prefix, dim, num_experts),
+        router=mixture.router.specs(prefix, dim, mixture.num_experts),
         gate_up=gate_up,
         down=down,
         shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared, name="shared")
