@@ -256,6 +256,18 @@ CASES = (
     ),
     _tokens("demo-llama", "bfloat16"),
     _tokens("demo-qwen3.5", "bfloat16"),
+    *(
+        Case(
+            name=f"parallel/{name}",
+            function="parallel:measure_parallel",
+            about=f"{name} divided over 2, 4 and 8 GPUs, K 0 and 3, 1 and 64 requests",
+            seconds=300,
+            least=60,
+            arguments={"name": name, "counts": (2, 4, 8), "batches": (1, 64)},
+            on_cpu=name == "Llama-3.1-8B",
+        )
+        for name in ("Llama-3.1-8B", "Qwen3.5-27B")
+    ),
     _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
     _grid(4, 60),
     _grid(128, 60),

@@ -1,18 +1,20 @@
 """Builds models of published shapes with random weights, and engines that run them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from timing import Setting, spread
 
 from specjax.bench.measure import Run, decode
+from specjax.checkpoint.division import DividedSpec
 from specjax.config import EngineConfig
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
@@ -21,6 +23,7 @@ from specjax.device.drafters.mtp import MTPHead
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model
+from specjax.device.placement import DIVIDED, REPLICATED, Placement, default_device
 from specjax.device.verification import Synthetic
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
@@ -92,30 +95,50 @@ def read_config(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def make_models(name: str, setting: Setting) -> Models:
-    """Make a model and its drafter: an EAGLE-1 head for Llama, the MTP module for Qwen3.5."""
-    target = describe_model(HFConfig(read_config(name, setting), name))
-    head = EagleHead(shape=target) if name.startswith("Llama") else MTPHead(target)
+    """Make a model and its drafter, with random weights."""
+    target, head = describe(name, setting)
     dtype = setting.pick("bfloat16", "float32")
     weights = random_params(target.specs(), dtype, 0), random_params(head.specs(), dtype, 1)
     return Models(target, ChainDrafter(head), Params(*weights), Params(weights[0], None))
 
 
-def random_params(specs: Any, dtype: str, seed: int) -> Any:
-    """Return random parameters. Matrices keep the scale of their inputs; norms are one."""
+def describe(name: str, setting: Setting) -> tuple[Any, Any]:
+    """Return a model and its draft head: an EAGLE-1 head for Llama, the MTP module for Qwen3.5."""
+    target = describe_model(HFConfig(read_config(name, setting), name))
+    return target, EagleHead(shape=target) if name.startswith("Llama") else MTPHead(target)
+
+
+def random_params(specs: Any, dtype: str, seed: int, placement: Placement | None = None) -> Any:
+    """Return random parameters. Matrices keep the scale of their inputs; norms are one.
+
+    Arrays with a `DividedSpec` are divided over the devices of `placement`.
+    """
     leaves, tree = jax.tree.flatten(specs)
+    placement = placement or Placement.on(default_device())
+    places = [
+        placement.sharding(DIVIDED if isinstance(spec, DividedSpec) else REPLICATED)
+        for spec in leaves
+    ]
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     arrays = [
-        _random(key, tuple(spec.shape), jnp.dtype(spec.dtype or dtype).name)
+        _random(tuple(spec.shape), jnp.dtype(spec.dtype or dtype).name, place)(key)
         if len(spec.shape) > 1
-        else jnp.full(spec.shape, 1.0 if spec.fill is None else spec.fill, spec.dtype or dtype)
-        for key, spec in zip(keys, leaves, strict=True)
+        else jnp.full(
+            spec.shape, 1.0 if spec.fill is None else spec.fill, spec.dtype or dtype, device=place
+        )
+        for key, spec, place in zip(keys, leaves, places, strict=True)
     ]
     return jax.tree.unflatten(tree, arrays)
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * np.asarray(shape[-2] ** -0.5, dtype)
+@cache
+def _random(shape: tuple[int, ...], dtype: str, place: Sharding) -> Callable[[Any], jax.Array]:
+    """Return a function of a key that makes a random matrix at `place`."""
+
+    def make(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, dtype) * np.asarray(shape[-2] ** -0.5, dtype)
+
+    return jax.jit(make, out_shardings=place)
 
 
 def make_config(batch: int, setting: Setting, max_drafts: int, **options: Any) -> EngineConfig:
@@ -158,6 +181,7 @@ def make_engine(
     setting: Setting,
     *,
     is_plain: bool = False,
+    placement: Placement | None = None,
     **options: Any,
 ) -> Engine:
     """Return an engine for `batch` requests.
@@ -168,7 +192,15 @@ def make_engine(
     if is_plain:
         return Engine(config, models.target, NoDrafter(), models.plain_params, policy)
     verification = Synthetic(tuple(rates))
-    return Engine(config, models.target, models.drafter, models.params, policy, verification)
+    return Engine(
+        config,
+        models.target,
+        models.drafter,
+        models.params,
+        policy,
+        verification,
+        placement=placement,
+    )
 
 
 def make_requests(

@@ -83,6 +83,7 @@ BLOCKS = (
     Block(120, ("host/1", "graphs/off", "graphs/on")),
     Block(180, ("grid/16", "grid/4", "grid/128")),
     Block(300, ("peers",)),
+    Block(300, ("parallel",)),  # a line that says so where there is one GPU
 )
 
 
