@@ -28,6 +28,7 @@ AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
+COLLECTIVES = ("auto", "nccl", "graph")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, also for smaller engines: requests of a round, rows per request, and
 # tokens of a chunk.
@@ -280,6 +281,8 @@ class EngineConfig:
         scheduling_policy: "fcfs" (first come, first served), or "priority" (lowest value first).
         dtype: dtype of weights and caches.
         kernels: implementation of the GPU operations.
+        collectives: how several GPUs exchange sums: "auto" (XLA's choice), "nccl" (the library), or
+            "graph" (NCCL inside of CUDA graphs). See `collective_options`.
         async_scheduling: plan and launch a step before reading the one before it.
         compile_ahead: compile every shape before the first request instead of in the background.
         exact: run every step in one shape, so that results depend only on the request.
@@ -303,6 +306,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     dtype: str = "float32"
     kernels: str = "auto"
+    collectives: str = "auto"
     async_scheduling: bool = True
     compile_ahead: bool = False
     exact: bool = False
@@ -330,10 +334,10 @@ class EngineConfig:
             )
         if self.num_snapshots is None:
             object.__setattr__(self, "num_snapshots", max(1, self.max_num_seqs // 4))
-        check_count(num_snapshots=self.num_snapshots)
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kernels", self.kernels, KERNELS)
+        check_choice("collectives", self.collectives, COLLECTIVES)
         check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_flags(
             enable_prefix_caching=self.enable_prefix_caching,
@@ -341,7 +345,7 @@ class EngineConfig:
             compile_ahead=self.compile_ahead,
             exact=self.exact,
         )
-        check_count(max_logprobs=self.max_logprobs)
+        check_count(num_snapshots=self.num_snapshots, max_logprobs=self.max_logprobs)
         check_seed(seed=self.seed)
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
@@ -373,13 +377,10 @@ class EngineConfig:
         chunk = self.prefill_shapes[0][1] if self.exact else 1
         largest = max(max_drafts + 1, chunk)
         what = f"a round of {max_drafts} drafts and a token" if largest > chunk else "a chunk"
+        with_slots = f"{what} with {draft_slots} draft slots"
         for name, needed, why in (
             ("max_num_scheduled_tokens", largest, what),
-            (
-                "max_num_batched_tokens",
-                largest + draft_slots,
-                f"{what} with {draft_slots} draft slots",
-            ),
+            ("max_num_batched_tokens", largest + draft_slots, with_slots),
         ):
             if (given := getattr(self, name)) < needed:
                 or_lower = ", or lower num_speculative_tokens" if largest > chunk else ""

@@ -59,8 +59,7 @@ class LLM(VllmMethods):
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
             that double up to the token budget, each for 1, 4, 16, ... prompts.
-        num_pages: number of pages of the KV cache; None for the pages of all requests at full
-            length, or for fewer if the device's memory holds fewer.
+        num_pages: pages of the KV cache; None for all requests at full length, or as many as fit.
         page_size: tokens per page.
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
@@ -82,6 +81,7 @@ class LLM(VllmMethods):
             that share the requests. Sizes like max_num_seqs hold for each replica.
         enable_expert_parallel: give each device whole experts, not parts of all.
         kernels: implementation of the GPU operations, "auto" or "reference".
+        collectives: how GPUs exchange sums, "auto", "nccl" or "graph"; see `EngineConfig`.
         compilation_cache: folder of compiled steps; None for no folder. JAX's own has precedence.
         seed: seed of requests without a seed, any integer of 64 bits.
         verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The

@@ -38,6 +38,7 @@ BAD_OPTIONS = {
     "tensor_parallel_size": ["1", 5, 0, None, True],
     "data_parallel_size": ["2", 2.0, 5, 0, True, None],
     "compilation_cache": [5, True, ["a"]],
+    "collectives": [None, 1, "ring"],
     "logprobs_mode": [["raw"], 5, "cooked", None],
     "dtype": [None, 5, np.float32, "fp8", "half", "float16", "bf16", ["float32"]],
     "kernels": [None, True, "cuda"],

@@ -24,6 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="triton (XLA without autotuning, the default) or cublas",
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="GPUs that divide the model; the report is about each of them (default: 1)",
+    )
+    group.add_argument(
+        "--collectives",
+        metavar="KIND",
+        help="how they exchange sums: auto (the default), nccl, or graph (see docs/parallel.md)",
+    )
+    group.add_argument(
         "--layers",
         type=int,
         metavar="N",

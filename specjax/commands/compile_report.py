@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,8 @@ from specjax.commands.info_text import as_size
 from specjax.commands.info_text import as_text as value_text
 from specjax.commands.speculation import read_speculation
 from specjax.config import METHODS, OWN_SHAPE
-from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe
+from specjax.inspect.hlo import Launch
+from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe, in_layer
 
 _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 
@@ -40,7 +42,9 @@ def read_request(args: argparse.Namespace) -> StepRequest:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does not go with --compile; give {instead} instead")
     if args.devices is not None:
-        raise ValueError("--devices does not go with --compile, which is for one device")
+        raise ValueError(
+            "--devices does not go with --compile; give --tensor-parallel-size instead"
+        )
     if args.adaptive or args.speculative_config is not None:
         given = "--adaptive" if args.adaptive else "--speculative-config"
         raise ValueError(f"{given} does not go with --compile; give --drafter and --k instead")
@@ -63,6 +67,8 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         drafter=None if drafter == OWN_SHAPE else drafter,
         num_layers=args.layers,
         page_size=args.page_size,
+        tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
+        collectives=args.collectives or "auto",
     )
 
 
@@ -83,6 +89,7 @@ def as_json(report: StepReport) -> dict[str, Any]:
         **made,
         "is_state_in_place": report.is_state_in_place,
         "num_launches": report.num_launches,
+        "collectives": [asdict(one) for one in report.collectives],
         "num_launches_asked": sum(one.times for one in report.asked),
         "num_bytes_asked": sum(one.num_bytes for one in report.asked),
         "num_bytes": report.num_bytes,
@@ -94,6 +101,8 @@ def as_lines(report: StepReport) -> Iterator[str]:
     yield from _about(report)
     yield from _graph(report)
     yield from _launches(report)
+    if report.request.tensor_parallel_size > 1:
+        yield from _collectives(report)
     yield from _bytes(report)
     yield from _resources(report)
     yield "memory"
@@ -118,12 +127,16 @@ def _about(report: StepReport) -> Iterator[str]:
     yield _line("drafter", request.drafter or drafter.get(request.method, str(request.method)))
     yield _line("layers", f"{compiled} of {report.num_layers}")
     yield _line("GEMMs", request.gemm)
+    if request.tensor_parallel_size > 1:
+        yield _line("GPUs", f"{request.tensor_parallel_size}; all figures are of each of them")
+        yield _line("collectives", request.collectives)
 
 
 def _graph(report: StepReport) -> Iterator[str]:
     yield "CUDA graph"
     yield _line("one command buffer", "yes" if report.is_one_command_buffer else "NO")
     if not report.is_one_command_buffer:
+        yield _line("launches by the host", str(sum(report.top_level.values())))
         yield _line("top level", value_text("", report.top_level))
     if report.unknown_loops:
         loops = ", ".join(report.unknown_loops)
@@ -160,6 +173,26 @@ def _launches(report: StepReport) -> Iterator[str]:
         for one in layers.kernels:
             size = as_size(one.num_read + one.num_written)
             yield f"  {size:>10}  {describe(one)}"
+
+
+def _collectives(report: StepReport) -> Iterator[str]:
+    yield "collectives, with the bytes that each GPU contributes"
+    yield _line("step", _sums(report.collectives))
+    for kind, layers in report.layers.items():
+        yield _line(f"  of a {kind} layer", _sums(layers.collectives))
+    yield "  outside of the target's layers"
+    for one in report.collectives:
+        if not in_layer(one):
+            yield f"  {as_size(one.times * one.num_read):>10}  {describe(one)}"
+
+
+def _sums(found: Sequence[Launch]) -> str:
+    """Return the number of collectives of each kind, and their bytes."""
+    counts = Counter()
+    for one in found:
+        counts[one.kind] += one.times
+    listed = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
+    return f"{listed}: {as_size(sum(one.times * one.num_read for one in found))}"
 
 
 def _bytes(report: StepReport) -> Iterator[str]:

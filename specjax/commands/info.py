@@ -39,13 +39,15 @@ from specjax.serving.memory import (
 from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
+COMPILED_ONLY = ("batch_size", "context", "gemm", "layers", "resources")
+COMPILED_ONLY += ("tensor_parallel_size", "collectives")
 GPU_CONTEXTS = (4096, 32768)
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for activations, logits and compiled programs
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `specjax info` without --compile."""
-    for name in "batch_size", "context", "gemm", "layers", "resources":
+    for name in COMPILED_ONLY:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
     if args.data is not None:

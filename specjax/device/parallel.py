@@ -10,7 +10,7 @@ import numpy as np
 from specjax.checkpoint.division import DividedSpec, Share, divide
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.loading import lay_out
-from specjax.device.placement import AXIS, DIVIDED, Placement
+from specjax.device.placement import AXIS, DIVIDED, Placement, divided_shape
 from specjax.device.weights.table import Table
 from specjax.device.weights.weight import Weight, is_weight
 
@@ -55,6 +55,20 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
         return whole
     tree = divide(whole, one.local.specs(names), one.shares, one.num_devices)
     return jax.tree.map(lambda x: _summed(x) if is_weight(x) else x, tree, is_leaf=is_weight)
+
+
+def shapes_of(specs: Any, dtype: Any) -> Any:
+    """Return the shapes of the arrays of a tree of `TensorSpec`s. Divided ones are `is_divided`.
+
+    `dtype` is the dtype of arrays whose specs have no dtype.
+    """
+
+    def shape(spec: TensorSpec) -> jax.ShapeDtypeStruct:
+        if isinstance(spec, DividedSpec):
+            return divided_shape(spec.shape, spec.dtype or dtype)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype)
+
+    return jax.tree.map(shape, specs)
 
 
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:

@@ -6,7 +6,14 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 Device: TypeAlias = Any  # a `jax.Device`, which type checkers reject as a type
 AXIS = "model"  # the mesh axis over which a model is divided
@@ -77,6 +84,17 @@ def is_divided(x: Any) -> bool:
     """Return whether an array, or its shape, is divided over several devices."""
     sharding = getattr(x, "sharding", None)  # arrays of other devices than JAX's have none
     return isinstance(sharding, NamedSharding) and sharding.spec == DIVIDED
+
+
+def divided_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape [devices, ...] of a divided array, without saying on which devices it is."""
+    mesh = AbstractMesh((shape[0],), (AXIS,))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, DIVIDED))
+
+
+def local_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape of the array of each device."""
+    return jax.ShapeDtypeStruct(x.shape[1:] if is_divided(x) else x.shape, x.dtype)
 
 
 def on_one(x: jax.Array) -> jax.Array:

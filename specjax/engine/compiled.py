@@ -28,7 +28,7 @@ from specjax.engine.programs import Begin, Settle
 from specjax.engine.replay import measure_rounds
 from specjax.engine.step_model import empty_state, sizes_of_windows, step_model
 from specjax.engine.tracing import JITS, Jits, Program, Static, Traces
-from specjax.engine.xla_options import OPTIONS, OPTIONS_BEHIND
+from specjax.engine.xla_options import OPTIONS, OPTIONS_BEHIND, collective_options
 from specjax.host.speculation.step_cost import StepCost
 
 
@@ -88,6 +88,8 @@ class CompiledPrograms:
             static, config.dtype, weights, self.state, self._placement, toolchain.jits
         )
         self._options = dict(toolchain.options.get(platform, {}))
+        if platform == "gpu" and self._placement.num_devices > 1:
+            self._options |= collective_options(config.collectives)
         self._options_behind = dict(toolchain.options_behind.get(platform, {}))
         self._executables = None
         if folder := toolchain.find_folder():

@@ -16,12 +16,35 @@ GPU_OPTIONS = {
 }
 # With this level, compiling takes three quarters of the time. The time of steps is the same
 # within noise.
+# The kinds of operations in CUDA graphs: XLA's default, and loops and collectives of NCCL.
+IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,COLLECTIVES"
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}
 # For programs that no request waits for: XLA generates the same code in one thread instead of many.
 OPTIONS_BEHIND: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1}
 }
+
+
+def collective_options(collectives: str) -> dict[str, Any]:
+    """Return the options of programs for several GPUs, for a value of `EngineConfig.collectives`.
+
+    With "auto", XLA chooses. Since jax 0.11, it uses its own kernels for small sums over 2, 4 or 8
+    GPUs that NVLink connects, and NCCL for everything else. With "nccl", it always uses NCCL.
+    Either way, the host launches each collective, and a part of the step between two of them.
+
+    With "graph", collectives of NCCL are inside of CUDA graphs, and the host launches a step as
+    one graph. This is not the default, because others saw programs hang or take 30 % longer. XLA's
+    own kernels stay outside of CUDA graphs.
+    """
+    if collectives == "auto":
+        return {}
+    options: dict[str, Any] = {"xla_gpu_experimental_use_collective_kernels": ""}
+    if jax.__version_info__ < (0, 11):
+        options = {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False}
+    if collectives == "graph":
+        options["xla_gpu_enable_command_buffer"] = IN_GRAPHS
+    return options
 
 
 def matmul_precision(dtype: str, platform: str) -> AbstractContextManager:

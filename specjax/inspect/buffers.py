@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from specjax.inspect.hlo_text import Computation, Instruction
+from specjax.inspect.hlo_text import STARTS, Computation, Instruction
 
 
 class Leaf(NamedTuple):
@@ -71,14 +71,16 @@ class Buffers:
                 yield results[1], flat[0]
             case "copy-done":
                 yield results[0], flat[0]
+            case op if op in STARTS:  # (operands, results)
+                yield from zip(results, flat, strict=False)
+            case op if op.endswith("-done"):
+                start = len(self._computations[name][instruction.operands[0]].elements[0])
+                yield from zip(results, flat[start:], strict=False)
             case "async-start":  # (operands, results, context...)
                 num_inputs, num_results = map(len, instruction.elements[:2])
                 yield from zip(results[:num_inputs], flat, strict=True)
                 outputs = results[num_inputs : num_inputs + num_results]
                 yield from call(str(instruction.called("calls")), flat, outputs)
-            case "async-done":
-                start = len(self._computations[name][instruction.operands[0]].elements[0])
-                yield from zip(results, flat[start:], strict=False)
             case "call":
                 yield from call(str(instruction.called("to_apply")), flat, results)
             case "while":

@@ -7,6 +7,8 @@ of `jax.jit`, which includes donations. `args` are pytrees of `jax.ShapeDtypeStr
 the static arguments. Each dict of the list is a request, which may have more keys:
 
 - "gpu": a name in `gpus` (default: h200);
+- "mesh": for several GPUs, the name of the mesh's axis and the number of GPUs. NAME then takes a
+  further argument `mesh`, and args may have a `NamedSharding` on any mesh with this axis;
 - "options": XLA compiler options by name;
 - "passes_over": the arguments of `hlo.passes_over`;
 - "traffic": an argument of `report`.
@@ -139,8 +141,26 @@ def configure(dump: Path, *, resources: bool = False) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
+def mesh_of(gpu: GPU, axis: str, num_devices: int) -> Any:
+    """Return a mesh of GPUs that need not be present."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    jax.devices("cpu")  # makes jax find its plugins
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=gpu.target_config,
+        topology=f"1x1x{num_devices}",
+    )
+    return Mesh(np.array(topology.devices), (axis,))
+
+
 def compile_for(
     gpu: GPU,
+    mesh: Any,
     jitted: Any,
     args: tuple,
     kwargs: Mapping[str, Any],
@@ -149,26 +169,20 @@ def compile_for(
     *,
     resources: bool = False,
 ) -> Compiled:
-    """Compile `jitted` for one GPU and for arguments with the shapes of `args`.
+    """Compile `jitted` for a `mesh_of` GPUs and for arguments with the shapes of `args`.
 
     `dump` is the folder that `configure` was called with. `options` are XLA's compiler options,
     such as {"xla_gpu_enable_triton_gemm": False}.
     """
     import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    jax.devices("cpu")  # makes jax find its plugins
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        target_config=gpu.target_config,
-        topology="1x1x1",
-    )
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    def place(x: Any) -> Any:
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed = jax.tree.map(place, args)
     before, start = set(dump.iterdir()), time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels read the device kind from it
         with _stdout_into(dump / "mosaic.txt") as said:
@@ -189,7 +203,7 @@ def compile_for(
     if resources:
         ptx = [file for file in dumped if file.suffix == ".ptx"]
         found = tuple(read_resources(ptx, thunks, said.read_text(), gpu.architecture))
-    kind = topology.devices[0].device_kind
+    kind = mesh.devices.flat[0].device_kind
     return Compiled(kind, hlo, parse_thunks(thunks), memory, seconds, found)
 
 
@@ -309,11 +323,14 @@ def main() -> None:
         module, reports = _load(parsed.file), []
         for request in parsed.requests:
             make = getattr(module, request["function"])
-            jitted, args, kwargs = make(**request.get("arguments", {}))
+            gpu, arguments = GPU.named(request.get("gpu", "h200")), request.get("arguments", {})
+            mesh = mesh_of(gpu, *request.get("mesh", ("x", 1)))
+            if "mesh" in request:
+                arguments = arguments | {"mesh": mesh}
+            jitted, args, kwargs = make(**arguments)
             options = request.get("options", {})
-            gpu = GPU.named(request.get("gpu", "h200"))
             compiled = compile_for(
-                gpu, jitted, args, kwargs, Path(folder), options, resources=parsed.resources
+                gpu, mesh, jitted, args, kwargs, Path(folder), options, resources=parsed.resources
             )
             reports.append(report(compiled, request.get("passes_over"), request.get("traffic")))
     print(json.dumps(reports))

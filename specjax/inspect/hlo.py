@@ -45,7 +45,7 @@ class Launch:
     """A kernel launched by XLA, and its traffic in bytes."""
 
     name: str
-    kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
+    kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", "all-reduce", ...
     source: str  # the JAX operation that the kernel was compiled from
     # The named scopes in which that operation was traced. A kernel inside a loop or conditional has
     # the scopes of the loop or conditional instead, because XLA may share one body between two

@@ -5,6 +5,10 @@ import re
 from dataclasses import dataclass
 
 PALLAS_TARGETS = "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu"
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+# XLA may split a collective, or its fusion, into two instructions. The first one is the kernel. Its
+# result is the pair (operands, results).
+STARTS = {f"{op}-start" for op in (*COLLECTIVES, "fusion")}
 HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")

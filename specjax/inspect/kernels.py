@@ -15,10 +15,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from specjax.inspect.buffers import Leaf
-from specjax.inspect.hlo_text import Computation, Instruction, num_elements_of
+from specjax.inspect.hlo_text import (
+    COLLECTIVES,
+    STARTS,
+    Computation,
+    Instruction,
+    num_elements_of,
+)
 
 NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
+NAMING |= {start.replace("-start", "-done") for start in STARTS}
 CONTROL = {"while", "conditional", "call", "async-start"}
 # Ops that read only a part of operand 0. Then: ops that write only an update, mapped to the index
 # of the operand that holds the update.
@@ -81,6 +88,9 @@ def accesses(
         whole = [[amount] for amount in reads]  # an operand of a fusion is one array
     elif kernel.op == "copy-start":
         written = [written[0], 0, 0]
+    elif kernel.op in STARTS:  # the first element of the result has the operands
+        num_operands = len(kernel.elements[0])
+        written[:num_operands] = [0] * num_operands
     elif kernel.op in SELECTING:
         whole[0] = [min(whole[0][0], written[0])]
     elif kernel.op in UPDATING:
@@ -152,7 +162,14 @@ def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
 
 
 def kind_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return the kind of a kernel that is not Pallas: "gemm", or its instruction, like "copy"."""
+    """Return the kind of a kernel that is not Pallas: "gemm", or its instruction, like "copy".
+
+    The kind of a collective is one of `COLLECTIVES`, also if XLA made a kernel for it.
+    """
+    body = kernel.called("calls")
+    op = computations[str(body)].root.op if body in computations else kernel.op
+    if op.removesuffix("-start") in COLLECTIVES:
+        return op.removesuffix("-start")
     if "cublas" in kernel.target or _has_dot(computations, kernel):
         return "gemm"
     if kernel.op == "custom-call":

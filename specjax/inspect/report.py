@@ -15,9 +15,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig, check_count, check_positive
-from specjax.engine.xla_options import GPU_OPTIONS
-from specjax.inspect import step
+from specjax.config import (
+    COLLECTIVES,
+    METHODS,
+    OWN_SHAPE,
+    SpeculativeConfig,
+    check_choice,
+    check_count,
+    check_positive,
+)
+from specjax.device.placement import AXIS
+from specjax.engine.xla_options import GPU_OPTIONS, collective_options
+from specjax.inspect import hlo_text, step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
 from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import Launch
@@ -45,6 +54,8 @@ class StepRequest:
             and "eagle" uses a head of the model's own shape.
         num_layers: the number of the target's first layers to compile; None for all layers.
         page_size: the number of tokens per page.
+        tensor_parallel_size: the number of GPUs over which the model is divided.
+        collectives: how these GPUs exchange sums (see `EngineConfig`).
     """
 
     model: str | Path
@@ -56,6 +67,8 @@ class StepRequest:
     drafter: str | None = None
     num_layers: int | None = None
     page_size: int = 16
+    tensor_parallel_size: int = 1
+    collectives: str = "auto"
     target: str = "h200"
 
     def __post_init__(self):
@@ -67,7 +80,13 @@ class StepRequest:
             raise ValueError(
                 f"gemm={self.gemm!r} is not supported; choose one of {', '.join(GEMMS)}"
             )
-        check_positive(batch_size=self.batch, context=self.context, page_size=self.page_size)
+        check_choice("collectives", self.collectives, COLLECTIVES)
+        check_positive(
+            batch_size=self.batch,
+            context=self.context,
+            page_size=self.page_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
         check_count(k=self.k)
         if self.num_layers is not None:
             check_positive(layers=self.num_layers)
@@ -103,6 +122,14 @@ class StepRequest:
             "dtype": DTYPE,
         }
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA's options, as an engine sets them."""
+        options = {**GPU_OPTIONS, **GEMMS[self.gemm]}
+        if self.tensor_parallel_size > 1:
+            options |= collective_options(self.collectives)
+        return options
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -112,6 +139,11 @@ class Layers:
     minimum: int  # minimum number of kernels per layer
     maximum: int  # maximum number of kernels per layer
     kernels: tuple[Launch, ...]  # the kernels of a layer with the most common number of kernels
+
+    @property
+    def collectives(self) -> tuple[Launch, ...]:
+        """The kernels with which devices exchange values."""
+        return tuple(one for one in self.kernels if one.kind in hlo_text.COLLECTIVES)
 
 
 @dataclass(frozen=True)
@@ -147,7 +179,7 @@ class ObservedLater:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report on a compiled step. Bytes and kernels are per step."""
+    """The report on a compiled step. Bytes and kernels are per step, and of each device."""
 
     request: StepRequest
     num_layers: int  # layers of the whole model, even if fewer are compiled
@@ -182,6 +214,14 @@ class StepReport:
     def taken(self) -> list[Launch]:
         """The kernels that run for a greedy batch."""
         return [one for one in self.launches if one.is_taken]
+
+    @cached_property
+    def collectives(self) -> list[Launch]:
+        """The kernels with which devices exchange values, for a greedy batch.
+
+        Each device contributes the bytes that such a kernel reads.
+        """
+        return [one for one in self.taken if one.kind in hlo_text.COLLECTIVES]
 
     @cached_property
     def asked(self) -> list[Launch]:
@@ -241,9 +281,10 @@ def compile_steps(
             "function": "decode_step",
             "gpu": request.target,
             "arguments": request.arguments,
-            "options": GPU_OPTIONS | GEMMS[request.gemm],
+            "options": request.options,
             "traffic": _traffic(request, part),
         }
+        | ({"mesh": (AXIS, request.tensor_parallel_size)} if part.target.num_devices > 1 else {})
         for request, part in zip(requests, parts, strict=True)
     ]
     deferred = {
@@ -270,8 +311,19 @@ def part_of(launch: Launch) -> str:
     return found or ("verify" if launch.layer is not None else "other")
 
 
+def in_layer(launch: Launch) -> bool:
+    """Return whether a kernel belongs to one of the target's layers."""
+    return launch.layer is not None and launch.layer < AFTER_LAYERS
+
+
 def _open(request: StepRequest) -> step.Parts:
-    parts = step.open_parts(str(request.model), request.speculation, request.num_layers, DTYPE)
+    parts = step.open_parts(
+        str(request.model),
+        request.speculation,
+        request.num_layers,
+        DTYPE,
+        request.tensor_parallel_size,
+    )
     _fit(request, parts)
     return parts
 
@@ -313,7 +365,7 @@ def _report(
     made: Mapping[str, Any],
     observed_later: ObservedLater | None,
 ) -> StepReport:
-    launches = tuple(_launch(one) for one in made["launches"])
+    launches, local = tuple(_launch(one) for one in made["launches"]), parts.local
     resources = None
     if made["resources"] is not None:
         pallas = {one.pallas for one in launches if one.pallas}
@@ -335,10 +387,10 @@ def _report(
         launches=launches,
         layers=_by_kind(launches, parts),
         minimum=minimum_bytes(
-            parts.target,
-            parts.drafter,
-            parts.params.target,
-            parts.params.drafter,
+            local.target,
+            local.drafter,
+            local.params.target,
+            local.params.drafter,
             batch=request.batch,
             k=request.k,
             context=request.context,
@@ -355,8 +407,8 @@ def _by_kind(launches: Sequence[Launch], parts: step.Parts) -> dict[str, Layers]
     kinds = [target.cache_kinds[kind].name for kind in target.layer_kinds]
     by_layer: dict[int, list[Launch]] = {i: [] for i in range(target.num_layers)}
     for one in launches:
-        if one.is_taken and one.layer is not None and one.layer < AFTER_LAYERS:
-            by_layer[one.layer].append(one)
+        if one.is_taken and in_layer(one):
+            by_layer[one.layer or 0].append(one)
     found = {}
     for kind in dict.fromkeys(kinds):
         mine = [by_layer[i] for i, one in enumerate(kinds) if one == kind]

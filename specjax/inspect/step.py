@@ -6,16 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
 from specjax.device.models.model import Model
+from specjax.device.parallel import shapes_of, specs_of
+from specjax.device.placement import divided_shape, is_divided, local_shape
 from specjax.device.verification import SeedExact, Verification, make_verification
 from specjax.engine.programs import Decode, Observe
 from specjax.engine.step_model import empty_state, step_model
-from specjax.engine.tracing import Program, Static, jitted
+from specjax.engine.tracing import Division, Program, Static, jitted
 from specjax.engine.variants import FEW_LOGPROBS
 from specjax.serving.source import open_drafter, open_model
 
@@ -25,13 +28,22 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a step; the leaves of `params` are shapes."""
+    """The components of a step.
+
+    The leaves of `params` are shapes, of which those of several devices may be divided.
+    """
 
     target: Model
     drafter: Drafter
     verification: Verification
     params: Params
     num_layers: int  # layers of the whole model; `target` may have fewer
+
+    @property
+    def local(self) -> "Parts":
+        """The components that each device runs, with the shapes of its parameters."""
+        params = jax.tree.map(local_shape, self.params)
+        return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 
 
 def _round(batch: int, k: int) -> Program:
@@ -48,19 +60,27 @@ def decode_step(
     page_size: int = 16,
     dtype: str = "bfloat16",
     make_program: Callable[[int, int], Program] = _round,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
 
     The round has `batch` requests of `context` tokens and k drafts. The engine has just enough room
     for them. `make_program(batch, k)` returns the round's program, whose arguments are parameters,
-    state and packed inputs. The other arguments are as in `open_parts` and `fit_engine`.
+    state and packed inputs. The model is divided over the devices of `mesh`, if it is given. The
+    other arguments are as in `open_parts` and `fit_engine`.
     """
-    parts = open_parts(model, speculation, num_layers, dtype)
+    num_devices = 1 if mesh is None else mesh.size
+    parts = open_parts(model, speculation, num_layers, dtype, num_devices)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
     static = _static(parts, config)
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static.model, k))
-    return jitted(make_program(batch, k), static), (parts.params, state, packed), {}
+    if mesh is None:
+        return jitted(make_program(batch, k), static), (parts.params, state, packed), {}
+    state = jax.tree.map(lambda x: divided_shape((num_devices, *x.shape), x.dtype), state)
+    args = parts.params, state, packed
+    division = Division(mesh, tuple(map(is_divided, jax.tree.leaves(args))))
+    return jitted(make_program(batch, k), static, division=division), args, {}
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
@@ -80,12 +100,17 @@ def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
 
 
 def _static(parts: Parts, config: EngineConfig) -> Static:
-    model = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
+    local = parts.local
+    model = step_model(config, local.target, local.drafter, parts.verification, "gpu")
     return Static(model, Layout.of(config, parts.target.vocab_size, model.windows))
 
 
 def open_parts(
-    model: str, speculation: Mapping[str, Any] | None, num_layers: int | None, dtype: str
+    model: str,
+    speculation: Mapping[str, Any] | None,
+    num_layers: int | None,
+    dtype: str,
+    num_devices: int = 1,
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
@@ -95,12 +120,13 @@ def open_parts(
         model: a checkpoint or a config, as for `specjax info`.
         speculation: the fields of a `SpeculativeConfig`; None for plain decoding.
         num_layers: the number of the target's first layers to use; None for all layers.
+        num_devices: the number of devices over which the weights are divided.
 
     Raises:
         ValueError: the files do not describe a model, or the model has fewer than `num_layers`
             layers.
     """
-    source = open_model(model, takes_configs=True)
+    source = open_model(model, takes_configs=True, num_devices=num_devices)
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     if speculation is not None:
@@ -109,12 +135,24 @@ def open_parts(
         verification = make_verification(config)
     fewer = target if num_layers is None else with_layers(target, num_layers)
     drafter = reading_at_most(drafter, fewer.num_layers)
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype),
-        replace(source, target=fewer).specs,
-    )
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafter_params)
-    return Parts(fewer, drafter, verification, Params(params, given), target.num_layers)
+    given = _drafter_shapes(drafter, drafter_params, dtype)
+    params = Params(shapes_of(replace(source, target=fewer).specs, dtype), given)
+    return Parts(fewer, drafter, verification, params, target.num_layers)
+
+
+def _drafter_shapes(drafter: Drafter, params: Any, dtype: str) -> Any:
+    """Return the shapes of a drafter's parameters, which may be arrays on this device."""
+    if drafter.weights is None:
+        return params
+    specs = jax.tree_util.tree_leaves_with_path(shapes_of(specs_of(drafter.weights), dtype))
+    divided = {path for path, x in specs if is_divided(x)}
+
+    def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        if path in divided:
+            return divided_shape(x.shape, x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(shape, params)
 
 
 def with_layers(target: Model, num_layers: int) -> Model:
@@ -164,6 +202,6 @@ def fit_engine(
 
 
 def state_bytes(parts: Parts, config: EngineConfig, k: int) -> int:
-    """Return the size in bytes of a step's state."""
+    """Return the size in bytes of a step's state on each device."""
     state = jax.eval_shape(lambda: empty_state(config, _static(parts, config).model, k))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -39,6 +39,7 @@ class LLMOptions(TypedDict, total=False):
     data_parallel_size: int
     enable_expert_parallel: bool
     kernels: str
+    collectives: str
     compilation_cache: str | Path | None
     seed: int
     verbose: bool
@@ -69,6 +70,7 @@ DEFAULTS: LLMOptions = {
     "data_parallel_size": 1,
     "enable_expert_parallel": False,
     "kernels": "auto",
+    "collectives": "auto",
     "compilation_cache": "~/.cache/specjax",
     "seed": 0,
     "verbose": True,

@@ -86,7 +86,7 @@ COMMANDS = [
     (f"info {LLAMA} --resources", ["--resources goes with --compile"]),
     *(
         (f"info {LLAMA} --{name} 4", [f"--{name} goes with --compile"])
-        for name in ("batch-size", "context", "layers")
+        for name in ("batch-size", "context", "layers", "tensor-parallel-size")
     ),
     ("profile show", ["FILE"]),
     ("profile show none.json", ["none.json", "cannot be read"]),
@@ -131,6 +131,8 @@ COMPILE = [
     *(("--layers 0", "layers=0"), ("--layers 33", "1..32")),
     ("--gemm cutlass", "gemm='cutlass'"),
     ("--page-size 0", "page_size=0"),
+    ("--tensor-parallel-size 0", "tensor_parallel_size=0"),
+    ("--collectives ring", "collectives='ring'"),
     ("--k 3", "k=3"),
     ("--method eagle3", "eagle3 lacks a checkpoint"),
     ("--drafter / --method eagle", "/"),

@@ -49,11 +49,24 @@ def test_a_head_of_the_models_own_shape(capsys):
 def minimum(is_deferred=False, **asked):
     request = StepRequest(**asked)
     parts = step.open_parts(
-        str(request.model), request.speculation, request.num_layers, report.DTYPE
-    )
+        str(request.model),
+        request.speculation,
+        request.num_layers,
+        report.DTYPE,
+        request.tensor_parallel_size,
+    ).local
     of = parts.target, parts.drafter, parts.params.target, parts.params.drafter
     given = {"batch": request.batch, "k": request.k, "context": request.context}
     return minimum_bytes(*of, dtype=report.DTYPE, is_deferred=is_deferred, **given)
+
+
+def test_the_minimum_of_each_device():
+    """Norms and what reads the context of a draft head's layer stay whole."""
+    one = minimum(model=LLAMA, batch=8, k=3, method="eagle")
+    each = minimum(model=LLAMA, batch=8, k=3, method="eagle", tensor_parallel_size=4)
+    assert 4 * each.keys_and_values == one.keys_and_values
+    assert 4 * each.weights - one.weights == 3 * 2 * 4096 * (2 * 32 + 1)
+    assert one.draft < 4 * each.draft and one.observe < 4 * each.observe
 
 
 def test_the_minimum_of_llama_by_hand():
@@ -203,6 +216,26 @@ def test_text_and_json_of_a_report(monkeypatch):
     assert "layers                        2 of 32" in text
     assert "state is updated in place     NO" in text
     assert "255 registers, spills 16 B out, 24 B in, 0 bytes shared, grid 4x1x1" in text
+
+
+def test_text_and_json_of_several_gpus(monkeypatch):
+    one = made(2)
+    for layer in 0, None:
+        fields = {"kind": "all-reduce", "layer": layer, "num_read": 10 << 10, "times": 2}
+        one["launches"].append({**vars(launch("jit(decode)/shard_map/verify/psum")), **fields})
+    one |= {"is_one_command_buffer": False, "top_level": ["kCommandBuffer"] * 3 + ["kAllReduce"]}
+    monkeypatch.setattr(report, "compile_functions", lambda *_, **__: [one])
+    found = report.compile_step(LLAMA, batch=1, k=0, num_layers=2, tensor_parallel_size=4)
+    text = "\n".join(as_lines(found))
+    for expected in (
+        r"launches by the host +4\n",
+        r"step +4 all-reduce: 40.0 KiB\n",
+        r"of a full_attention layer +2 all-reduce: 20.0 KiB\n",
+        r"outside of the target's layers\n +20.0 KiB  all-reduce .* verify/psum\n",
+        r"GPUs +4; all figures are of each of them\n",
+    ):
+        assert re.search(expected, text), (expected, text)
+    assert [x["kind"] for x in as_json(found)["collectives"]] == ["all-reduce"] * 2
 
 
 PTXAS_SAYS = """\

@@ -293,11 +293,11 @@ def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> Draft
     Raises:
         CheckpointError: the model's vocabulary size differs from the target's.
     """
-    model = describe_model(read_config(folder))
+    model: Any = describe_model(read_config(folder))
     if model.vocab_size != target.vocab_size:
         raise CheckpointError(
             f"{folder}: vocab_size={model.vocab_size} differs from the target's "
             f"{target.vocab_size}, and configs have no tokenizers to match tokens; use a model "
             "with the target's vocabulary"
         )
-    return DraftModel(ModelWeights(model))
+    return DraftModel(ModelWeights(replace(model, num_devices=target.num_devices)))

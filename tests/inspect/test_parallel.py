@@ -1,0 +1,80 @@
+"""Steps of two H200s, compiled without any: their collectives, and the figures of each of them."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from specjax.engine.xla_options import collective_options
+from specjax.inspect.report import StepRequest, compile_steps, in_layer, part_of
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "configs" / "Llama-3.2-1B"
+BATCH, K, DIM, LAYERS = 8, 2, 2048, 2
+ROWS, COLUMNS = 8, 512
+NAMES = "auto", "graph"
+
+pytestmark = pytest.mark.h200
+
+
+def exchange(mesh):
+    """For compile.py: sums and gathers what two devices hold."""
+
+    def each(x):
+        total = jax.lax.psum(x[0], "model")
+        return total, jax.lax.all_gather(jnp.sin(total) + x[0], "model")
+
+    specs = PartitionSpec("model"), PartitionSpec()
+    mapped = jax.shard_map(each, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    sharding = NamedSharding(AbstractMesh((2,), ("model",)), specs[0])
+    x = jax.ShapeDtypeStruct((2, ROWS, COLUMNS), jnp.float32, sharding=sharding)
+    return jax.jit(mapped), (x,), {}
+
+
+@pytest.mark.parametrize("collectives", ["auto", "nccl"])
+def test_bytes_of_collectives(compile_for_h200, collectives):
+    """An all-reduce by XLA's kernel, or one by NCCL; the gather is always NCCL's."""
+    asked = {"options": collective_options(collectives), "mesh": ("model", 2)}
+    (report,) = compile_for_h200(
+        __file__, {0: ("exchange", {})}, traffic={"batch": 1, "context": 1}, **asked
+    ).values()
+    size = 4 * ROWS * COLUMNS
+    found = {x["kind"]: (x["num_read"], x["num_written"]) for x in report["launches"]}
+    assert found["all-reduce"] == (size, size) and found["all-gather"] == (size, 2 * size)
+    kinds = {thunk["kind"] for thunk in report["thunks"]}
+    assert ("kCollectiveKernel" in kinds) == (collectives == "auto")
+
+
+@pytest.fixture(scope="module")
+def reports(compile_for_h200):
+    """A step by each way to exchange sums."""
+    fields = {"model": MODEL, "batch": BATCH, "k": K, "method": "eagle", "num_layers": LAYERS}
+    fields["tensor_parallel_size"] = 2
+    made = compile_steps([StepRequest(**fields, collectives=name) for name in NAMES])
+    return dict(zip(NAMES, made, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step(reports, name):
+    """Two sums per layer, and one per embedding; each sampled row gathers a token and its score."""
+    report = reports[name]
+    (layers,) = report.layers.values()
+    row, rows = 2 * DIM, BATCH * (K + 1)
+    assert layers.minimum == layers.maximum
+    assert [(x.kind, x.num_read) for x in layers.collectives] == [("all-reduce", rows * row)] * 2
+    outside = [(part_of(x), x.kind, x.num_read) for x in report.collectives if not in_layer(x)]
+    assert sorted(outside) == sorted(
+        [
+            *[("draft", "all-reduce", BATCH * row)] * 3 * K,  # the embedding, and a layer
+            *[("draft", "all-gather", BATCH * 8)] * K,
+            ("verify", "all-reduce", rows * row),
+            ("settle", "all-gather", rows * 8),
+            ("observe", "all-reduce", rows * row),
+        ]
+    )
+    assert report.is_one_command_buffer == (name == "graph")
+    assert report.is_state_in_place and 1 <= report.verify.ratio < 1.08
+    weights = report.memory["argument"] - report.state_bytes
+    half = (LAYERS * 60_817_408 + 128256 * DIM) * 2 // 2  # of projections and embedding, in bf16
+    assert half < report.minimum.weights < 1.001 * half < weights < 1.3 * half  # with EAGLE's layer
