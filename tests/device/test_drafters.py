@@ -15,7 +15,7 @@ from specjax.device.drafters.p_eagle import PEagleDrafter
 from specjax.device.drafters.registry import DRAFTERS
 from specjax.rl.weights import brings_module, stage_drafter
 from specjax.train.losses import drafter_loss
-from specjax.train.target import demo_qwen3_5
+from specjax.train.target import demo_glm4_moe_lite, demo_qwen3_5
 
 
 def test_every_method_can_be_loaded():
@@ -64,6 +64,15 @@ def test_a_module_in_the_targets_files_is_told_by_its_names():
     assert brings_module({"model.norm.weight": 0, "mtp.fc.weight": 0}, own)
     assert not brings_module({"model.norm.weight": 0}, own)
     assert own.weights.is_unused("model.norm.weight") and not own.weights.is_unused("mtp.x")
+
+
+def test_a_module_caches_one_layer():
+    assert MTPHead(demo_qwen3_5(48, 8, 64)).cache_kind.num_layers == 1
+
+
+def test_a_head_for_latent_attention_is_as_wide_as_its_target():
+    shape = demo_glm4_moe_lite(48, 2, 192).head_shape
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (3, 1, 64)
 
 
 def test_weights_of_an_unknown_kind_have_no_loss():

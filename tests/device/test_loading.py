@@ -1,5 +1,6 @@
 """Loading: values against numpy on hand-made files, all faults in one error, host memory."""
 
+import time
 import tracemalloc
 
 import jax
@@ -109,6 +110,19 @@ def test_host_memory_is_the_arrays_and_little_more(tmp_path, monkeypatch, keeps_
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(params) == num and peak < most * 4 * side * side
+
+
+def test_a_fault_ends_the_reading(tmp_path, monkeypatch):
+    tried, specs = [], [stored([f"{i}"], (1,)) for i in range(100)]
+
+    def fail(*_):
+        tried.append(time.sleep(0.05))
+        raise OSError("gone")
+
+    monkeypatch.setattr(loading, "lay_out", fail)
+    with pytest.raises(OSError, match="gone"):
+        load_params(saved(tmp_path, file_tensors(specs=specs)), specs, np.dtype(np.float32))
+    assert len(tried) < 100
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

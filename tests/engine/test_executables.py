@@ -281,6 +281,11 @@ def test_a_folder_that_others_may_write_to_is_not_read(later, caplog, monkeypatc
     )
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_trusted(tmp_path):
+    (tmp_path / "file").touch()
+    assert executables._distrust(tmp_path / "file" / "programs") == "Not a directory"
+
+
 def test_threads_that_compile_say_a_line_once(monkeypatch):
     told = []
 

@@ -1,5 +1,6 @@
 """What an engine runs before everything is compiled, on a simulated device that takes its time."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,6 +196,11 @@ def test_a_variant_that_does_not_compile_is_its_own_requests_fault(engine):
     assert bad.finish_reason == "error" and "no such operation" in str(bad.error)
     assert len(good.output) == 20
     assert engine.metrics().requests_finished == {"error": 1, "length": 1}
+    engine.programs.failures.clear()
+    again = add(engine, 2, 5, logits_processors=[double])
+    for _ in range(50):
+        engine.step()
+    assert len(again.output) == 5, "it is compiled once more"
 
 
 def test_those_that_wait_for_programs_can_be_aborted_and_dropped(engine):
@@ -239,8 +245,18 @@ def test_nothing_is_timed_while_something_is_compiled():
     engine._look()
     assert not told
     engine.programs.finish(show_progress=False)
+    start = time.perf_counter()
     engine._look()
     assert sorted(told) == [(4, 0), (4, 1)]
+    assert engine.clock.start >= start, "no part that was launched before is timed"
+
+
+def test_no_round_is_timed_from_before_its_step_began(engine):
+    add(engine, 0)
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.step()
+        assert [step.start >= start for step in engine._in_flight] == [True]
 
 
 def test_a_policy_that_cannot_begin_changes_nothing():

@@ -77,3 +77,11 @@ def test_a_round_takes_what_it_takes_while_serving(monkeypatch, host_ms):
     for (batch, k), context in product(product(BATCHES, KS), (0, SHORT)):
         expected = max(host_ms, round_ms(batch, k, context))
         assert cost.ms(batch, k, batch * context) == pytest.approx(expected, rel=0.01)
+
+
+def test_context_costs_what_it_costs_the_k_that_minds_it_least(monkeypatch):
+    machine = Machine(1.0, lambda batch, k, context: 5.0 + 0.002 * (1 + k) * batch * context)
+    monkeypatch.setattr(time, "perf_counter", lambda: machine.now / 1e3)
+    layout = Layout(4, MAX_MODEL_LEN, MAX_MODEL_LEN // 16, 10)
+    cost = measure_rounds(machine, Variant(), layout, (64,), KS, BATCHES)
+    assert cost.ms_per_context_token == pytest.approx(0.002, rel=0.01)

@@ -178,3 +178,10 @@ def test_chunks_that_are_run_again_bring_the_prompts_logprobs_once():
         sequence.append(RowOutput([], prompt_logprobs=told, start=0))
     sequence.append(RowOutput([11], prompt_logprobs=[], start=2))
     assert sequence.prompt_logprobs == [None, *both]
+
+
+def test_drafts_after_the_end_are_not_rejected():
+    sequence = make_sequence()
+    for row, counted in ([10, 11], (3, 1)), ([12, STOP], (1, 1)):
+        outcome = sequence.draft_outcome(3, sequence.append(RowOutput(row)))
+        assert (outcome.num_drafts, outcome.num_accepted) == counted

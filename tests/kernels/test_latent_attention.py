@@ -21,12 +21,13 @@ from specjax.device.weights.latent_up import LatentUp
 
 RANK, ROTATED, NOPE, VALUE, PAGE_SIZE = 64, 16, 36, 20, 16
 SCALE = 0.21
-# Requests and heads. A page that is not full, one that is, a request without rows, and more rows
-# than a tile has.
+# Requests and heads. A page that is not full, one that is, a request without rows, more rows than a
+# tile has, and a context of more pages than a block has, but not twice as many.
 CASES = {
     "decode": (Case((0, 16, 70, 200), (1, 1, 0, 1), 1), 3),
     "verify": (Case((5, 31, 250, 0), (4, 2, 4, 0), 4), 5),
     "chunk": (Case((0, 40), (24, 17), 24), 4),
+    "blocks": (Case((0, 16), (40, 48), 48, table_columns=4), 4),
 }
 
 # One program for all of a context; the kernel's own choice for so few requests is to split it.
@@ -108,13 +109,14 @@ def test_bf16_and_bits_that_do_not_depend_on_other_requests(implementation):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
-def test_the_plain_form_of_chunks(kernels):
-    """Keys and values of heads, of the context in blocks of a page; one request ends before."""
-    nope, rotated, key_up, value_up, pool, table, positions = made("chunk")
+@pytest.mark.parametrize("case", ["chunk", "blocks"])
+def test_the_plain_form_of_chunks(case, kernels):
+    """Keys and values of heads, of the context in blocks; one request ends before."""
+    nope, rotated, key_up, value_up, pool, table, positions = made(case)
     rows = CachedRows(positions.reshape(-1), table, folds=True, kernels=kernels)
     up = np.concatenate([key_up, value_up], axis=1).reshape(-1, RANK).astype(np.float32)
     up = LatentUp(up, *key_up.shape[:2])
     queries = (x.reshape(-1, *x.shape[2:]).astype(np.float32) for x in (nope, rotated))
     out = jax.jit(attend_plainly)(rows, pool, np.int32(LAYER), *queries, up, np.float32(SCALE))
-    expected = attention_by_definition(*made("chunk"))
+    expected = attention_by_definition(*made(case))
     np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=0, atol=1e-5)

@@ -122,6 +122,7 @@ MIXED = ["sliding_attention", "full_attention"]
 FULL = AttentionMask()
 MASKS = {
     "full": ({}, [FULL, FULL]),
+    "untyped": ({"layer_types": None}, [FULL, FULL]),
     "causal": ({"is_causal": True}, [AttentionMask(ahead=0)] * 2),
     "causal-in-own-config": (
         {"dflash_config": {**IN_CONFIG, "causal": True}},
