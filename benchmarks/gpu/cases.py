@@ -269,6 +269,14 @@ CASES = (
         for name in ("Llama-3.1-8B", "Qwen3.5-27B")
     ),
     _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
+    Case(
+        name="kernels/scaled",
+        function="scaled:time_scaled",
+        about="Llama-3.1-8B's matmuls in 8 and 4 bits, in XLA's ways and with several tilings",
+        seconds=150,
+        least=60,
+        environment=NO_GRAPHS,
+    ),
     _grid(4, 60),
     _grid(128, 60),
     *(

@@ -79,6 +79,7 @@ BLOCKS = (
     Block(60, ("prefill",)),
     Block(80, ("projections/few",)),
     Block(150, ("kernels/tiles",)),
+    Block(150, ("kernels/scaled",)),
     Block(150, ("loading",)),
     Block(120, ("host/1", "graphs/off", "graphs/on")),
     Block(180, ("grid/16", "grid/4", "grid/128")),

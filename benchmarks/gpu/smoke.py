@@ -41,6 +41,7 @@ from problems import (
     pool,
     rotation,
     routes,
+    scaled,
     truncation,
 )
 from schedules import served_rule
@@ -77,6 +78,7 @@ class Smoke:
 
 def cases() -> Iterator[Smoke]:
     """Yield the cases. Kernels that changed most since they last ran on a card come first."""
+    yield from _scaled()
     yield from _routes()
     for is_tiny, num_rows, vocab in (True, 4, 300), (False, 8, 151936):
         make = partial(truncation, num_rows, vocab)
@@ -103,6 +105,21 @@ def _kept(results: list[np.ndarray]) -> Any:
     (logits,) = results
     counts = np.isfinite(logits).sum(1, keepdims=True)
     return np.log(counts), np.where(np.isfinite(logits), logits, np.inf).min(1, keepdims=True)
+
+
+def _scaled() -> Iterator[Smoke]:
+    for is_tiny, rows, depth, width, block, dtype in (
+        (True, 4, 200, 72, (128, 128), F32),
+        (False, 1, 4096, 1024, (128, 128), BF16),
+        (False, 40, 1024, 4096, (1, 1024), BF16),
+        (False, 300, 512, 1000, (64, 128), BF16),
+    ):
+
+        def truth(nothing, item, block=block):
+            return [truths.scaled_matmul(*item, block)]
+
+        make = partial(scaled, rows, depth, width, block, dtype)
+        yield Smoke(f"scaled_matmul {rows}", dtype, is_tiny, make, truth)
 
 
 def _routes() -> Iterator[Smoke]:

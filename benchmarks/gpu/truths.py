@@ -121,6 +121,12 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Ar
     return np.concatenate(parts)
 
 
+def scaled_matmul(x: Array, values: Array, scales: Array, block: tuple[int, int]) -> Array:
+    """Return the products with a matrix of blocks that have a scale each."""
+    numbers = [np.arange(size) // side for size, side in zip(values.shape, block, strict=True)]
+    return f64(x) @ (f64(values) * f64(scales)[np.ix_(*numbers)]).T
+
+
 def route(
     logits: Array, num_chosen: int, rule: Rule, correction: Array | None, is_padding: Array
 ) -> tuple[Array, ...]:

@@ -158,6 +158,11 @@ class DividedSpec(TensorSpec):
         return self.num_devices, *self.local.shape
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return self.local.shape
+
+    @property
     def whole(self) -> TensorSpec:
         """The spec of the whole model's array."""
         return type(self.local)(**{one.name: getattr(self, one.name) for one in fields(TensorSpec)})

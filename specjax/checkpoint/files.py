@@ -41,15 +41,15 @@ class TensorFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, without reading it."""
-        return self._tensor(name).shape
+        return self.tensor(name).shape
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype in which one tensor is read."""
-        return self._tensor(name).dtype
+        return self.tensor(name).dtype
 
     def read(self, name: str) -> Any:
         """Read only this tensor, into a new array of the tensor's dtype."""
-        return self._tensor(name).read()
+        return self.tensor(name).read()
 
     def equal(self, one: str, other: str) -> bool:
         """Read two tensors; return whether they have the same values, regardless of dtype."""
@@ -57,7 +57,8 @@ class TensorFiles:
             return False
         return bool((self.read(one) == self.read(other)).all())
 
-    def _tensor(self, name: str) -> Readable:
+    def tensor(self, name: str) -> Readable:
+        """Return one tensor, without reading it."""
         if name not in self.tensors:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name}; check that it is the checkpoint you mean"

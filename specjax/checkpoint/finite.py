@@ -9,7 +9,12 @@ import ml_dtypes
 import numpy as np
 
 _CHUNK = 2**18  # elements; small enough for the CPU's cache
-_INTEGERS = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32), 8: (np.int64, np.uint64)}
+_INTEGERS = {
+    1: (np.int8, np.uint8),
+    2: (np.int16, np.uint16),
+    4: (np.int32, np.uint32),
+    8: (np.int64, np.uint64),
+}
 _INFINITY = {
     np.dtype(kind): np.array(math.inf, kind)
     for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
@@ -17,16 +22,19 @@ _INFINITY = {
 
 
 FLOATS = frozenset(_INFINITY)  # dtypes of unquantised weights
+# This one has no infinity, but NaN with the largest bits.
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_LIMITS = _INFINITY | {_FLOAT8: np.array(math.nan, _FLOAT8)}
 
 
 def all_finite(array: Any) -> Any:
     """Return whether all elements are finite, as a bool or as a device array.
 
-    `jax.device_get` converts both to a bool. Only floats of 16 bits or more are checked; arrays of
-    other dtypes count as finite.
+    `jax.device_get` converts both to a bool. Only floats of 16 bits or more, and float8_e4m3fn, are
+    checked; arrays of other dtypes count as finite.
     """
     dtype = np.dtype(array.dtype)
-    if dtype not in _INFINITY:
+    if dtype not in _LIMITS:
         return True
     if not isinstance(array, jax.Array) or _is_near(array):
         return _on_host(np.asarray(array))
@@ -43,7 +51,7 @@ def _on_host(array: np.ndarray) -> bool:
     # integers if negative.
     signed, unsigned = _INTEGERS[array.dtype.itemsize]
     flat = np.ascontiguousarray(array).reshape(-1)
-    limit: Any = _INFINITY[array.dtype]
+    limit: Any = _LIMITS[array.dtype]
     for i in range(0, len(flat), _CHUNK):
         chunk = flat[i : i + _CHUNK]
         if chunk.view(signed).max() >= limit.view(signed):

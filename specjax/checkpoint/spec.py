@@ -4,7 +4,7 @@ A model describes its parameters as a pytree of `TensorSpec` with the structure 
 so loading, exporting, initialising and checking each walk that tree once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -71,6 +71,15 @@ class TensorSpec:
         if self.num_stacked:
             shape = (self.num_stacked, rows // self.num_stacked, *inner)
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """Return the file tensors in the order of `names`; `find` takes a name, see `Readable`."""
+        return [find(name).read() for name in self.names]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part of the array that one device has."""
+        return self.shape
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Return the engine array in `dtype`, from the file tensors in the order of `names`."""

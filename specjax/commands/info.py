@@ -16,12 +16,14 @@ import numpy as np
 
 from specjax.bench.environment import describe_environment
 from specjax.checkpoint.files import open_checkpoint
+from specjax.commands.compile_arguments import NAMES as COMPILED_NAMES
 from specjax.commands.info_text import answer, as_lines
 from specjax.commands.speculation import read_speculation
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent, page_windows
+from specjax.device.parallel import specs_of
 from specjax.device.placement import default_device
 from specjax.host.windows import window_pages
 from specjax.inspect.gpus import GPU, GPUS
@@ -38,15 +40,13 @@ from specjax.serving.memory import (
 from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
-COMPILED_ONLY = ("batch_size", "context", "gemm", "layers", "resources")
-COMPILED_ONLY += ("tensor_parallel_size", "collectives")
 GPU_CONTEXTS = (4096, 32768)
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for activations, logits and compiled programs
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `specjax info` without --compile."""
-    for name in COMPILED_ONLY:
+    for name in COMPILED_NAMES:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
     if args.data is not None:
@@ -186,6 +186,7 @@ class Needs:
 class Described:
     """A target and its drafter, as the report describes them."""
 
+    specs: Any  # of the target's parameters
     target: Model
     drafter: Drafter
     drafter_params: Any  # arrays or their shapes
@@ -198,7 +199,7 @@ class Described:
         """Return the target and the drafter of a plan."""
         target, page_size = plan.source.target, plan.config.page_size
         windows = page_windows(target, plan.config)
-        models = target, plan.drafter, plan.drafter_params
+        models = plan.source.specs, target, plan.drafter, plan.drafter_params
         return cls(*models, plan.num_drafts, page_size, windows)
 
     def slot(self, dtype: str) -> dict[str, int] | None:
@@ -219,9 +220,9 @@ class Described:
     def drafter_weights(self, dtype: str) -> int:
         """Return the bytes of the drafter's parameters in `dtype`, on each device."""
         if self.target.num_devices > 1 and self.drafter.weights is not None:
-            return weight_bytes(self.drafter.weights, dtype)
+            return weight_bytes(specs_of(self.drafter.weights), dtype)
         return sum(
-            x.size * np.dtype(dtype if _is_float(x) else x.dtype).itemsize
+            x.size * np.dtype(dtype if _is_wide(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
         )
 
@@ -239,7 +240,7 @@ class Described:
         An accepted token advances the state in the next round.
         """
         own, drafter = self.caches(dtype)
-        weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
+        weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
@@ -285,7 +286,7 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
         "are_here": source.has_weights,
         "num_parameters": sum(math.prod(spec.shape) for spec in jax.tree.leaves(target.specs())),
         "stored_bytes": dict(stored) if source.has_weights else None,
-        "loaded_bytes": {dtype: weight_bytes(target, dtype) for dtype in DTYPES},
+        "loaded_bytes": {dtype: weight_bytes(source.specs, dtype) for dtype in DTYPES},
     }
 
 
@@ -307,8 +308,7 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
     For comparison, the result includes the bytes that snapshots of recurrent states would need.
     """
-    own, drafter = setup.caches(dtype)
-    has_drafter = setup.drafter != NoDrafter()
+    (own, drafter), has_drafter = setup.caches(dtype), setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
     slot, num_states = setup.slot(dtype), setup.num_drafts + 1
     return {
@@ -434,6 +434,11 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_wide(x: Any) -> bool:
+    """Return whether an array is loaded in the chosen dtype, unlike integers and float8."""
+    return _is_float(x) and x.dtype.itemsize > 1
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.placement import DIVIDED, REPLICATED, Placement, assemble, default_device
+from specjax.device.weights.scaled import as_stored
 
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
@@ -51,6 +52,8 @@ def load_params(
 ) -> Any:
     """Return a tree of arrays in `dtype`, one for each `TensorSpec` of the tree `specs`.
 
+    Matrices of float8 tensors with scales become `Scaled`, and stay in float8.
+
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
     Args:
@@ -63,12 +66,13 @@ def load_params(
         CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
             read. Or tensors have NaN or infinity. The message lists the tensors.
     """
-    leaves, tree = jax.tree.flatten(specs)
+    leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)
     placement = placement or Placement.on(default_device())
 
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
-        parts = [_narrowed(files.read(rename(name))) for name in spec.names]
+        parts = spec.read(lambda name: files.tensor(rename(name)))
+        parts = [_narrowed(part) for part in parts]
         place = DIVIDED if isinstance(spec, DividedSpec) else REPLICATED
         array = lay_out(parts, spec, dtype, placement.sharding(place))
         is_finite = all_finite(array)

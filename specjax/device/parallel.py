@@ -57,15 +57,18 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
     return jax.tree.map(lambda x: _summed(x) if is_weight(x) else x, tree, is_leaf=is_weight)
 
 
-def shapes_of(one: Divisible, dtype: Any) -> Any:
-    """Return the shapes of the weights of a model or head. Divided ones are `is_divided`."""
+def shapes_of(specs: Any, dtype: Any) -> Any:
+    """Return the shapes of the arrays that a tree of specs describes.
+
+    The shape of an array that is divided over devices is `is_divided`.
+    """
 
     def shape(spec: TensorSpec) -> jax.ShapeDtypeStruct:
         if isinstance(spec, DividedSpec):
             return divided_shape(spec.shape, spec.dtype or dtype)
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype)
 
-    return jax.tree.map(shape, specs_of(one))
+    return jax.tree.map(shape, specs)
 
 
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:

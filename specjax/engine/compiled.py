@@ -74,13 +74,13 @@ class CompiledPrograms:
         toolchain = toolchain or Toolchain()
         self._placement = placement or Placement.on(default_device())
         platform = self._placement.device.platform
+        self._config, self._max_drafts = config, max_drafts
         self._params: Params | None = None
         self.params = params
         if self._placement.num_devices > 1:
             target, drafter = target.local, drafter.local
         self.model = toolchain.make_model(config, target, drafter, verification, platform)
         self.layout = layout
-        self._config, self._max_drafts = config, max_drafts
         self.renew()
         static = Static(self.model, layout)
         weights = jax.tree.unflatten(self._weights_tree, self._weights)
@@ -108,7 +108,7 @@ class CompiledPrograms:
     @params.setter
     def params(self, params: Params) -> None:
         if params is not self._params:
-            weights = weights_on(self._placement.device.platform, params)
+            weights = weights_on(self._placement.device.platform, params, self._config.kernels)
             self._weights, self._weights_tree = jax.tree.flatten(weights)
             self._params = params
 

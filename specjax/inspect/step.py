@@ -13,7 +13,7 @@ from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
 from specjax.device.models.model import Model
-from specjax.device.parallel import shapes_of
+from specjax.device.parallel import shapes_of, specs_of
 from specjax.device.placement import divided_shape, is_divided, local_shape
 from specjax.device.verification import SeedExact, Verification, make_verification
 from specjax.engine.programs import Decode, Observe
@@ -114,6 +114,8 @@ def open_parts(
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
+    If a checkpoint's weights are there, they show which matrices are in float8.
+
     Args:
         model: a checkpoint or a config, as for `specjax info`.
         speculation: the fields of a `SpeculativeConfig`; None for plain decoding.
@@ -134,7 +136,7 @@ def open_parts(
     fewer = target if num_layers is None else with_layers(target, num_layers)
     drafter = reading_at_most(drafter, fewer.num_layers)
     given = _drafter_shapes(drafter, drafter_params, dtype)
-    params = Params(shapes_of(fewer, dtype), given)
+    params = Params(shapes_of(replace(source, target=fewer).specs, dtype), given)
     return Parts(fewer, drafter, verification, params, target.num_layers)
 
 
@@ -142,7 +144,7 @@ def _drafter_shapes(drafter: Drafter, params: Any, dtype: str) -> Any:
     """Return the shapes of a drafter's parameters, which may be arrays on this device."""
     if drafter.weights is None:
         return params
-    specs = jax.tree_util.tree_leaves_with_path(shapes_of(drafter.weights, dtype))
+    specs = jax.tree_util.tree_leaves_with_path(shapes_of(specs_of(drafter.weights), dtype))
     divided = {path for path, x in specs if is_divided(x)}
 
     def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
+from specjax.checkpoint.scaled import STORED
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
@@ -155,6 +156,11 @@ def stage(
         ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
     places = paths(current)
+    if narrow := [path for path, leaf in places.items() if leaf.dtype == STORED]:
+        raise ValueError(
+            f"the engine keeps {_listed(narrow)} in float8, as its checkpoint does, and takes no "
+            f"{name}; build it from a checkpoint in bfloat16"
+        )
     has_paths = any(tensor in places for tensor in given)
     specs: dict[str, Any] = paths(
         specs_of({} if has_paths else {tensor: tuple(x.shape) for tensor, x in given.items()})
@@ -324,7 +330,7 @@ def copies(params: Any) -> Any:
 @jax.jit
 def _digest(x: jax.Array) -> jax.Array:
     """Return two checksums u32[2] of an array, which depend on its words and on their order."""
-    kind = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
     place = jnp.arange(words.size, dtype=jnp.uint32)
     mixed = (words ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
@@ -335,7 +341,7 @@ def _digest(x: jax.Array) -> jax.Array:
 def checksum(params: Any) -> str:
     """Return a digest of the bits, shapes and paths of a tree's arrays.
 
-    The arrays have 16 or 32 bits per element. The digest is equal on all devices. Each array is
+    The arrays have 8, 16 or 32 bits per element. The digest is equal on all devices. Each array is
     summed on its own device, so that no weights are transferred. The digest is not cryptographic:
     it detects mistakes, not forgeries.
     """

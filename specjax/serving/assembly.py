@@ -140,10 +140,10 @@ def make_plan(
         speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    weights = 0 if source.params is not None else weight_bytes(target, chosen.name)
+    weights = 0 if source.params is not None else weight_bytes(source.specs, chosen.name)
     platform = default_device().platform
     if target.num_devices == 1:
-        weights += second_form_bytes(platform, chosen.name, target.specs())
+        weights += second_form_bytes(platform, chosen.name, source.specs)
     if max_num_seqs is None:
         max_num_seqs = usual_num_seqs(target, num_drafts, chosen.name, weights)
     config = make_config(
@@ -215,7 +215,7 @@ def assemble(
     config = plan.fitted(
         num_pages=options["num_pages"], gpu_memory_utilization=gpu_memory_utilization
     )
-    size = decimal(weight_bytes(target, dtype))
+    size = decimal(weight_bytes(source.specs, dtype))
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
     params = source.params
     if tensor_parallel_size > 1 and params is not None:

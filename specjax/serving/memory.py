@@ -12,7 +12,6 @@ from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model, init_caches, is_recurrent
-from specjax.device.parallel import Divisible
 from specjax.device.placement import default_device
 from specjax.host.memory import available_bytes
 from specjax.host.windows import pages_in_use, window_pages
@@ -91,10 +90,15 @@ def drafter_cache_bytes(
     return _per_page_and_slot(measure)
 
 
-def weight_bytes(target: Divisible, dtype: str) -> int:
-    """Return the bytes of the parameters of a model or head, in `dtype`, on each device."""
-    specs = jax.tree.leaves(target.local.specs())
-    return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
+def weight_bytes(specs: Any, dtype: str) -> int:
+    """Return the bytes that the parameters of a tree of `TensorSpec` take on each device.
+
+    `dtype` is the dtype of parameters whose specs have no dtype.
+    """
+    return sum(
+        math.prod(spec.local_shape) * np.dtype(spec.dtype or dtype).itemsize
+        for spec in jax.tree.leaves(specs)
+    )
 
 
 class EngineNeeds(NamedTuple):

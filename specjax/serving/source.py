@@ -2,7 +2,7 @@
 
 import reprlib
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ from specjax.device.drafters.registry import (
 from specjax.device.loading import Log, no_log
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
-from specjax.device.models.registry import describe_checkpoint, describe_model, read_config
+from specjax.device.models.registry import (
+    describe_checkpoint,
+    describe_model,
+    read_config,
+    stored_specs,
+)
+from specjax.device.parallel import specs_of
 from specjax.device.placement import Placement
 from specjax.serving.defaults import params_dtype, stored_dtype
 
@@ -40,6 +46,13 @@ class ModelSource:
     folder: Path | None = None  # the checkpoint's folder; None for a `Model` value or config file
     has_weights: bool = False  # whether the folder has weights
     params: Any = None  # parameters of a `Model` value
+
+    @cached_property
+    def specs(self) -> Any:
+        """The specs of the parameters, in float8 where the folder has them so."""
+        if self.folder is None or not self.has_weights:
+            return specs_of(self.target)
+        return stored_specs(self.folder, self.target)
 
     @property
     def origin(self) -> str:

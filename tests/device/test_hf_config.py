@@ -36,7 +36,7 @@ REFUSED = [
             ({"full_attention_interval": 0}, ""),
             ({"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "=6", "key_heads=4"),
             ({"mtp_num_hidden_layers": "2"}, "a positive integer"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+            ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
             ({"attn_output_gate": False}, "False", "True"),
             ({"attention_bias": True}, "True"),
             ({"use_sliding_window": True}, "True"),
@@ -184,11 +184,25 @@ def test_text_models_and_wholes_that_are_not_read(kind, fields, words):
     refusal(lambda: describe_model(whole), "config.json", *words)
 
 
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 METHODS = [
-    {"quant_method": "fp8"},
+    {"quant_method": "gptq"},
     {"quant_method": "fp8", "weight_block_size": [128]},
     {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},
     {"quant_method": "compressed-tensors"},
+    *(
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": FLOAT8 | one}},
+            **others,
+        }
+        for one, others in (
+            ({"num_bits": 4}, {}),
+            ({"symmetric": False}, {}),
+            ({"strategy": "group"}, {}),
+            ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+        )
+    ),
     {"quant_method": "mxfp4"},
     "int8",
     {"bits": 8},

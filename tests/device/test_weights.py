@@ -10,6 +10,7 @@ import pytest
 from specjax.device.weights import matrix
 from specjax.device.weights import weight as weight_module
 from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
+from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.table import Table
 from specjax.device.weights.weight import second_form_bytes, weights_on
 
@@ -37,6 +38,20 @@ def test_products_are_those_of_the_matrix(platform, kind, num_rows):
     parts = weight.split(weight.multiply(x))
     assert list(parts) == ["q", "k", "v"]
     np.testing.assert_allclose(parts["k"], expected[:, 96:160], atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "interpret"])
+def test_products_with_scaled_numbers(kernels):
+    values = np.random.default_rng(0).normal(size=(192, 24)).astype("float8_e4m3fn")
+    scales = np.linspace(0.5, 2, 6, dtype=np.float32)[:, None]
+    given = Scaled(jnp.asarray(values), PARTS, scales=jnp.asarray(scales), block=(32, 24))
+    weight = weights_on("cpu", {"qkv": given}, kernels)["qkv"]
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 24)), jnp.float32)
+    expected = np.asarray(x, np.float64) @ (values.astype(float) * scales.repeat(32, 0)).T
+    np.testing.assert_allclose(jax.jit(Scaled.multiply)(weight, x), expected, atol=1e-4)
+    made = weight.multiply_from(x[0].astype(jnp.bfloat16), weight.start("k"))
+    assert made.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(made, float), expected[0, :, 96:], atol=0.2)
 
 
 def test_sums_are_of_the_type_that_is_asked_for():

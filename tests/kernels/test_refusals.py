@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.route import Rule, route
+from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.truncation import truncate
 
 
@@ -87,6 +88,14 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
         route,
         {"logits": (4, 8), "num_chosen": 2, "rule": Rule(True), "correction": (8,)},
+    ),
+    "scaled_matmul": (
+        partial(scaled_matmul, block=(64, 128)),
+        {
+            "x": (5, 200),
+            "values": jax.ShapeDtypeStruct((150, 200), "float8_e4m3fn"),
+            "scales": (3, 2),
+        },
     ),
     "truncation": (
         truncate,
@@ -223,6 +232,10 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         r"correction must be \[E=8\]; got \(7,\)": [{"correction": (7,)}],
         r"is_padding must be bool\[N=4\]; got float32\(4,\)": [{"is_padding": (4,)}],
     },
+    "scaled_matmul": {
+        "x must be": [{"x": (200,)}, {"x": (5, 150)}, {"values": (200,)}],
+        r"scales must be \(3, 2\) for blocks of \(64, 128\)": [{"scales": (2, 3)}],
+    },
     "truncation": {
         r"logits must be \[N, V": [{"logits": (8,)}],
         **{rf"{name} must be \[N=3": [{name: (4,)}] for name in NAMES},
@@ -275,6 +288,13 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rms_norm": {"D=32768; at most": {"x": (1, 2**15), "delta": (1, 2**15), "weight": (2**15,)}},
     "rope_write": {"D=48": of_dim(48), "D=8": of_dim(8)},
+    "scaled_matmul": {
+        "values float8_e4m3fn; got": {"values": (150, 200)},
+        r"fewer than 2\^31 numbers": {
+            "values": jax.ShapeDtypeStruct((2**24, 200), FP8),
+            "scales": (2**18, 2),
+        },
+    },
     "truncation": {"logits must be float32; got bfloat16": {"logits": "bfloat16"}},
 }
 

@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.route import Rule, route
+from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.truncation import truncate
 
 Operation = Callable[[str], Callable[[], Any]]
@@ -129,6 +130,10 @@ OPERATIONS: dict[str, Operation] = {
         *(np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]])),
     ),
     "route": routes(),
+    "scaled_matmul": of(
+        partial(scaled_matmul, block=(64, 128)),
+        *(normal(20, 200), normal(150, 200, dtype="float8_e4m3fn"), normal(3, 2)),
+    ),
     # Few requests are split.
     "paged_attention/split": attention(Case((150, 5, 0), (4, 3, 0), 4, has_sinks=True)),
     "paged_attention/window": attention(

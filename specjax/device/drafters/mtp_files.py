@@ -14,7 +14,7 @@ from specjax.device.drafters.mtp import NAMES, MTPHead
 from specjax.device.drafters.mtp_modules import ModulesHead
 from specjax.device.loading import load_params
 from specjax.device.models.model import Model
-from specjax.device.models.registry import named_specs
+from specjax.device.models.registry import find_scales, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, TensorNames, is_within
 
 
@@ -32,7 +32,7 @@ def load(
     tensors, prefix = files.tensors, head.prefix_in_target
     beside = tensors.folder / "mtp.safetensors"
     if not any(is_within(name, (prefix,)) for name in tensors.names()) and beside.exists():
-        tensors = open_file(beside)
+        tensors = find_scales(open_file(beside), files.hf, dtype)
     names = TensorNames.of(tensors.names())
     fc = names.stored(f"{prefix}{NAMES[type(target)].fc}.weight")
     if fc not in tensors.names():

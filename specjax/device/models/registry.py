@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.checkpoint.block_scaled import with_scales
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
+from specjax.checkpoint.scaled import with_scales
 from specjax.checks import did_you_mean
-from specjax.device.loading import Log, load_params, no_log
+from specjax.device.loading import Log, keep_name, load_params, no_log
 from specjax.device.models import arcee, deepseek_v3, gemma, glm4_moe, gpt_oss, llama, qwen3_5
-from specjax.device.models.config_fields import QUANTISATION, check_fields, weight_blocks
+from specjax.device.models.config_fields import QUANTISATION, check_fields, read_float8
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.tensor_names import (
@@ -35,6 +35,7 @@ from specjax.device.models.tensor_names import (
 from specjax.device.models.text_config import WRAPPERS, read_text
 from specjax.device.parallel import Divisible, specs_of
 from specjax.device.placement import Placement
+from specjax.device.weights.scaled import as_stored, dequantise
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
@@ -172,14 +173,29 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
         )
     params = as_arrays(params, "params")
     dtype = np.dtype(params.embedding.values.dtype)
+    params = dequantise(params, dtype)
     save_checkpoint(folder, specs_of(model), params, config | {"dtype": dtype.name}, dtype=dtype)
     copy_tokenizer(origin, folder)
 
 
 def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Open a checkpoint folder's weights; float8 weights with scales are read in `dtype`."""
-    files, block = open_checkpoint(folder), weight_blocks(hf)
-    return files if block is None else with_scales(files, block, dtype)
+    """Open a checkpoint folder's weights; see `find_scales`."""
+    return find_scales(open_checkpoint(folder), hf, dtype)
+
+
+def stored_specs(folder: Path, model: Model) -> Any:
+    """Return the specs of a model's parameters as they are loaded from a checkpoint folder."""
+    files = open_weights(folder, read_config(folder), np.dtype(np.float32))
+    return as_stored(named_specs(model, files.shapes()), files, keep_name)
+
+
+def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
+    """Return files whose float8 tensors have their scales, if the config says that there are any.
+
+    Such tensors are read in `dtype`, unless they are loaded as `Scaled`.
+    """
+    form = read_float8(hf)
+    return files if form is None else with_scales(files, form.block, dtype)
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The interface of all weights, and their place in trees of parameters."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -16,8 +17,9 @@ MAX_DOUBLED = 2**30
 class Weight:
     """One matrix or several, by which rows are multiplied.
 
-    A weight is a pytree of one array, `values`. In a model's `specs()`, a `TensorSpec` takes the
-    place of the array. If a model is divided over devices, `values` is one device's part.
+    A weight is a pytree of one array, `values`, or of two with `scales`. In a model's `specs()`, a
+    `TensorSpec` takes the place of an array. If a model is divided over devices, the arrays are one
+    device's parts.
     """
 
     values: Any
@@ -42,18 +44,26 @@ class Weight:
         """Return the weight in the form with which devices of `platform` multiply fastest."""
         return self
 
+    def with_kernels(self, kernels: str) -> "Weight":
+        """Return the weight that multiplies with these kernels, if it has any."""
+        return self
+
 
 def is_weight(x: Any) -> bool:
     """Return whether x is a weight."""
     return isinstance(x, Weight)
 
 
-def weights_on(platform: str, params: Any) -> Any:
+def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
     """Return the tree `params` with every weight in its form for `platform` ("cpu" or "gpu").
 
     Arrays that need not change are not copied. If all parameters together have more than
-    `MAX_DOUBLED` bytes, the tree is returned unchanged.
+    `MAX_DOUBLED` bytes, no array changes. Weights that have kernels use `kernels`.
     """
+    if kernels != "auto":
+        params = jax.tree.map(
+            lambda x: x.with_kernels(kernels) if is_weight(x) else x, params, is_leaf=is_weight
+        )
     if sum(x.nbytes for x in jax.tree.leaves(params)) > MAX_DOUBLED:
         return params
     return jax.tree.map(lambda x: x.on(platform) if is_weight(x) else x, params, is_leaf=is_weight)
@@ -64,10 +74,9 @@ def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
 
     The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """
-    itemsize = np.dtype(dtype).itemsize
 
     def size(x: Any) -> int:
-        return math.prod(x.shape) * itemsize
+        return math.prod(x.shape) * np.dtype(x.dtype or dtype).itemsize
 
     if sum(map(size, jax.tree.leaves(tree))) > MAX_DOUBLED:
         return 0
@@ -86,18 +95,24 @@ class _Values(GetAttrKey):
 
 
 def weight(cls: W) -> W:
-    """Register a dataclass as a pytree with the array `values`. Its other fields are static."""
-    static = [field.name for field in fields(cls) if field.name != "values"]
-    key = _Values("values")
+    """Register a dataclass as a pytree of the arrays `values` and, if it has them, `scales`.
 
-    def flatten(x: Any) -> tuple[tuple[Any], tuple[Any, ...]]:
-        return (x.values,), tuple(getattr(x, name) for name in static)
+    Its other fields are static.
+    """
+    names = [field.name for field in fields(cls)]
+    arrays = [name for name in names if name in ("values", "scales")]
+    static = [name for name in names if name not in arrays]
+    keys = [_Values(name) if name == "values" else GetAttrKey(name) for name in arrays]
 
-    def flatten_with_keys(x: Any) -> tuple[tuple[tuple[Any, Any]], tuple[Any, ...]]:
-        (values,), others = flatten(x)
-        return ((key, values),), others
+    def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(x, n) for n in arrays), tuple(getattr(x, n) for n in static)
 
-    jax.tree_util.register_pytree_with_keys(
-        cls, flatten_with_keys, lambda others, values: cls(*values, *others), flatten
-    )
+    def flatten_with_keys(x: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        children, others = flatten(x)
+        return tuple(zip(keys, children, strict=True)), others
+
+    def unflatten(others: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        return cls(**dict(zip([*arrays, *static], (*children, *others), strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls

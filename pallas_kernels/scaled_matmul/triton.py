@@ -1,0 +1,187 @@
+"""The scaled product on tensor cores: one program per tile of the result and part of the depth.
+
+A program widens numbers in registers, multiplies a tile of the matrix, and applies the tile's
+scales to the product. If several programs share the depth, XLA sums their results in order.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import add
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.scaled_matmul.reference import scaled_matmul_reference
+from pallas_kernels.triton_call import dot, load, store, triton_call, widen
+
+DTYPES = "bfloat16", "float16", "float32"
+STORED = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class ScaledMatmulTuning:
+    """Tile sizes (powers of two of at least 16) and launch parameters."""
+
+    block_rows: int
+    block_columns: int  # of the result: rows of the stored matrix
+    block_depth: int
+    num_splits: int  # of the depth
+    num_warps: int
+    num_stages: int
+    unroll: int = 1  # tiles of the depth that are loaded together
+
+
+# Keys are the maximum of rows. The splits follow from the matrix.
+BFLOAT16 = {
+    16: ScaledMatmulTuning(16, 64, 128, 1, 4, 4),
+    32: ScaledMatmulTuning(32, 64, 128, 1, 4, 4),
+    64: ScaledMatmulTuning(64, 128, 128, 1, 4, 3),
+    None: ScaledMatmulTuning(128, 128, 128, 1, 8, 3),
+}
+FLOAT32 = ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
+MAX_PROGRAMS = 400  # that share the depth: three for each of an H100's multiprocessors
+MIN_TILES = 4  # of the depth, for each program
+# With more rows, as prompts have, XLA multiplies by the dequantised matrix. On an H100 the kernel
+# that dequantises takes as long as reading the matrix four times; where this begins to pay is an
+# estimate.
+MAX_ROWS = 512
+
+
+def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> ScaledMatmulTuning:
+    """Return the tiles for x [num_rows, depth] and a matrix [num_columns, depth]."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return FLOAT32
+    (config, *_) = (x for most, x in BFLOAT16.items() if most is None or num_rows <= most)
+    return with_splits(config, num_rows, num_columns, depth)
+
+
+def with_splits(
+    config: ScaledMatmulTuning, num_rows: int, num_columns: int, depth: int
+) -> ScaledMatmulTuning:
+    """Return tiles in which programs share the depth if there would be few programs."""
+    blocks = pl.cdiv(num_rows, config.block_rows) * pl.cdiv(num_columns, config.block_columns)
+    tiles = pl.cdiv(depth, config.block_depth)
+    fits = [n for n in (2, 4, 8) if n * blocks <= MAX_PROGRAMS and n * MIN_TILES <= tiles]
+    return replace(config, num_splits=max(fits, default=1))
+
+
+def scaled_matmul_triton(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    block: tuple[int, int],
+    dtype: Any = None,
+    first: int = 0,
+    *,
+    config: ScaledMatmulTuning | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `scaled_matmul`.
+
+    Raises:
+        UnsupportedError: a dtype or the blocks' sizes.
+    """
+    num_rows, depth = x.shape
+    num_columns, dtype = len(values) - first, dtype or x.dtype
+    if x.dtype not in DTYPES or values.dtype != STORED:
+        raise UnsupportedError(
+            f"x must have a dtype of {', '.join(DTYPES)} and values {STORED}; "
+            f"got {x.dtype} and {values.dtype}"
+        )
+    if values.size >= 2**31:  # Triton treats Pallas' 32-bit offsets as signed
+        raise UnsupportedError(f"values must have fewer than 2^31 numbers; got {values.shape}")
+    if config is None:
+        if num_rows > MAX_ROWS:
+            return scaled_matmul_reference(x, values, scales, block, dtype, first)
+        config = choose_config(num_rows, num_columns, depth, x.dtype)
+    if block[1] < depth and block[1] % config.block_depth:
+        raise UnsupportedError(
+            f"block {block} must have a multiple of {config.block_depth} columns, or all {depth}"
+        )
+    if num_rows == 0:
+        return jnp.zeros((0, num_columns), dtype)
+    parts = triton_call(
+        partial(_kernel, block=block, first=first, config=config, interpret=interpret),
+        (x, values, scales.astype(jnp.float32)),
+        [
+            jax.ShapeDtypeStruct(
+                (config.num_splits, num_rows, num_columns),
+                dtype if config.num_splits == 1 else jnp.float32,
+            )
+        ],
+        name="scaled_matmul",
+        # Adjacent programs read the same columns.
+        grid=(
+            pl.cdiv(num_rows, config.block_rows),
+            pl.cdiv(num_columns, config.block_columns),
+            config.num_splits,
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )[0]
+    return reduce(add, list(parts)).astype(dtype)
+
+
+def _kernel(
+    x_ref,
+    values_ref,
+    scales_ref,
+    out_ref,
+    *,
+    block: tuple[int, int],
+    first: int,
+    config: ScaledMatmulTuning,
+    interpret: bool,
+):
+    (num_rows, depth), num_outputs = x_ref.shape, values_ref.shape[0]
+    row_block, column_block, split = (pl.program_id(i) for i in range(3))
+    rows = row_block * config.block_rows + jnp.arange(config.block_rows)
+    columns = column_block * config.block_columns + jnp.arange(config.block_columns)
+    outputs = first + columns
+    is_row, is_column = rows < num_rows, outputs < num_outputs
+    num_steps = pl.cdiv(depth, config.block_depth * config.num_splits * config.unroll)
+    first_tile = split * num_steps * config.unroll
+    is_scaled_after = block[1] >= depth
+
+    def scales_of(tile):
+        """Return the scales of the tile's columns; 0 past the depth."""
+        at = jax.lax.div((first_tile + tile) * config.block_depth, jnp.int32(block[1]))
+        places = jax.lax.div(outputs, jnp.int32(block[0])), jnp.broadcast_to(at, outputs.shape)
+        mask = is_column & (at < scales_ref.shape[1])
+        return load(scales_ref.at[places], mask=mask, other=0.0)
+
+    def product_of(tile):
+        k = ((first_tile + tile) * config.block_depth + jnp.arange(config.block_depth))[None]
+        is_inside = k < depth
+        x = load(x_ref.at[rows[:, None], k], mask=is_row[:, None] & is_inside, other=0.0)
+        at = values_ref.at[outputs[:, None], k]
+        stored = load(at, mask=is_column[:, None] & is_inside, other=0.0)
+        if x.dtype == jnp.bfloat16:
+            matrix = widen(stored, interpret=interpret)
+        else:
+            matrix = stored.astype(x.dtype)
+        return dot(x, matrix, trans_b=True, precision="highest")
+
+    def of_step(function, step):
+        return [function(step * config.unroll + i) for i in range(config.unroll)]
+
+    def accumulate(step, carry):
+        total, scales = carry
+        if is_scaled_after:
+            return sum(of_step(product_of, step), total), scales
+        following = of_step(scales_of, step + 1)  # on their way while this step is computed
+        for product, of_columns in zip(of_step(product_of, step), scales, strict=True):
+            total = total + product * of_columns[None]
+        return total, following
+
+    total = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
+    carry = total, of_step(scales_of, 0)
+    total, scales = jax.lax.fori_loop(0, num_steps, accumulate, carry)
+    if is_scaled_after:
+        total = total * scales[0][None]
+    mask = is_row[:, None] & is_column[None]
+    store(out_ref.at[split, rows[:, None], columns[None]], total.astype(out_ref.dtype), mask=mask)

@@ -1,0 +1,170 @@
+"""Weights in float8 with scales: one per block, per output or per tensor.
+
+Next to a tensor X of float8_e4m3fn [..., O, I], a checkpoint has its scales X_scale_inv (DeepSeek,
+Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The tensors
+show whether there are scales, and for what. Only the size of a block is in the config.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.stored_tensor import Readable
+
+STORED = np.dtype(ml_dtypes.float8_e4m3fn)
+SUFFIXES = "_scale_inv", "_scale"
+# Scales of activations and of caches, which are not quantised here.
+_UNUSED = tuple(f".{name}_scale" for name in ("activation", "input", "output", *"qkv", "kv"))
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """A float8 tensor with its scales; `read` returns their product."""
+
+    weight: Readable
+    scales: Readable
+    scales_name: str
+    block: Block  # rows and columns that share a scale
+    dtype: np.dtype  # dtype of the product, which is computed in f32
+
+    @property
+    def path(self) -> Path:
+        """The file of the float8 tensor."""
+        return self.weight.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.weight.shape
+
+    def read(self) -> jax.Array:
+        """Return the product, computed on JAX's default device, which is faster than the host."""
+        return _multiply(self.weight.read(), self.read_scales(), self.block, self.dtype)
+
+    def read_scales(self) -> np.ndarray:
+        """Return the scales f32[..., blocks of rows, blocks of columns].
+
+        Raises:
+            CheckpointError: a scale is not a positive number.
+        """
+        scales = np.asarray(self.scales.read(), np.float32)
+        if not (np.isfinite(scales) & (scales > 0)).all():
+            raise CheckpointError(
+                f"{self.scales.path}: {self.scales_name} has scales that are not positive numbers; "
+                "download or export the checkpoint again"
+            )
+        return scales.reshape(_num_blocks(self.shape, self.block))
+
+
+@dataclass(frozen=True)
+class ValuesSpec(TensorSpec):
+    """The spec of the numbers of float8 tensors, as they are stored."""
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).weight.read() for name in self.names]
+
+
+@dataclass(frozen=True)
+class ScalesSpec(TensorSpec):
+    """The spec of the scales f32[blocks of rows, blocks of columns] of a matrix of float8 tensors.
+
+    `file_shapes` are the shapes of the tensors with the numbers.
+    """
+
+    blocks: tuple[Block, ...] = ()  # for each tensor, the rows and columns that share a scale
+
+    @property
+    def block(self) -> Block:
+        """The size of a block of the matrix: no tensor's block or part begins within one."""
+        sizes = [shape[0] for shape in self.file_shapes]
+        firsts = list(accumulate(sizes[:-1]))
+        within = [rows for (rows, _), size in zip(self.blocks, sizes, strict=True) if rows < size]
+        parts = [size for parts in self.interleaved for size in parts]
+        return math.gcd(*firsts, *within, *parts) or sizes[0], self.blocks[0][1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the scales."""
+        rows = sum(shape[0] for shape in self.file_shapes)
+        return _num_blocks((rows, self.file_shapes[0][1]), self.block)
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).read_scales() for name in self.names]
+
+    def join(self, parts: Any, dtype: np.dtype) -> jax.Array:
+        """Return the scales, from those of each tensor."""
+        sizes = [shape[0] for shape in self.file_shapes]
+        of_rows = [
+            jnp.repeat(part, rows, axis=0)[:size]
+            for part, size, (rows, _) in zip(parts, sizes, self.blocks, strict=True)
+        ]
+        shapes = tuple(part.shape for part in of_rows)
+        by_row = TensorSpec(self.names, shapes, interleaved=self.interleaved)
+        return by_row.join(of_rows, np.dtype(np.float32))[:: self.block[0]]
+
+
+def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> TensorFiles:
+    """Return a copy of `files`, in which a `ScaledTensor` replaces each float8 tensor with scales.
+
+    Reading a `ScaledTensor` returns the product in `dtype`. `block` is the size of blocks that
+    share a scale; None if there are only scales of outputs and tensors.
+
+    Raises:
+        CheckpointError: scales have a wrong shape; the error names the tensor.
+    """
+    tensors = {name: x for name, x in files.tensors.items() if not name.endswith(_UNUSED)}
+    for name, weight in files.tensors.items():
+        scales = next((name + one for one in SUFFIXES if name + one in tensors), None)
+        if weight.dtype != STORED or scales is None:
+            continue
+        found = tensors.pop(scales)
+        blocks = {_num_blocks(weight.shape, one): one for one in _possible(weight.shape, block)}
+        fitting = [one for shape, one in blocks.items() if _is_like(found.shape, shape)]
+        if not fitting:
+            what = f" in blocks of {list(block)}" if block else ""
+            shapes = " or ".join(str(list(shape)) for shape in blocks)
+            raise CheckpointError(
+                f"{files.folder}: {scales} must be {shapes} for {name} {list(weight.shape)}{what}; "
+                f"got {list(found.shape)}"
+            )
+        tensors[name] = ScaledTensor(weight, found, scales, fitting[0], np.dtype(dtype))
+    return replace(files, tensors=tensors)
+
+
+def _possible(shape: tuple[int, ...], block: Block | None) -> list[Block]:
+    rows, columns = shape[-2:]
+    return [*([block] if block else []), (1, columns), (rows, columns)]
+
+
+def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    sizes = zip(shape[-2:], block, strict=True)
+    return (*shape[:-2], *(-(-size // side) for size, side in sizes))
+
+
+def _is_like(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether scales of shape `found` are scales of `shape`, with or without sides of 1."""
+    own = tuple(size for size in found if size > 1)
+    return found == shape or (shape[-1] == 1 and own == tuple(n for n in shape if n > 1))
+
+
+@partial(jax.jit, static_argnames=("block", "dtype"))
+def _multiply(weight: jax.Array, scales: jax.Array, block: Block, dtype: np.dtype) -> jax.Array:
+    rows, columns = weight.shape[-2:]
+    scales = jnp.repeat(scales, block[0], axis=-2)[..., :rows, :]
+    scales = jnp.repeat(scales, block[1], axis=-1)[..., :columns]
+    return (weight.astype(jnp.float32) * scales).astype(dtype)
