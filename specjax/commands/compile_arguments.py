@@ -5,6 +5,9 @@ This module imports nothing slow, so that help is instant.
 
 import argparse
 
+NAMES = ("batch_size", "context", "gemm", "layers", "resources")
+NAMES += ("tensor_parallel_size", "collectives")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `compile_report.run` reads."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.bench.environment import describe_environment
 from specjax.checkpoint.files import open_checkpoint
+from specjax.commands.compile_arguments import NAMES as COMPILED_NAMES
 from specjax.commands.info_text import answer, as_lines
 from specjax.commands.speculation import read_speculation
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
@@ -39,15 +40,13 @@ from specjax.serving.memory import (
 from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
-COMPILED_ONLY = ("batch_size", "context", "gemm", "layers", "resources")
-COMPILED_ONLY += ("tensor_parallel_size", "collectives")
 GPU_CONTEXTS = (4096, 32768)
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for activations, logits and compiled programs
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `specjax info` without --compile."""
-    for name in COMPILED_ONLY:
+    for name in COMPILED_NAMES:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
     if args.data is not None:
@@ -309,8 +308,7 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
     For comparison, the result includes the bytes that snapshots of recurrent states would need.
     """
-    own, drafter = setup.caches(dtype)
-    has_drafter = setup.drafter != NoDrafter()
+    (own, drafter), has_drafter = setup.caches(dtype), setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
     slot, num_states = setup.slot(dtype), setup.num_drafts + 1
     return {

@@ -58,9 +58,10 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
 
 
 def shapes_of(specs: Any, dtype: Any) -> Any:
-    """Return the shapes of the arrays of a tree of `TensorSpec`s. Divided ones are `is_divided`.
+    """Return the shapes of the arrays that a tree of specs describes.
 
-    `dtype` is the dtype of arrays whose specs have no dtype.
+    The shape of an array that is divided over devices is `is_divided`. `dtype` is the dtype of
+    arrays whose specs have no dtype.
     """
 
     def shape(spec: TensorSpec) -> jax.ShapeDtypeStruct:

@@ -200,6 +200,8 @@ class SplitVocabulary(Vocabulary):
 
     def without_padding(self, logits: jax.Array) -> jax.Array:
         """See `Vocabulary`."""
+        if self.num_devices * self.size == self.total:
+            return logits
         is_token = self.first + jnp.arange(self.size) < self.total
         return jnp.where(jax.lax.broadcast_to_rank(is_token, logits.ndim), logits, -jnp.inf)
 

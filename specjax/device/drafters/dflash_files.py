@@ -95,6 +95,7 @@ def _read_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) ->
     refuse_quantised(hf)
     _refuse_unsupported(hf)
     shape = _read_shape(hf, files, target.vocab_size)
+    shape = replace(shape, num_devices=target.num_devices)
     refinement, first_row = _read_refinement(hf)
     head = DFlashHead(
         shape=shape,
