@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from specjax.checkpoint.division import DividedSpec, Share, divide
+from specjax.checkpoint.given import paths
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.loading import lay_out
 from specjax.device.placement import AXIS, DIVIDED, Placement, divided_shape
@@ -77,7 +78,11 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
 
     The devices are the devices of `placement`. Every device gets a copy of an array that is not
     divided.
+
+    Raises:
+        ValueError: `params` have other arrays or shapes than the model or head.
     """
+    _check_shapes(one.specs(), params)
     whole, (specs, tree) = jax.tree.leaves(one.specs()), jax.tree.flatten(specs_of(one))
 
     def divided(x: Any, spec: TensorSpec, own: TensorSpec) -> jax.Array:
@@ -88,6 +93,18 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
 
     leaves = zip(jax.tree.leaves(params), whole, specs, strict=True)
     return jax.tree.unflatten(tree, [divided(*each) for each in leaves])
+
+
+def _check_shapes(specs: Any, params: Any) -> None:
+    expected, found = ({path: x.shape for path, x in paths(y).items()} for y in (specs, params))
+    if expected != found:
+        differ = [path for path in {**expected, **found} if expected.get(path) != found.get(path)]
+        path, more = differ[0], f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        shapes = (list(x[path]) if path in x else "none" for x in (expected, found))
+        raise ValueError(
+            "params do not fit the Model value: {} (expected {}, found {}){}; pass the parameters "
+            "of the whole model".format(path, *shapes, more)
+        )
 
 
 def _summed(weight: Weight) -> Weight:

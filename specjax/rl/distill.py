@@ -61,7 +61,8 @@ class OnlineDistiller:
         seed: the seed of the order of rollouts and of random numbers in the loss.
 
     Raises:
-        ValueError: the drafter has no weights, or a number is out of range.
+        ValueError: the drafter has no weights, the engine has several devices, or a number is out
+            of range.
     """
 
     def __init__(
@@ -85,6 +86,12 @@ class OnlineDistiller:
             raise ValueError(
                 f"the engine has a {type(drafter).__name__}, which has no weights to refit; build "
                 'it with a method like "eagle3", "mtp", "eagle", "p_eagle", "dflash" or "medusa"'
+            )
+        if (count := engine.target.num_devices) > 1:
+            raise ValueError(
+                f"the engine has tensor_parallel_size={count}, and drafters are refitted only on "
+                "one device; refit in an engine on one device, and pass that engine's drafter "
+                "(params.drafter) to update_drafter of this one"
             )
         self._engine = engine
         self._batch_size, self._length, self._seed = batch_size, length, seed

@@ -37,9 +37,17 @@ class PolicyModule(nnx.Module):
         target: the model, such as `RolloutEngine.target`.
         params: the model's parameters, such as `RolloutEngine.params.target`.
         dtype: the dtype to which floating-point parameters are cast; None keeps their dtypes.
+
+    Raises:
+        ValueError: the model is divided over several devices, or an array cannot be read.
     """
 
     def __init__(self, target: Model, params: Any, dtype: Any = None):
+        if target.num_devices > 1:
+            raise ValueError(
+                f"the target is divided over {target.num_devices} devices, and a PolicyModule "
+                "needs a whole model; make it from an engine with tensor_parallel_size=1"
+            )
         params = as_arrays(params, "params")
         self.target = target
         self.structure = jax.tree.structure(params)

@@ -45,7 +45,8 @@ class ArraySource:
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
-    division: DividedSpec | None = None  # divides the only part over devices, if it is set
+    # If set, it divides the only part over devices, which may be divided already.
+    division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """Return the engine's array, as a copy with this dtype and sharding."""
@@ -53,7 +54,9 @@ class ArraySource:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
         if self.division is not None:
-            tensors = self.division.whole.split(np.asarray(whole))
+            is_divided = whole.shape == self.division.shape
+            spec = self.division if is_divided else self.division.whole
+            tensors = spec.split(np.asarray(whole))
             return lay_out([*tensors.values()], self.division, dtype, sharding)
         return jax.device_put(whole, sharding, may_alias=False).astype(dtype)
 
@@ -186,7 +189,9 @@ def stage(
     for path, leaf in floats.items():
         if has_paths or path not in specs:
             divided = division(path)
-            shape = leaf.shape if divided is None else divided.whole.shape
+            # The engine's own tree has the parts of all devices, in one more axis.
+            is_own = path in given and given[path].ndim == leaf.ndim
+            shape = leaf.shape if divided is None or is_own else divided.whole.shape
             needed[path] = _Needed(shape, leaf.dtype)
         else:
             spec = specs[path]

@@ -19,6 +19,7 @@ from specjax.device.models.registry import load_weights
 from specjax.device.parallel import divide_params
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
+from specjax.device.weights.scaled import dequantise
 from specjax.device.weights.weight import second_form_bytes
 from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
@@ -247,7 +248,7 @@ def assemble(
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
     params = source.params
     if tensor_parallel_size > 1 and params is not None:
-        params = divide_params(target, params, placement)
+        params = divide_params(target, dequantise(params, dtype), placement)
     params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), params)
     if folder is not None:
         params = load_weights(folder, target, np.dtype(dtype), placement, log.info)

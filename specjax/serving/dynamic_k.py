@@ -92,7 +92,7 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
     where = f"speculative_config.dynamic_config_path={str(config.dynamic_config_path)!r}"
     if measured.get("model", model) != model:
         raise ValueError(
-            f"{where} was measured on another model or drafter (measured.model="
+            f"{where} was measured on another model, drafter or number of devices (measured.model="
             f"{measured['model']!r}, this is {model!r}); measure this one, by `specjax profile` or "
             "LLM.save_dynamic_config, or set dynamic_config_force=True"
         )

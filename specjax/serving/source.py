@@ -111,7 +111,7 @@ def _divided(model: Any, num_devices: int, divides_experts: bool) -> Any:
     """
     if divides_experts and getattr(model, "experts", None) is None:
         raise ValueError("enable_expert_parallel=True needs a model with experts; leave it out")
-    if num_devices == 1:
+    if num_devices == model.num_devices == 1:
         return model
     return replace(model, num_devices=num_devices, divides_experts=divides_experts)
 

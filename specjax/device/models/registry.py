@@ -167,7 +167,8 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
     origin, folder = resolve(source), Path(folder)
     hf = read_config(origin)
     config = plain_config(hf, is_tied=is_tied(model))
-    if describe_checkpoint(origin, hf) != replace(model, num_devices=1):  # pyright: ignore
+    whole: Any = replace(model, num_devices=1, divides_experts=False)  # pyright: ignore
+    if describe_checkpoint(origin, hf) != whole:
         raise CheckpointError(
             f"{origin} is not the checkpoint of the model to save; name the model's own checkpoint"
         )
