@@ -1,5 +1,6 @@
 """The examples, and the code on pages: all run. GRPO's parts against rewrites by brute force."""
 
+import ast
 import importlib
 import json
 import os
@@ -41,6 +42,14 @@ PRINTED = {
 def python_of(page: str) -> str:
     """The Python on a page, all of it one script."""
     return "".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M))
+
+
+PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_python_on_pages_is_python(page):
+    compile(python_of(page), page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 @pytest.fixture(scope="module")
