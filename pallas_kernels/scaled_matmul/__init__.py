@@ -3,8 +3,9 @@
     out[n, o] = sum_i x[n, i] values[o, i] scales[o / rows, i / columns]
 
 where a block has `rows` x `columns` numbers, as in checkpoints of DeepSeek and Qwen (128 x 128). A
-matrix with one scale per output is one with blocks of 1 x I. The matrix is stored as in
-checkpoints, [O, I]: a tensor core's registers then hold neighbours in memory.
+matrix with one scale per output has blocks of 1 x I. The matrix is stored as in checkpoints,
+[O, I]. Numbers with adjacent i are then adjacent in memory, as a tensor core needs them: each of
+its input registers holds several numbers with adjacent i.
 """
 
 from typing import Any
@@ -31,10 +32,10 @@ def scaled_matmul(
     """Return the products [N, O - first], accumulated in f32.
 
     Args:
-        x: [N, I].
+        x: the rows to multiply, [N, I].
         values: float8_e4m3fn[O, I].
         scales: f32[ceil(O / rows), ceil(I / columns)].
-        block: (rows, columns).
+        block: the size of a block, (rows, columns).
         dtype: dtype of the products; None for x's dtype.
         first: the first output to compute.
         kernels: implementation to use, see `dispatch.run`.

@@ -14,7 +14,7 @@ class AllColumns:
     """Reductions over the columns of one device."""
 
     def count(self, num_columns: int) -> int:
-        """Return the number of columns."""
+        """Return the number of columns on all devices, which is `num_columns` here."""
         return num_columns
 
     def max(self, x: jax.Array) -> jax.Array:

@@ -66,7 +66,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the spec of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    `rows` and `columns` name an axis that may be divided over devices, as for `projection`.
+    If the input axis may be divided over devices, `rows` is its name. If the output axis may be
+    divided, `columns` is its name. At most one of the two is given. If one of them is given, the
+    experts may be divided instead.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

@@ -22,9 +22,9 @@ class TokenTexts:
     unknown: int  # the id that replaces texts without a token
 
     def below(self, vocab_size: int) -> Mapping[str, int]:
-        """Return the lowest id of each text among the ids below `vocab_size`.
+        """Return a mapping from each text to its lowest id below `vocab_size`.
 
-        A model with this vocabulary size has logits only for these ids.
+        Larger ids have no logits in a model with this vocabulary size.
         """
         ids = sorted((id for id in self.texts if id < vocab_size), reverse=True)
         return {self.texts[id]: id for id in ids}

@@ -70,7 +70,7 @@ class Packing(Generic[Inputs]):
         return array, self.views(array)
 
     def views(self, array: np.ndarray) -> Inputs:
-        """Return views of the fields of a packed array on the host."""
+        """Return views of the fields of a packed NumPy array, on the host."""
         views = []
         for place, dtype in self._places:
             view = array[place]
@@ -78,7 +78,7 @@ class Packing(Generic[Inputs]):
         return self._make(*views)
 
     def unpack(self, array: jax.Array) -> Inputs:
-        """Return the fields of a packed array on the device."""
+        """Return the fields of a packed JAX array, inside a compiled program."""
         count = self._num_numbers
         # One transposition is cheaper than a slice per scalar field.
         values = list(array[:, :count].T) if count > 1 else []

@@ -53,7 +53,7 @@ class Extension(NamedTuple):
     The rows of a request are a chunk, or in a round its last token, drafts and padding.
     """
 
-    features: Features  # of N rows
+    features: Features  # of all N = B T rows
     logits: Float32[jax.Array, "B R V"]  # for a chunk only the logits of its last row
 
 
@@ -90,9 +90,10 @@ def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> 
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy the recurrent states of slots to snapshots. No slot may have pending tokens.
+    """Copy the recurrent states of slots, both the target's and the drafter's, to snapshots.
 
-    Run this after `begin`, which lets the drafter observe the chunk.
+    The states must include all tokens in the caches (`pending` is 0), as after a prefill chunk. Run
+    this after the chunk's `begin`, which updates the drafter's states.
     """
     moves = inputs.slots, inputs.ids, inputs.ends
     kept = take_snapshots(model.target, state.snapshots, state.caches, moves)

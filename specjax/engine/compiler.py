@@ -38,7 +38,7 @@ class _Line:
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
-    num_busy: int = 0  # threads that are compiling
+    num_busy: int = 0  # number of threads that are compiling
 
 
 class Compiler:
@@ -120,7 +120,10 @@ class Compiler:
                 thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until another program is compiled or the time is over."""
+        """Wait until another program is compiled or the time is over.
+
+        Return at once if no program is still to be compiled.
+        """
         with self._changed:
             if self.is_busy:
                 self._changed.wait(seconds)

@@ -24,10 +24,12 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run `Observe` before `plan` if necessary, and count `plan` if it is deferred.
+        """Run `Observe` if the deferred rounds must be observed before `plan`.
 
-        `packed` is the packed plan. `Observe` is not necessary if `plan` is a round that can also
-        be deferred, and that has the same requests as the deferred rounds.
+        Then count `plan` as a deferred round if the drafter may observe it later. `Observe` is not
+        run if no round is deferred. It is also not run if `plan` is a round without drafts, has the
+        same requests as the deferred rounds, and does not exceed `Programs.max_deferred`. `packed`
+        is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

@@ -1,4 +1,4 @@
-"""Launches the parts of a step: packs their inputs, and runs the programs of their shape."""
+"""Launches the parts of a step: packs their inputs, and runs the programs for their shapes."""
 
 import time
 from collections.abc import Sequence as SequenceOf
@@ -101,8 +101,8 @@ class Launcher:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
         Chunks and a round are separate in exact mode, where all steps run the same programs. They
-        are also separate if the host acts between the programs of a step, or if a request exports
-        the features of its prompt.
+        are also separate if the host acts between the programs of a step, if the round's `Decode`
+        is not compiled yet, or if a request exports the features of its prompt.
         """
         if self._config.exact:
             return None
@@ -166,7 +166,7 @@ class Launcher:
         return outputs, extension
 
     def _admit(self, plan: PrefillPlan) -> None:
-        """Write new requests to their slots, and restore their recurrent states, if any."""
+        """Write new requests to their slots, and restore the snapshots that chunks ask for."""
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
             packed = pack_admissions(new, plan.batch, self._layout)
@@ -177,7 +177,7 @@ class Launcher:
             self._programs.run(Restore(plan.batch), packed)
 
     def _take(self, plan: PrefillPlan) -> None:
-        """Take snapshots of recurrent states after chunks."""
+        """Take the snapshots of recurrent states that chunks of the plan ask for."""
         taken = [chunk for chunk in plan.chunks if chunk.taken is not None]
         if taken:
             packed = pack_snapshots(taken, plan.batch, self._layout, is_taken=True)

@@ -82,7 +82,10 @@ class Take(Program):
 
 @dataclass(frozen=True, slots=True)
 class Prefill(Program):
-    """Runs the target over a chunk of each prompt. Takes the chunks, and returns an `Extension`."""
+    """Runs the target over a chunk of each prompt.
+
+    Takes the inputs of the chunks, and returns an `Extension`.
+    """
 
     batch: int
     width: int
@@ -125,9 +128,9 @@ class ProcessFirst(Program):
 class Begin(Program):
     """Lets the drafter observe the chunks, and samples first tokens.
 
-    Takes the chunks, their `Extension`, logits and masks, and returns the step's outputs. `logits`
-    are the extension's logits or the result of `ProcessFirst`. `masks` is None if no request has a
-    grammar.
+    Takes the inputs, the `Extension`, the logits and the masks of the chunks, and returns the
+    step's outputs. `logits` are the extension's logits or the result of `ProcessFirst`. `masks` is
+    None if no request has a grammar.
     """
 
     batch: int
@@ -178,9 +181,10 @@ class Decode(Program):
 
 @dataclass(frozen=True, slots=True)
 class Observe(Program):
-    """Lets the drafter observe deferred rounds, which had no drafts.
+    """Lets the drafter observe the deferred rounds.
 
-    All of these rounds have the same requests. Takes the inputs of the last round.
+    These are the rounds without drafts that the drafter has not observed yet. All of them have the
+    same requests. Takes the inputs of the last of them.
     """
 
     batch: int
@@ -255,7 +259,7 @@ class Propose(Program):
 
 @dataclass(frozen=True, slots=True)
 class Extend(Program):
-    """Runs the target, the second part of a round. The host makes grammars' masks at this time.
+    """Runs the target, the second part of a round. Meanwhile the host makes the grammar masks.
 
     Takes the round's inputs and the `Draft`, and returns an `Extension`.
     """
@@ -313,8 +317,9 @@ class ProcessRound(Program):
 class Settle(Program):
     """Runs the third part of a round, which verifies the drafts.
 
-    Takes the round's inputs, the `Draft`, the `Extension`, logits and masks (as `Begin` does), and
-    returns the round's outputs.
+    Takes the round's inputs, the `Draft`, the `Extension`, the logits and the masks, and returns
+    the round's outputs. `logits` are the extension's logits or the result of `ProcessRound`.
+    `masks` is None if no request has a grammar.
     """
 
     batch: int

@@ -25,8 +25,8 @@ from specjax.sampling_params import LogitsProcessor
 
 log = logging.getLogger(__name__)
 
-# A replica is much busier than another if it has more than twice as many unfinished samples, and
-# this many besides.
+# A replica is much busier than another replica if its number of unfinished samples is larger than
+# twice the other replica's number plus this number.
 MANY_SAMPLES = 4
 
 _Work = SimpleQueue[Callable[[], None] | None]
@@ -61,7 +61,7 @@ class ReplicatedEngine:
 
     @property
     def params(self) -> Params:
-        """The weights of one replica. All have the same weights."""
+        """The weights of one replica. All replicas have the same weights."""
         return self.engines[0].params
 
     @property
@@ -98,7 +98,9 @@ class ReplicatedEngine:
         return next(filter(None, found), [])
 
     def step(self) -> list[Sequence]:
-        """Run steps of all replicas until one step ends. Return what all ended steps have changed.
+        """Run steps of all replicas until one step ends.
+
+        Return the samples that all ended steps have changed.
 
         Raises:
             Exception: a step failed, and no other replica can take its requests; all requests are
@@ -190,10 +192,10 @@ class ReplicatedEngine:
         return chosen
 
     def _rescue(self, failed: "_Replica", error: Exception) -> None:
-        """Move the requests of a replica to others.
+        """Move the requests of the replica `failed` to other replicas.
 
         Raises:
-            Exception: `error`, because no other replica is left.
+            Exception: `error`, because no other replica may get requests.
         """
         others = [replica for replica in self._healthy() if replica is not failed]
         if not others:
@@ -214,7 +216,7 @@ class _Replica:
         prompts: the prompts that were routed to this engine, as far back as its cache may reach.
         is_stepping: whether a step has begun and has not ended.
         error: the error of a step whose requests no other replica could take.
-        lost: samples that other replicas have taken after the last failure, and have not finished.
+        lost: samples that other replicas took over after failures. Finished samples are removed.
         is_dead: whether the engine could not begin again after a failure.
     """
 
@@ -275,7 +277,11 @@ class _Replica:
         return [sample for sample in touched if sample.finish_reason != "abort"]
 
     def begin_again(self) -> list[tuple[Request, list[Sequence]]]:
-        """Replace the state after a failure. Return the requests, and remember their samples."""
+        """Remove and return the engine's unfinished requests after a failure.
+
+        Their samples are added to `lost`. The engine gets an empty state; if that fails, `is_dead`
+        is set.
+        """
         requests = self.engine.hand_over()
         self.lost += [sample for _, samples in requests for sample in samples]
         self.prompts.clear()
@@ -289,16 +295,16 @@ class _Replica:
 
 
 def _rescue_by(method: weakref.WeakMethod, failed: _Replica, error: Exception) -> None:
-    """Call `ReplicatedEngine._rescue`, unless the replicas are in use no longer."""
+    """Call `ReplicatedEngine._rescue`. Raise `error` if the `ReplicatedEngine` was freed."""
     if (rescue := method()) is None:
         raise error
     rescue(failed, error)
 
 
 def _serve(work: _Work) -> None:
-    """Run the functions that `work` has, until it has None.
+    """Run the functions in the queue `work`, until the queue gives None.
 
-    While it waits, the thread keeps no engine in memory.
+    While the thread waits for work, it keeps no engine in memory.
     """
     while (run := work.get()) is not None:
         run()
@@ -306,7 +312,7 @@ def _serve(work: _Work) -> None:
 
 
 def _end(turn: Turn, queues: Iterable[_Work]) -> None:
-    """End the threads of replicas that no caller steps any longer."""
+    """End the threads of replicas whose `ReplicatedEngine` was closed or freed."""
     turn.give(CALLER)
     for work in queues:
         work.put(None)

@@ -46,8 +46,8 @@ def pages_before(window: int, page_size: int) -> int:
 class WindowPages:
     """The pages, by slot, of all layers with the same window.
 
-    A slot has the pages [first, end). Both numbers are indices in the page table of the slot's
-    sequence.
+    A slot is the place of a resident request. The slot has the pages [first, end). Both numbers are
+    indices in the request's row of the page table.
     """
 
     def __init__(self, window: int, num_pages: int, page_size: int, page_table: Any):
@@ -113,7 +113,7 @@ class WindowPages:
         self._first[slot] = first
 
     def vacate(self, slot: int) -> None:
-        """Free all pages of a slot."""
+        """Free all window pages of the request in a slot."""
         self._release(slot, self._first[slot], self._end[slot])
         self._first[slot] = self._end[slot] = 0
 

@@ -179,7 +179,7 @@ class ObservedLater:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report on a compiled step. Bytes and kernels are per step, and of each device."""
+    """The report on a compiled step. Bytes and kernels are counted per step and per device."""
 
     request: StepRequest
     num_layers: int  # layers of the whole model, even if fewer are compiled
@@ -303,7 +303,10 @@ def compile_steps(
 
 
 def part_of(launch: Launch) -> str:
-    """Return the part of a step to which a kernel belongs, by the kernel's named scopes."""
+    """Return the part of a step (one of `PARTS`) to which a kernel belongs.
+
+    The kernel's named scopes and its layer determine the part.
+    """
     scopes = launch.scope.split("/")
     found = next((scope for scope in scopes if scope in PARTS), None)
     if found == "settle" and "observe" in scopes:

@@ -1,4 +1,4 @@
-"""Reads the resources of a module's kernels from ptxas: registers, spills and shared memory."""
+"""Reads the resources of XLA modules' kernels from ptxas: registers, spills and shared memory."""
 
 import os
 import re
@@ -38,7 +38,7 @@ class Resources:
     spill_store_bytes: int
     spill_load_bytes: int
     static_shared_bytes: int
-    # None for Mosaic kernels, whose launches XLA does not know.
+    # The next three fields are None for Mosaic kernels, whose launches XLA does not know.
     dynamic_shared_bytes: int | None = None
     grid: tuple[int, ...] | None = None
     threads: tuple[int, ...] | None = None
@@ -56,7 +56,10 @@ class Resources:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of static and dynamic shared memory of a program."""
+        """Bytes of static and dynamic shared memory per thread block.
+
+        If the dynamic size is unknown, only static shared memory is counted.
+        """
         return self.static_shared_bytes + (self.dynamic_shared_bytes or 0)
 
     @property
@@ -97,7 +100,7 @@ def find_ptxas() -> str:
 def read_resources(
     ptx: Sequence[Path], thunks: str, mosaic: str, architecture: str
 ) -> Iterator[Resources]:
-    """Yield the resources of each kernel of a module.
+    """Yield the resources of each kernel of an XLA module.
 
     Args:
         ptx: the files with the module's dumped PTX.

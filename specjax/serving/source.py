@@ -45,11 +45,15 @@ class ModelSource:
     hf: HFConfig | None = None  # the model's config; None for a `Model` value
     folder: Path | None = None  # the checkpoint's folder; None for a `Model` value or config file
     has_weights: bool = False  # whether the folder has weights
-    params: Any = None  # parameters of a `Model` value
+    params: Any = None  # the parameters of a `Model` value; None for a checkpoint
 
     @cached_property
     def specs(self) -> Any:
-        """The specs of the parameters, in float8 where the folder has them so."""
+        """The `TensorSpec`s of the parameters.
+
+        If the folder has weights, the specs have the form that it stores (for example float8 with
+        scales).
+        """
         if self.folder is None or not self.has_weights:
             return specs_of(self.target)
         return stored_specs(self.folder, self.target)
@@ -72,12 +76,14 @@ def open_model(
     """Open a checkpoint, or a `Model` value with its parameters.
 
     The weights are to be divided over `num_devices` devices. `divides_experts` says whether each
-    device then has whole experts. `log` is called with lines of text
-    about differences between config and weights. With `takes_configs`, `model` may also be a config
-    file, without weights.
+    device then has whole experts. `log` is called with lines of text about differences between
+    config and weights. If `takes_configs` is true, `model` may also be the path of a config file
+    (.json), which has no weights.
 
     Raises:
-        ValueError: parameters are given without a `Model` value, or do not fit it.
+        ValueError: `params` is missing for a `Model` value, or given with a checkpoint; `params`
+            contains NaN, infinity or a leaf that is not an array; or experts are to be divided, but
+            the model has none.
         CheckpointError: there is no such checkpoint, or its model is not supported.
     """
     on = partial(_divided, num_devices=num_devices, divides_experts=divides_experts)
@@ -123,14 +129,15 @@ def open_drafter(
     placement: Placement | None = None,
     log: Log = no_log,
 ) -> tuple[Drafter, Any]:
-    """Check that the drafter fits the target. Return the drafter and its parameters.
+    """Return the drafter and its parameters, after checking that the drafter fits the target.
 
-    If there are no weights, the parameters are shapes. There are no weights if the drafter is the
-    own module of a target without weights, is OWN_SHAPE, or is a config file.
+    The parameters are only shapes in three cases: `config.model` is `OWN_SHAPE`; the target has no
+    weights and the drafter is a module of the target; or neither the target nor the drafter's
+    folder has weights.
 
     Raises:
-        ValueError: the drafter is the target's own module, but a Model value has no folder to load
-            it from.
+        ValueError: the drafter is a module of the target, but the target is a `Model` value, which
+            has no folder.
         CheckpointError: there is no such checkpoint, or the drafter does not fit the target.
     """
     target, is_module = source.target, config.model is None and config.method in OWN_SHAPES

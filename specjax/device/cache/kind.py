@@ -29,9 +29,10 @@ class CacheSizes(NamedTuple):
 class CacheKind(Protocol):
     """One kind of cache, as a hashable value that holds no arrays.
 
-    Its methods take and return the cache's arrays, whose first axis is the layer. `Rows.mix` calls
-    one of three methods: `cached` in serving, and `causal` or `unrolled` in training, which has
-    gradients but no cache. Their argument `inputs` holds a layer's projections of the rows.
+    Its methods take and return the cache's arrays, whose first axis is the layer. In serving,
+    `Rows.mix` calls the method `cached`. In training, most classes of rows call `causal` or
+    `unrolled`, which have gradients and do not take the cache's arrays. The argument `inputs` of
+    these three methods holds a layer's projections of the rows.
     """
 
     @property
@@ -86,8 +87,8 @@ class CacheKind(Protocol):
     ) -> Any:
         """Copy the states of `slots` i32[B] to the snapshots `ids` i32[B]; return the snapshots.
 
-        `ends` i32[B] is the number of tokens that each state includes. No tokens are pending.
-        Out-of-range ids are ignored.
+        `ends` i32[B] is the number of tokens that each state includes. The states must include all
+        tokens in the caches, so that no tokens are pending. Out-of-range ids are ignored.
         """
         ...
 

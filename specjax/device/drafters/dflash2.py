@@ -55,11 +55,14 @@ class Selector:
 
 
 class Candidates(NamedTuple):
-    """The C candidates for each draft, which are the most likely tokens."""
+    """The C tokens with the highest logits at each draft position.
+
+    The selector scores only these candidates.
+    """
 
     logits: jax.Array  # f32[B, K, C]
     ids: jax.Array  # i32[B, K, C]
-    wanted: jax.Array  # [B, K, r], H h, a factor of the candidates' scores
+    wanted: jax.Array  # H h [B, K, r], a factor in the candidates' scores
 
 
 @dataclass(frozen=True, kw_only=True)

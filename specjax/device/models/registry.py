@@ -185,13 +185,16 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
 
 
 def stored_specs(folder: Path, model: Model) -> Any:
-    """Return the specs of a model's parameters as they are loaded from a checkpoint folder."""
+    """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
+
+    They have the form that the folder stores (for example float8 with scales).
+    """
     files = open_weights(folder, read_config(folder), np.dtype(np.float32))
     return as_stored(named_specs(model, files.shapes()), files, keep_name)
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Return files whose float8 tensors have their scales, if the config says that there are any.
+    """Return `files`, with each float8 tensor joined with its scales if the config has float8.
 
     Such tensors are read in `dtype`, unless they are loaded as `Scaled`.
     """

@@ -13,7 +13,7 @@ from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
-MIN_ROWS, MAX_ROWS = 8, 128  # number of rows in one product with `Blocks`
+MIN_ROWS, MAX_ROWS = 8, 128  # bounds of the limit on rows in one product with `Blocks`
 MAX_COPIED = 2**26  # maximum bytes of rows that one product copies
 Parts = tuple[tuple[str, int], ...]
 
@@ -39,7 +39,10 @@ class Matrix(Weight):
         return self.total(self.multiply_part(x, dtype))
 
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Return this device's part of the product (see `Weight.total`)."""
+        """Return the product before `Weight.total`.
+
+        This is only a partial sum if the devices hold parts of the inputs.
+        """
         raise NotImplementedError
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
@@ -52,7 +55,7 @@ class Matrix(Weight):
         return list(accumulate(sizes, initial=0))[names.index(name)]
 
     def split(self, y: jax.Array) -> dict[str, jax.Array]:
-        """Return the columns of each part in a product y [N, out], by the part's name."""
+        """Return a dict from each part's name to the part's columns in a product y [N, out]."""
         bounds = accumulate((size for _, size in self.parts), initial=0)
         return {
             name: y[:, first : first + size]
@@ -168,7 +171,7 @@ def dense(
         num_outs: the width of each tensor's output.
         parts: the names of the matrix's parts, or a mapping from name to number of columns. Use a
             mapping if a part is not exactly one tensor.
-        interleaved: see `projection`, also for `rows` and `columns`.
+        interleaved: see `projection`, which also explains `rows` and `columns`.
     """
     sizes = parts if isinstance(parts, Mapping) else dict(zip(parts, num_outs, strict=False))
     return Dense(

@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-# Counts are remembered for about this number of drafts, and for at least this number of rounds: a
+# Counts are remembered for about `MEMORY_DRAFTS` drafts, and for at least `MEMORY_ROUNDS` rounds: a
 # large batch gives many counts per round, but the next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
@@ -123,7 +123,7 @@ class Acceptance:
     def discount(self, factor: float = 0.25) -> None:
         """Multiply the weight of old counts by `factor`, for example after a change of weights.
 
-        Rates do not change until there are new counts.
+        The rates of all requests together change little until there are new counts.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._groups.values()):
@@ -152,7 +152,10 @@ class Acceptance:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Return AL(k) for a request with the unconditional acceptance rates `rates`."""
+    """Return AL(k), the mean number of tokens per round of k drafts.
+
+    The target's own token counts, too. `rates` are the unconditional acceptance rates.
+    """
     return 1 + sum(rates[:k])
 
 

@@ -43,7 +43,8 @@ def profile_policy(
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
     """Return a policy that learns rates and times while serving.
 
-    The first times are `cost` or, if it is None, come from replays of rounds.
+    The first times of rounds are `cost`. If `cost` is None, the engine replays rounds to measure
+    the times.
     """
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
@@ -51,7 +52,11 @@ def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
 def resumed_policy(
     profile: Profile, batches: Sequence[int], max_k: int | None = None
 ) -> GoodputPolicy:
-    """Return an adaptive policy that begins with a profile's times and rates, without replays."""
+    """Return an adaptive policy whose first times and rates come from a profile.
+
+    The engine therefore need not replay rounds to measure the times. For `batches` and `max_k`, see
+    `profile_policy`.
+    """
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
         spread_ks(max_k),

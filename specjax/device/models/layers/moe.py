@@ -23,7 +23,7 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Experts(NamedTuple):
-    """The sizes and functions of a mixture."""
+    """The sizes and functions of a mixture of experts."""
 
     num_experts: int  # E
     num_chosen: int  # number of experts per token
@@ -49,7 +49,10 @@ class Experts(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoE:
-    """Weights of a mixture; each expert has gate and up in one matrix."""
+    """Weights of a mixture of experts.
+
+    The gate and up projections of an expert are merged into one matrix.
+    """
 
     router: Any  # weights of `Experts.router`
     gate_up: ExpertMatrices  # [E, D, 2 F]

@@ -8,7 +8,10 @@ from specjax.device.cache.kind import CacheKind
 
 
 class Rows(Protocol):
-    """The N token rows of a forward pass: their positions i32[N], and their places in the cache."""
+    """The N token rows of a forward pass.
+
+    They have positions i32[N], and may have places in a cache.
+    """
 
     @property
     def positions(self) -> jax.Array: ...
@@ -22,15 +25,20 @@ class Rows(Protocol):
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Mix each row with the rows before it. Call the method of `kind` for this class of rows.
+        """Mix each row with the rows that it sees (by attention or the delta rule).
+
+        Most classes of rows call a method of `kind`: `cached` in serving, `causal` or `unrolled` in
+        training.
 
         Args:
-            kind: the cache kind, which determines the mixing (attention, delta rule).
-            cache: the arrays of `kind`, or the state of rows that have no cache.
+            kind: the cache kind, which determines the mixing.
+            cache: the arrays of `kind`. In training, the values that this class of rows keeps
+                between calls, or an unused value.
             layer: i32[], the layer's index within its kind.
             inputs: the layer's projections of the rows, as `kind` expects them.
 
         Returns:
-            The output [N, H, D_h], and the cache with the rows added.
+            The output [N, H, D_h], and the cache. If this class of rows stores rows in the cache,
+            the cache has the new rows.
         """
         ...
