@@ -63,6 +63,18 @@ def test_options_are_checked_where_they_are_written():
     assert args == AsyncEngineArgs("folder")
 
 
+def test_a_length_that_yarn_allows(checkpoints, letters):
+    """As Qwen3's card says, also where transformers has saved the config; one more is refused."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    folder = checkpoints.copy(letters, max_position_embeddings=40960, rope_scaling=rope)
+    sizes = SIZES | {"max_model_len": 131072, "page_size": 1024}
+    with simulated_engines(TextScript(VOCAB)):
+        with LLM(**asdict(EngineArgs(folder, **sizes))) as llm:
+            assert llm.engine.config.max_model_len == 131072
+        with pytest.raises(ValueError, match="131073 exceeds the 131072 positions"):
+            LLM(**asdict(EngineArgs(folder, **sizes | {"max_model_len": 131073})))
+
+
 def test_a_script_that_streams(letters, expected):
     async def script(llm):
         prompt = {"prompt_token_ids": [1, 2, 3]}

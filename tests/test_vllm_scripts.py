@@ -7,7 +7,8 @@ import pytest
 from support.engines import SIZES, simulated_engines
 from support.refusals import refusal
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder, simulated_llm
+from support.texts import LETTERS_EOS, VOCAB, letters_folder, simulated_llm
+from tokenizers import Tokenizer
 
 from specjax import (
     LLM,
@@ -210,6 +211,45 @@ def test_what_a_template_is_given(llm):
     begun = [{"role": "assistant", "content": " The answer "}]
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     assert prompt_of("hi", begun, **goes_on) == "user:hi;assistant: The answer "
+
+
+def test_arguments_of_tool_calls_reach_the_template_parsed(llm):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, 2]}'}}
+    talk = [{"role": "assistant", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments.a[1] }}"
+    assert llm.chat(talk, GREEDY, use_tqdm=False, chat_template=template)[0].prompt == "2"
+
+
+def test_chats_with_several_templates(checkpoints, folder):
+    listed = [("default", "plain"), ("tool_use", "{{ tools[0].name }}:")]
+    made, tools = checkpoints.copy(folder), {"tools": [{"name": "f"}]}
+    config = {"chat_template": [{"name": name, "template": text} for name, text in listed]}
+    (made / "tokenizer_config.json").write_text(json.dumps(config))
+    cases = ({}, "plain"), (tools, "f:"), (tools | {"chat_template": "default"}, "plain")
+    with simulated_llm(made, script=TextScript(VOCAB)) as llm:
+        for options, prompt in cases:
+            talk = [{"role": "user", "content": "hi"}]
+            assert llm.chat(talk, GREEDY, use_tqdm=False, **options)[0].prompt == prompt
+
+
+def test_a_tokenizer_that_cuts_and_pads_changes_nothing(checkpoints, folder, llm):
+    """Of prompts, chats, bad words and stop texts."""
+    made = checkpoints.copy(folder)
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=30, pad_id=LETTERS_EOS, pad_token="</s>")
+    tokenizer.save(str(made / "tokenizer.json"))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (whole,) = llm.generate("What is two?", params, use_tqdm=False)
+    params.stop, params.bad_words = whole.outputs[0].text[10:16], ["is two"]
+    talk, found = [{"role": "user", "content": "What is two?"}], []
+    with simulated_llm(made, script=TextScript(VOCAB)) as cutting:
+        for one in llm, cutting:
+            outputs = one.generate("What is two?", params, use_tqdm=False)
+            outputs += one.chat(talk, params, use_tqdm=False)
+            made_of = [(output.prompt_token_ids, output.outputs[0]) for output in outputs]
+            found.append((one.make_request([1], params).bad_words, made_of))
+    assert found[0] == found[1] and outputs[0].outputs[0].stop_reason == params.stop
 
 
 def test_sleep(llm):

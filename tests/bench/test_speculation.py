@@ -13,6 +13,7 @@ from support.scripts import TextScript
 from specjax.bench import comparison, speculation
 from specjax.bench.comparison import load_llm
 from specjax.bench.engines import open_engines, read_setup
+from specjax.bench.machine import CpuTime
 from specjax.bench.measure import PLAIN
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.cli import build_parser, main
@@ -88,6 +89,15 @@ def test_the_report_says_what_it_is_of(result):
     assert report["settings"]["ks"] == [0, 2] and report["settings"]["dtype"] == "float32"
     assert report["timestamp"].endswith("+00:00")
     assert report["setup_seconds"] > 0 and report["measuring_seconds"] > 0
+
+
+def test_what_a_round_costs_is_printed_and_whether_times_are_in_doubt(options, monkeypatch, capsys):
+    """Here the process gets a third of the time that it asks for."""
+    monkeypatch.setattr(CpuTime, "since", lambda start: CpuTime(1.0, 0.3, 0.6))
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert "DO NOT TRUST THESE TIMES: this process got 33% of the CPU time" in printed
+    assert re.search(r"a round of 3 rows \(eagle3? K=2\) costs [\d.]+ plain steps on", printed)
 
 
 def test_a_batch_decodes_together_above_temperature_0(options, capsys):

@@ -236,6 +236,16 @@ def test_scaled_rotations(name, outside, dim):
     np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)
 
 
+def test_rope_scaling_replaces_what_transformers_has_saved():
+    """A card says to add it; transformers saves `rope_parameters`, with the base."""
+    saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    expected = described("qwen3", rope_parameters=QWEN3 | {"rope_theta": 1e6})
+    assert described("qwen3", **saved, rope_scaling=QWEN3) == expected
+    fields = {**saved, "rope_scaling": QWEN3, "rope_theta": 5e5}
+    theirs = class_of("qwen3").from_dict(fields).rope_parameters
+    assert described("qwen3", **fields) == described("qwen3", rope_parameters=theirs)
+
+
 QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LENGTHS = [  # as vLLM derives them, or what `max_position_embeddings` says if that is more
     (40960, QWEN3, 131072),

@@ -3,9 +3,11 @@
 Where vLLM's tests have numbers (budgets of 20 and of 50), they are the same.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
+from support.engines import simulated_engine
 from support.refusals import label, refusal
 from support.scheduling import (
     add,
@@ -18,6 +20,7 @@ from support.scheduling import (
 )
 
 from specjax.host.budgets import explain_waiting
+from specjax.host.speculation.policy import StaticPolicy
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_budgets_have_to_hold_a_round_and_an_exact_chunk(
     [(32, 0, 1, 44), (43, 0, 3, 44), (44, 0, 4, None), (45, 1, 3, 48), (48, 1, 4, None)],
 )
 def test_exact_budgets_that_let_few_run_together_say_so(batched, draft_slots, together, needed):
-    """And as many do run together."""
+    """As a warning of an engine's; and as many do run together."""
     sizes = {"max_num_seqs": 4, "num_pages": 64, "exact": True, "max_num_batched_tokens": batched}
     config = make_config(**sizes)
     told = explain_waiting(config, 3, draft_slots)
@@ -139,6 +142,9 @@ def test_exact_budgets_that_let_few_run_together_say_so(batched, draft_slots, to
     else:
         assert f"only {together} of max_num_seqs=4" in told and "raise max_num_" in told
         assert f"tokens to {needed}, or lower max_num_seqs to {together}" in told
+        if draft_slots == 0:
+            with pytest.warns(UserWarning, match=re.escape(told)):
+                simulated_engine(config, StaticPolicy(3))
     scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
     for i in range(4):
         add(scheduler, i, 20, 12)

@@ -5,13 +5,17 @@ A kernel is covered by a line of `OPERATIONS`; one without it is found by its na
 
 import ast
 import contextlib
+import math
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from support import kernels_delta_rule
 from support.kernel_operations import OPERATIONS
 from support.race_checker import ORDERS
 
@@ -55,14 +59,18 @@ def test_any_order_gives_the_same_bits_and_no_race(folder, checker):
     assert len(launched) == len(kernels_of(folder)), "a kernel lacks a line in OPERATIONS"
 
 
-def without_masks(patch):
-    """From now on the text of kernels stores past the edges of arrays."""
+def edit_kernels(found, instead, patch):
+    """From now on the text of kernels has something else in place of what is found."""
     plain = triton_call.triton_source
 
     def edited(*args, **kwargs):
-        return re.sub(r"(tl\.store\(.*), mask=\w+", r"\1", plain(*args, **kwargs))
+        return re.sub(found, instead, plain(*args, **kwargs))
 
     patch.setattr(triton_call, "triton_source", edited)
+
+
+without_masks = partial(edit_kernels, r"(tl\.store\(.*), mask=\w+", r"\1")
+of_two_programs = partial(edit_kernels, r"tl.program_id\(0\)", "(tl.program_id(0) // 2)")
 
 
 def without_barriers(patch):
@@ -73,6 +81,7 @@ def without_barriers(patch):
     "name, plant, sentence",
     [
         ("grouped_matmul", without_masks, "is out of bounds"),
+        ("scaled_matmul", of_two_programs, "writes what another one writes"),
         (
             "gated_delta_rule/few",
             without_barriers,
@@ -83,8 +92,45 @@ def without_barriers(patch):
 def test_a_fault_in_a_kernel_is_found(name, plant, sentence, checker, monkeypatch):
     plant(monkeypatch)
     with contextlib.suppress(AssertionError):  # the operation's own, of wrong results
-        OPERATIONS[name]("triton")()
+        jax.block_until_ready(OPERATIONS[name]("triton")())
     assert sentence in {found for _, found in checker.faults}
+
+
+@pytest.fixture
+def permuted(monkeypatch):
+    """Interpreted grids run in another order: kernels see another program's place. Holds sizes."""
+    call, program_id, grids = pl.pallas_call, pl.program_id, []
+
+    def pallas_call(kernel, *, grid, **options):
+        number = math.prod(grid)
+        step = next(i for i in range(number // 2 + 1, 2 * number + 2) if math.gcd(i, number) == 1)
+        grids.append(number)
+
+        def at_another_place(*refs):
+            place = jnp.unravel_index((step * program_id(0) + number // 3) % number, grid)
+            with monkeypatch.context() as patch:
+                patch.setattr(pl, "program_id", place.__getitem__)
+                patch.setattr(pl, "num_programs", grid.__getitem__)
+                kernel(*refs)
+
+        return call(at_another_place, grid=(number,), **options)
+
+    monkeypatch.setattr(pl, "pallas_call", pallas_call)
+    return grids
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_interpreted_in_another_order_all_bits_are_the_same(name, request):
+    made = []
+    for permuted in False, True:
+        grids = request.getfixturevalue("permuted") if permuted else [0]
+        kernels_delta_rule.rule.clear_cache()
+        made.append([np.asarray(x) for x in jax.tree.leaves(OPERATIONS[name]("interpret")())])
+        assert grids
+    kernels_delta_rule.rule.clear_cache()
+    for ours, other in zip(*made, strict=True):
+        assert (ours.dtype, ours.tobytes()) == (other.dtype, other.tobytes())
 
 
 def nan_rows(*shape):

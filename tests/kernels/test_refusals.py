@@ -1,5 +1,6 @@
 """What every operation says of arguments that it does not take, by name; nothing is run."""
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from support.kernels_delta_rule import EPS, Sizes
+from support.refusals import label
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.draw_tokens import draw_tokens
@@ -16,6 +18,8 @@ from pallas_kernels.gated_delta_rule import (
     Heads,
     gated_delta_rule,
 )
+from pallas_kernels.gated_delta_rule import triton as delta_rule_triton
+from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.paged_attention import paged_attention
@@ -313,3 +317,18 @@ def test_what_is_not_taken_is_named(operation, message, changed, error):
     """By anything, or by a kernel though the reference takes it."""
     with pytest.raises(error, match=message if error is UnsupportedError else f"^{message}"):
         traced(operation, changed, kernels="interpret")
+
+
+SMALL_TILES = {"values": 2}, {"folds": True, "chunk_values": 2}, {"norm_heads": 1}
+
+
+@pytest.mark.parametrize("small", SMALL_TILES, ids=label)
+def test_a_tile_smaller_than_its_threads_is_never_run(small, monkeypatch):
+    """Several threads would have copies of an element, and one might read what another wrote."""
+    sizes = of_heads(Sizes()) | {"folds": small.get("folds", False)}
+    tuning = DeltaRuleTuning(**{name: value for name, value in small.items() if name != "folds"})
+    for config in tuning, DeltaRuleTuning():
+        monkeypatch.setattr(delta_rule_triton, "choose_tuning", lambda batch, made=config: made)
+        refused = pytest.raises(AssertionError, match="DeltaRuleTuning")
+        with refused if config == tuning else contextlib.nullcontext():
+            traced("gated_delta_rule", sizes, kernels="interpret")

@@ -49,6 +49,10 @@ OPTIONS = {
         },
         {"recycle_normed": True, "aux_layers": (1, 3, 0, 2, 3)},
     ),
+    "eagle-3.1-not-normed": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": False, "fc_norm": True},
+        {"recycle_normed": False},
+    ),
     "eight-layers-fc-bias": (
         {
             "architectures": ["LlamaForCausalLMEagle3"],

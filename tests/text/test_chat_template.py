@@ -112,6 +112,16 @@ def test_the_template_is_the_one_of_transformers(tmp_path, files, chosen, tools)
         assert ours.apply_chat_template(MESSAGES, **options) == expected
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
+def test_special_tokens_are_rendered_whichever_file_has_them(tmp_path, name):
+    files = {name: {"bos_token": "<s>", "eos_token": "</s>"}}
+    ours = load_tokenizer(write_files(tmp_path, files))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    options = {"chat_template": "{{ bos_token }}a{{ eos_token }}", "tokenize": False}
+    theirs = theirs.apply_chat_template(MESSAGES[:1], **options)
+    assert ours.apply_chat_template(MESSAGES[:1], **options) == theirs == "<s>a</s>"
+
+
 def test_the_template_of_a_processor(tmp_path):
     for files, expected in (
         ({"chat_template.json": {"chat_template": DEFAULT}}, DEFAULT),

@@ -141,7 +141,7 @@ def test_every_door_shows_the_text_of_vllm(folder, bpe, door):
         replace(at_foo, stop=["foo", " foo", "no such text"]),
         replace(at_foo, n=3, temperature=1.0, seed=1, ignore_eos=True),
     ]
-    reasons = set()
+    reasons, thinks = set(), set()
     with simulated_engines(script):
         is_llm = door in (by_generate, by_stream)
         llm = LLM(folder, **SETTINGS) if is_llm else folder
@@ -152,6 +152,9 @@ def test_every_door_shows_the_text_of_vllm(folder, bpe, door):
                     theirs = replace(output, token_ids=[*map(int, output.token_ids)])
                     assert output.text == text_of_vllm(bpe, prompt, theirs, params), params
                     reasons.add((output.finish_reason, int(output.token_ids[-1])))
+                    if think in output.token_ids and output.text is not None:
+                        thinks.add((params.skip_special_tokens, "<think>" in output.text))
         if is_llm:
             llm.close()
     assert {("stop", end), ("stop", foo), ("stop", words[1])} <= reasons
+    assert thinks == {(False, True), (True, False)}

@@ -17,6 +17,9 @@ def test_small_seeds_are_their_own_and_others_have_32_bits():
         assert folded_seed(seed) == seed
         expected = np.random.SeedSequence([seed, 7]).generate_state(1)[0]
         assert derived_seed(seed, 7) == expected
+    for seed in LARGE:
+        words = [seed % 2**32, seed % 2**64 // 2**32, 1]
+        assert folded_seed(seed) == np.random.SeedSequence(words).generate_state(1)[0]
     folded = [folded_seed(seed) for seed in LARGE]
     assert all(0 <= seed < 2**32 for seed in folded)
     assert len({*folded, *(derived_seed(2**32 - 1, i) for i in range(9)), 0, 1}) == len(LARGE) + 11

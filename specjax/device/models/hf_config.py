@@ -153,16 +153,23 @@ class HFConfig:
         return _positive(value, f"{self.origin}: rope_scaling: {name}")
 
     def rope_fields(self) -> Mapping[str, Any]:
-        """Return the fields of `rope_parameters` and of the older `rope_scaling`.
+        """Return the fields of `rope_parameters`, or of `rope_scaling` if the config has it.
 
-        `rope_type` and `rope_theta` are always set.
+        As in transformers, `rope_scaling` replaces `rope_parameters`. But the base and the rotated
+        part in `rope_parameters` still apply, if no other field gives them. `rope_type` and
+        `rope_theta` are always set.
         """
-        fields = self.nested("rope_scaling") | self.nested("rope_parameters")
-        if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+        fields, scaling = self.nested("rope_parameters"), self.nested("rope_scaling")
+        both = fields | scaling
+        if nested := [name for name, value in both.items() if isinstance(value, Mapping)]:
             raise CheckpointError(
                 f"{self.origin}: rope_parameters for each kind of layer ({', '.join(nested)}) are "
                 "not supported; use a checkpoint with one rotary embedding for all layers"
             )
+        if scaling:
+            names = [n for n in ("rope_theta", "partial_rotary_factor") if n in fields]
+            kept = {name: fields[name] for name in names if self.get(name, None) is None}
+            fields = kept | scaling
         kind = fields.get("rope_type", fields.get("type", "default"))
         return {"rope_theta": self.get("rope_theta", 10000.0)} | fields | {"rope_type": kind}
 
