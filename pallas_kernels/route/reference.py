@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """The rule by which experts are chosen and weighted, as Python values.
+    """The rule that chooses and weights experts, as Python values.
 
     If there are groups, experts are chosen only from the best groups. A group is ranked by the sum
     of its two best scores.

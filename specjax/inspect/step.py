@@ -30,7 +30,7 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 class Parts:
     """The components of a step.
 
-    The leaves of `params` are shapes, of which those of several devices may be divided.
+    The leaves of `params` are shapes. With several devices, some are shapes of divided arrays.
     """
 
     target: Model

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
@@ -28,7 +27,7 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model
-from specjax.device.parallel import specs_of
+from specjax.device.parallel import shapes_of, specs_of
 from specjax.device.placement import Placement, default_device
 
 Load = Callable[..., tuple[Drafter, Any]]  # (folder, config, target, dtype, placement, log)
@@ -114,7 +113,4 @@ def drafter_from_config(
 
 def _shapes(drafter: Drafter, dtype: str) -> Any:
     assert drafter.weights is not None
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype),
-        specs_of(drafter.weights),
-    )
+    return shapes_of(specs_of(drafter.weights), dtype)

@@ -15,7 +15,7 @@ MAX_DOUBLED = 2**30
 
 
 class Weight:
-    """One matrix or several, by which rows are multiplied.
+    """A matrix, or several matrices. Rows are multiplied by them.
 
     A weight is a pytree of one array, `values`, or of two with `scales`. In a model's `specs()`, a
     `TensorSpec` takes the place of an array. If a model is divided over devices, the arrays are one
