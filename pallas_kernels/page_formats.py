@@ -26,6 +26,7 @@ class PageFormat(NamedTuple):
 
 FP8 = PageFormat("float8_e4m3fn", 448.0, False, (8, 9))
 INT8 = PageFormat("int8", 127.0, True, (8, 0))
+MAX_SIGNED = 2**31
 # By the names that users give. The formats' dtypes must differ.
 PAGE_FORMATS = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8, "int8_per_token_head": INT8}
 
@@ -35,13 +36,24 @@ def page_format(dtype: Any) -> PageFormat | None:
     return next((one for one in PAGE_FORMATS.values() if one.dtype == str(dtype)), None)
 
 
-def why_not_converted(dtype: Any, capability: tuple[int, int] | None) -> str | None:
-    """Return why kernels cannot convert to a pool's `dtype` on a GPU; None if they can."""
-    stored = page_format(dtype)
-    if stored is None or capability is None or capability >= stored.min_capability:
+def why_no_kernel(pool: Any, capability: tuple[int, int] | None) -> str | None:
+    """Return why Triton kernels cannot use a pool on a GPU; None if they can.
+
+    `capability` is the GPU's compute capability, or None to ignore it.
+    """
+    stored = page_format(pool.dtype)
+    if stored is None:
         return None
-    needed = "{}.{}".format(*stored.min_capability)
-    return f"{dtype} needs compute capability {needed}"
+    if capability is not None and capability < stored.min_capability:
+        needed = "{}.{}".format(*stored.min_capability)
+        return f"a pool of {pool.dtype} needs compute capability {needed}"
+    # Up to 4 GiB, Pallas uses 32-bit element offsets, which Triton treats as signed.
+    if MAX_SIGNED < pool.size <= 2 * MAX_SIGNED:
+        return (
+            f"a pool of {pool.size / 2**30:.1f} GiB in {pool.dtype}: the Triton kernel takes up to "
+            "2 GiB or more than 4 GiB of one-byte numbers"
+        )
+    return None
 
 
 def check_scales(pool: Any, scales: Any, name: str, parts: tuple[int, ...]) -> None:

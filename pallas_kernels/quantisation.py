@@ -40,4 +40,6 @@ def as_stored(
     if stored.has_token_scales:
         made = token_scales(x, stored)
         return quantise(x, made[..., None], stored), made
-    return quantise(x, 1.0 if layer_scales is None else layer_scales[..., None], stored), None
+    if layer_scales is None:
+        return quantise(x, 1.0, stored), None
+    return quantise(x, jax.lax.broadcast_to_rank(layer_scales[..., None], x.ndim), stored), None

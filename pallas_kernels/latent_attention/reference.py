@@ -94,5 +94,6 @@ def dequantised(
     has_token_scales = scales.ndim > 2
     own = scales[layer, ids] if has_token_scales else scales[layer]  # [..., 2]
     is_latent = jnp.arange(entries.shape[-1]) < rank
-    each = jnp.where(is_latent, own[..., :1], own[..., 1:])
+    own = jax.lax.broadcast_to_rank(own, entries.ndim)
+    each = jnp.where(jax.lax.broadcast_to_rank(is_latent, own.ndim), own[..., :1], own[..., 1:])
     return (entries.astype(jnp.float32) * each).astype(dtype)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.page_formats import PAGE_FORMATS, why_not_converted
+from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 RANKS = (64, 128, 256, 512)
@@ -86,8 +86,8 @@ def latent_attention_triton(
     Raises:
         UnsupportedError: the kernel does not support an argument.
     """
-    if not interpret and (reason := why_not_converted(pool.dtype, compute_capability())):
-        raise UnsupportedError(f"pool: {reason}")
+    if reason := why_no_kernel(pool, None if interpret else compute_capability()):
+        raise UnsupportedError(reason)
     _check_supported(q, pool, rank)
     batch, num_rows, num_heads, _ = q.shape
     if config is None:
@@ -187,6 +187,8 @@ def _attention_kernel(
     last = load(positions_ref.at[request, t], mask=exists, other=-1)  # [R], last visible position
     end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
 
+    zero = 0.0 if jnp.issubdtype(pool_ref.dtype, jnp.floating) else 0
+
     def block(i, carry):
         out, maximum, total = carry
         column = (i * config.num_splits + split) * config.block_tokens
@@ -200,7 +202,7 @@ def _attention_kernel(
         def load_entries(element):
             mask = jnp.broadcast_to(used[:, None], (config.block_tokens, element.shape[1]))
             at = (layer, page[:, None], offset, element)
-            return load(pool_ref.at[at], mask=mask, other=0.0).astype(q.dtype)
+            return load(pool_ref.at[at], mask=mask, other=zero).astype(q.dtype)
 
         def scaled(x, part):  # x [R, C] times the scales of a part of the entries
             if not has_token_scales:
@@ -218,8 +220,8 @@ def _attention_kernel(
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - new_maximum[:, None])
         decay = jnp.exp2(maximum - new_maximum)
-        of_latents = scaled(weights, 0).astype(q.dtype)
-        out = out * decay[:, None] + dot(of_latents, entries, precision="highest")
+        out = out * decay[:, None]
+        out += dot(scaled(weights, 0).astype(q.dtype), entries, precision="highest")
         return out, new_maximum, total * decay + jnp.sum(weights, axis=1)
 
     carry = (

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.page_formats import PAGE_FORMATS, why_not_converted
+from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
 from pallas_kernels.paged_attention.tuning import AttentionTuning, choose_config
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
@@ -52,8 +52,8 @@ def paged_attention_triton(
     Raises:
         UnsupportedError: the kernel does not support an argument.
     """
-    if not interpret and (reason := why_not_converted(kv.dtype, compute_capability())):
-        raise UnsupportedError(f"kv: {reason}")
+    if reason := why_no_kernel(kv, None if interpret else compute_capability()):
+        raise UnsupportedError(reason)
     _check_supported(q, kv)
     batch, num_rows, num_heads, dim = q.shape
     page_size, _, num_kv_heads = kv.shape[2:5]
@@ -125,12 +125,6 @@ def _check_supported(q: jax.Array, kv: jax.Array) -> None:
             raise UnsupportedError(
                 f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
             )
-    # Up to 4 GiB, Pallas uses 32-bit element offsets, which Triton treats as signed.
-    if kv.dtype.itemsize == 1 and 2**31 < kv.size <= 2**32:
-        raise UnsupportedError(
-            f"kv of {kv.size / 2**30:.1f} GiB in {kv.dtype}: the Triton kernel takes up to 2 GiB "
-            "or more than 4 GiB of one-byte numbers"
-        )
 
 
 def _attention_kernel(
@@ -180,6 +174,8 @@ def _attention_kernel(
     if scale_ref is not None and not has_token_scales:
         scale = scale * scale_ref[layer, 0]
 
+    zero = 0.0 if jnp.issubdtype(kv_ref.dtype, jnp.floating) else 0
+
     def block(i, carry):
         out, maximum, total = carry
         column = (i * config.num_splits + split) * config.block_tokens
@@ -194,7 +190,7 @@ def _attention_kernel(
 
         def load_tokens(which):
             at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
-            return load(kv_ref.at[at], mask=mask, other=0.0).astype(q.dtype)  # [C, D]
+            return load(kv_ref.at[at], mask=mask, other=zero).astype(q.dtype)  # [C, D]
 
         def load_scales(which):
             at = (layer, page, within, jnp.int32(which), kv_head)

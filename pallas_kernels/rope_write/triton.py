@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.page_formats import page_format, why_not_converted
+from pallas_kernels.page_formats import page_format, why_no_kernel
 from pallas_kernels.quantisation import as_stored
 from pallas_kernels.triton_call import load, store, triton_call
 
@@ -53,8 +53,8 @@ def rope_write_triton(
     half = cos.shape[-1]
     if dim & (dim - 1) or dim < 16:
         raise UnsupportedError(f"kv has heads of D={dim}; a power of two of at least 16 is needed")
-    if not interpret and (reason := why_not_converted(kv.dtype, compute_capability())):
-        raise UnsupportedError(f"kv: {reason}")
+    if reason := why_no_kernel(kv, None if interpret else compute_capability()):
+        raise UnsupportedError(reason)
     if kv.dtype.itemsize < 2 and page_format(kv.dtype) is None:
         raise UnsupportedError(f"kv is {kv.dtype}; 16 or 32 bits, or a page format, are needed")
     has_token_scales = scales is not None and scales.ndim > 2
@@ -187,13 +187,13 @@ def _kernel(
         page = table_ref[b, jnp.minimum(index, table_width - 1)]
         stands = (position >= 0) & (index < table_width) & (page >= 0)
         kept = jnp.where(is_q, head + 2 * num_kv_heads, head - num_heads)
+        wide = kept[:, None]
         token = layer_ref[0], jnp.maximum(page, 0), jnp.maximum(position, 0) % page_size
         given = None
         if has_layer_scales:
             of_layer = refs[sum(has)]
             given = jnp.where(is_v, of_layer[layer_ref[0], 1], of_layer[layer_ref[0], 0])
         y, made = as_stored(y, pool_dtype, given)
-        wide = kept[:, None]
         store(
             next(outputs).at[*token, wide // num_kv_heads, wide % num_kv_heads, i],
             y,
