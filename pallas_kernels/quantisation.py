@@ -9,7 +9,7 @@ from pallas_kernels.page_formats import PageFormat, page_format
 
 
 def token_scales(x: jax.Array, stored: PageFormat) -> jax.Array:
-    """Return the scales [...] of x f32[..., n]: the largest stored number stands for max |x|."""
+    """Return the scales [...] of x f32[..., n], by which max |x| becomes the largest number."""
     largest = jnp.max(jnp.abs(x), axis=-1)
     return jnp.where(largest == 0, 1.0, largest / stored.largest)
 
@@ -23,6 +23,11 @@ def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax
     if jnp.issubdtype(stored.dtype, jnp.integer):  # whose conversion drops the fraction
         x = jnp.where(x < 0, x - 0.5, x + 0.5)
     return x.astype(stored.dtype)
+
+
+def zero_of(dtype: Any) -> float | int:
+    """Return 0 as kernels write it for masked elements of an array of `dtype`."""
+    return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
 def as_stored(

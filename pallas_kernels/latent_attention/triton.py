@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
+from pallas_kernels.quantisation import zero_of
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 RANKS = (64, 128, 256, 512)
@@ -166,8 +167,7 @@ def _attention_kernel(
     config: LatentTuning,
 ):
     scales_ref, *out_refs = refs if is_scaled else (None, *refs)
-    num_rows, width = q_ref.shape[1:]
-    page_size = pool_ref.shape[2]
+    (num_rows, width), page_size = q_ref.shape[1:], pool_ref.shape[2]
     has_token_scales = scales_ref is not None and len(scales_ref.shape) > 2
     request, split = pl.program_id(1), pl.program_id(2)
     layer = layer_ref[0]
@@ -187,8 +187,6 @@ def _attention_kernel(
     last = load(positions_ref.at[request, t], mask=exists, other=-1)  # [R], last visible position
     end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
 
-    zero = 0.0 if jnp.issubdtype(pool_ref.dtype, jnp.floating) else 0
-
     def block(i, carry):
         out, maximum, total = carry
         column = (i * config.num_splits + split) * config.block_tokens
@@ -202,7 +200,7 @@ def _attention_kernel(
         def load_entries(element):
             mask = jnp.broadcast_to(used[:, None], (config.block_tokens, element.shape[1]))
             at = (layer, page[:, None], offset, element)
-            return load(pool_ref.at[at], mask=mask, other=zero).astype(q.dtype)
+            return load(pool_ref.at[at], mask=mask, other=zero_of(pool_ref.dtype)).astype(q.dtype)
 
         def scaled(x, part):  # x [R, C] times the scales of a part of the entries
             if not has_token_scales:
@@ -234,15 +232,21 @@ def _attention_kernel(
     stop = pl.cdiv(jnp.maximum(end_block - split, 0), config.num_splits)
     out, maximum, total = jax.lax.fori_loop(0, stop, block, carry)
 
-    where = (request, row[:, None])
-    if config.num_splits == 1:
+    _store(out_refs, (request, row, split), latent, exists, out, maximum, total, q.dtype)
+
+
+def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
+    """Write the rows' outputs, or a split's partial results if there are several outputs."""
+    request, row, split = where
+    rows = row[:, None]
+    if len(out_refs) == 1:
         out = out / jnp.where(total > 0, total, 1.0)[:, None]
         mask = jnp.broadcast_to(exists[:, None], out.shape)
-        store(out_refs[0].at[*where, latent], out.astype(q.dtype), mask=mask)
+        store(out_refs[0].at[request, rows, latent], out.astype(dtype), mask=mask)
         return
     # For a split without visible tokens, the combine kernel reads only the statistics.
     mask = jnp.broadcast_to((exists & (total > 0))[:, None], out.shape)
-    store(out_refs[0].at[*where, split, latent], out, mask=mask)
+    store(out_refs[0].at[request, rows, split, latent], out, mask=mask)
     for ref, statistic in zip(out_refs[1:], (maximum, total), strict=True):
         store(ref.at[request, row, split], statistic, mask=exists)
 

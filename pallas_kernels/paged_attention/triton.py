@@ -20,6 +20,7 @@ from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
 from pallas_kernels.paged_attention.tuning import AttentionTuning, choose_config
+from pallas_kernels.quantisation import zero_of
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DIMS = (64, 128, 256)
@@ -174,8 +175,6 @@ def _attention_kernel(
     if scale_ref is not None and not has_token_scales:
         scale = scale * scale_ref[layer, 0]
 
-    zero = 0.0 if jnp.issubdtype(kv_ref.dtype, jnp.floating) else 0
-
     def block(i, carry):
         out, maximum, total = carry
         column = (i * config.num_splits + split) * config.block_tokens
@@ -190,7 +189,9 @@ def _attention_kernel(
 
         def load_tokens(which):
             at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
-            return load(kv_ref.at[at], mask=mask, other=zero).astype(q.dtype)  # [C, D]
+            return load(kv_ref.at[at], mask=mask, other=zero_of(kv_ref.dtype)).astype(
+                q.dtype
+            )  # [C, D]
 
         def load_scales(which):
             at = (layer, page, within, jnp.int32(which), kv_head)

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from specjax.checkpoint.demo import TARGET
-from specjax.config import DTYPES, METHODS, OWN_METHODS
+from specjax.config import DTYPES, KV_CACHE_DTYPES, METHODS, OWN_METHODS
 
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
 
@@ -54,6 +54,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="numbers in pages; default: auto, those of --dtype",
+    )
 
 
 def read_object(option: str, text: str) -> dict[str, Any]:

@@ -71,13 +71,14 @@ class Plan:
         """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
-    def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches, and of the drafter's caches."""
+    def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
+        """Return the bytes of the target's caches, and of the drafter's caches.
+
+        `dtype` is the dtype of pages without a format.
+        """
         target, config = self.source.target, self.config
-        sizes, windows = (
-            (config.page_size, self.num_drafts, config.dtype),
-            page_windows(target, config),
-        )
+        sizes = config.page_size, self.num_drafts, dtype
+        windows = page_windows(target, config)
         return (
             target_cache_bytes(target, *sizes, windows, config.page_format),
             drafter_cache_bytes(self.drafter, *sizes, config.draft_page_format),
@@ -89,7 +90,7 @@ class Plan:
         Raises:
             ValueError: `num_pages`, or a single request, does not fit.
         """
-        own, drafters = self.cache_bytes()
+        own, drafters = self.cache_bytes(self.dtype.name)
         cache, config, target = own + drafters, self.config, self.source.target
         needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
         if self.chooses_snapshots and needs.snapshots:

@@ -12,7 +12,7 @@ def divide_kinds(
     kept_layers: tuple[int, ...],
     layer_scales: tuple[tuple[float, float], ...],
 ) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
-    """Return cache kinds whose layers store pages alike, and each layer's index into them.
+    """Return kinds whose layers store pages in the same way, and each layer's index into them.
 
     Args:
         kinds: the cache kinds of a model, in an order that is kept. New kinds are last.
