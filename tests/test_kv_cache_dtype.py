@@ -5,13 +5,16 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 import torch
-from support.engines import SIZES, K
+from support.engines import SIZES, K, generate_tokens, make_llm, random_prompts
 from support.real_schedules import Found, run_real_schedule
 from support.shared_models import NUM_SNAPSHOTS, VOCAB, eagle3, hybrid, llama, of_few_words
 from support.weights import rewrite
 
 from pallas_kernels.page_formats import PAGE_FORMATS
+from specjax import SamplingParams
+from specjax.device.models.model import page_windows
 from specjax.rl import RolloutEngine
+from specjax.serving.memory import target_cache_bytes
 
 ODD = ["sliding_window", 1]
 
@@ -31,7 +34,6 @@ CASES = {
     "llama": Case("llama", "eagle3", "fp8"),
     "hybrid": Case("hybrid", "mtp", "int8"),
     "latents": Case("glm4_moe_lite", "mtp", "int8", drafters="fp8"),
-    # A rank with which chunks take the plain form, at least in wider models.
     "latents in fp8": Case("deepseek_v3", "mtp", "fp8", {"kv_cache_dtype_skip_layers": [1]}),
     "windows": Case(
         "gpt_oss",
@@ -66,9 +68,9 @@ def test_random_schedules(checkpoints, name):
     case, found = CASES[name], Found()
     folder, config = made(checkpoints, case)
     folder = checkpoints.with_letters(folder)
-    if case.dtype == "fp8":  # in which such small numbers are 0 otherwise
+    if case.dtype == "fp8":  # scales that are no powers of two
         scales = {
-            f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(2.0**-11)
+            f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(0.03)
             for x in "kv"
             for i in range(2)
         }
@@ -87,12 +89,43 @@ def test_random_schedules(checkpoints, name):
 
 
 def check_bytes(llm, case):
-    """The pools have their dtypes, and as many bytes as was planned."""
-    state, kinds = llm.engine.programs.state, llm.target.cache_kinds
-    stored = PAGE_FORMATS[case.dtype].dtype
-    for kind, pages in zip(kinds, state.caches, strict=True):
-        if not kind.is_recurrent:
-            assert pages.values.dtype == ("float32" if kind.keeps_dtype else stored)
-    leaves = jax.tree.leaves(state.drafter)
-    own = PAGE_FORMATS[case.drafters or case.dtype].dtype
-    assert case.method == "ngram" or own in {str(x.dtype) for x in leaves}
+    """Pools have their dtypes and scales, and as many bytes as was planned."""
+    engine = llm.engine
+    config, state, target = engine.config, engine.programs.state, engine.target
+    stored, own = (PAGE_FORMATS[one] for one in (case.dtype, case.drafters or case.dtype))
+    pages = dict(zip(target.cache_kinds, state.caches, strict=True))
+    pages = {kind: one for kind, one in pages.items() if not kind.is_recurrent}
+    kept = [kind.keeps_dtype for kind in pages]
+    assert set(kept) == ({True, False} if case.options else {False})
+    for kind, (values, scales) in pages.items():
+        assert values.dtype == ("float32" if kind.keeps_dtype else stored.dtype)
+        assert (scales is None) == kind.keeps_dtype
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state.drafter)}
+    assert case.method == "ngram" or own.dtype in dtypes
+    sizes = config.page_size, K, config.dtype
+    windows = page_windows(target, config)
+    planned = target_cache_bytes(target, *sizes, windows, config.page_format).of_pages(config, K)
+    arrays = [x for x in jax.tree.leaves([*pages.values()]) if x.ndim > 2]  # no scales of layers
+    assert planned == sum(x.nbytes for x in arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "latents"])
+def test_on_two_devices_tokens_are_the_same(checkpoints, name):
+    """Each has the pages of its heads, and their scales; of latents, each has all."""
+    case = CASES[name]
+    folder, config = made(checkpoints, case)
+    prompts = random_prompts(5, 33, 18, 1, vocab_size=VOCAB)
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    found = []
+    for count in 1, 2:
+        options = {"kv_cache_dtype": "int8", "tensor_parallel_size": count}
+        model = config.get("model")
+        with make_llm(folder, case.method, model, **options) as llm:
+            found.append(generate_tokens(llm, prompts, params))
+            metrics = llm.metrics()
+            found.append((metrics.num_draft_tokens, metrics.num_accepted_tokens))
+    assert found[:2] == found[2:]

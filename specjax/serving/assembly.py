@@ -243,14 +243,15 @@ def assemble(
         divides_experts=enable_expert_parallel,
         log=log.info,
     )
-    folder, target = source.folder, source.target
+    folder = source.folder
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:
         tokenizer = load_tokenizer(folder)
         eos_ids = read_eos_ids(folder, tokenizer)
         default_params = read_default_params(folder)
     plan = make_plan(source, placement=placement, log=log.info, **options)
-    dtype, speculation = plan.dtype.name, plan.speculation
+    source, dtype, speculation = plan.source, plan.dtype.name, plan.speculation
+    target = source.target
     config = plan.fitted(
         num_pages=options["num_pages"], gpu_memory_utilization=gpu_memory_utilization
     )

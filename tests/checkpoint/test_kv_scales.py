@@ -99,11 +99,11 @@ def test_layers_get_their_scales(kind, expected, checkpoints):
     assert choose_pages(source, None, "int8", None, no_log).source is source
 
 
-def test_small_values_need_scales(checkpoints):
-    """In fp8, where those of this model become 0 without them; in its dtype scales do nothing."""
+def test_a_scale_that_is_too_small_cuts_values(checkpoints):
+    """In fp8, where scales are used; in the model's dtype they do nothing."""
     plain = checkpoints.target("llama").folder
     names = [(layer, f"{one}_proj.{one}_scale") for layer in (0, 1) for one in "kv"]
-    scaled = with_scales(checkpoints, "llama", dict.fromkeys(names, 1 / 2048))
+    scaled = with_scales(checkpoints, "llama", dict.fromkeys(names, 1e-6))
 
     def logprobs(folder, dtype):
         with make_llm(folder, kv_cache_dtype=dtype, compile_ahead=False) as llm:
@@ -113,5 +113,5 @@ def test_small_values_need_scales(checkpoints):
 
     exact = logprobs(plain, "auto")
     assert logprobs(scaled, "auto") == exact
-    np.testing.assert_allclose(logprobs(scaled, "fp8"), exact, atol=1e-3)
-    assert np.abs(np.subtract(logprobs(plain, "fp8"), exact)).min() > 5e-3
+    np.testing.assert_allclose(logprobs(plain, "fp8"), exact, atol=0.05)
+    assert np.abs(np.subtract(logprobs(scaled, "fp8"), exact)).max() > 0.1

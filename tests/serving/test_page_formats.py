@@ -77,7 +77,7 @@ def test_other_values_are_refused(dtype):
     said, options = BAD[dtype]
     with pytest.raises(ValueError, match=re.escape(said)):
         chosen(dtype, **options)
-    with pytest.raises(ValueError, match="has 'sliding_window'; name layers .* are 0-1$"):
+    with pytest.raises(ValueError, match="has 'sliding_window'; name layers .* are 0$"):
         chosen("fp8", ["sliding_window"], model=tiny_llama())
     with pytest.raises(ValueError, match="speculative_config.kv_cache_dtype='int4' is not"):
         chosen("fp8", drafters="int4")

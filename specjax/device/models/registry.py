@@ -169,7 +169,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
     hf = read_config(origin)
     config = plain_config(hf, is_tied=is_tied(model))
     whole: Any = replace(model, num_devices=1, divides_experts=False)  # pyright: ignore
-    if describe_checkpoint(origin, hf) != whole:
+    if describe_checkpoint(origin, hf) != whole.with_pages((), ()):
         raise CheckpointError(
             f"{origin} is not the checkpoint of the model to save; name the model's own checkpoint"
         )
