@@ -18,10 +18,16 @@ from support.kernels_paged_attention import (
     paged,
 )
 
+from pallas_kernels.dispatch import UnsupportedError, _log_once
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantisation import as_stored, quantise
 from pallas_kernels.rope_write import HeadWeights, rope_write
+from specjax.device.cache.latent_prompt import attend_plainly
+from specjax.device.cache.pages import Pages
+from specjax.device.cache.rows import CachedRows
+from specjax.device.weights.latent_up import LatentUp
 
 FP8, INT8 = (PAGE_FORMATS[name] for name in ("fp8", "int8"))
 POOLS = FP8.dtype, INT8.dtype
@@ -156,3 +162,41 @@ def test_gpus_without_the_conversion_are_named():
     pool = jax.ShapeDtypeStruct((2, 8, 16, 2, 2, 64), FP8.dtype)
     assert why_no_kernel(pool, (8, 9)) is None
     assert "float8_e4m3fn needs compute capability 8.9" in str(why_no_kernel(pool, (8, 6)))
+
+
+@pytest.mark.parametrize("name, problem", [("int8", "float32: int8"), ("fp8", "float8_e4m3fn")])
+def test_an_8_bit_pool_runs_where_the_kernel_lacks_it(name, problem, checker, caplog):
+    """By plain JAX and with a line in the log, or not at all if the kernel is named."""
+    case = replace(SHAPES["rows1"], pool=PAGE_FORMATS[name].dtype)  # with queries in float32
+    inputs, chosen = arguments(case), options(case)
+    _log_once.cache_clear()
+    out = jax.jit(partial(paged_attention, kernels="auto"))(*inputs, **chosen)
+    expected = attention_by_definition(*inputs, **chosen)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    (line,) = [one.message for one in caplog.records if "plain JAX" in one.message]
+    assert line.startswith("paged_attention runs as plain JAX") and problem in line
+    with pytest.raises(UnsupportedError, match=problem):
+        jax.jit(partial(paged_attention, kernels="triton"))(*inputs, **chosen)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_prompts_read_latents_times_their_scales(pool):
+    """In the plain form of attention, whose result is that of a pool of the products."""
+    rank, rotated, num_heads = 64, 16, 2
+    case, rng = Case((0, 40), (24, 17), 24), np.random.default_rng(0)
+    entries, table, positions = paged(case, rng, rank + rotated)
+    entries = np.rint(4 * np.nan_to_num(entries)).astype(jnp.dtype(pool))
+    places = entries.shape[:3] if pool == INT8.dtype else entries.shape[:1]
+    scales = rng.uniform(0.05, 0.2, (*places, 2)).astype(np.float32)
+    own = scales if pool == INT8.dtype else scales[:, None, None]
+    whole = entries.astype(np.float32) * np.repeat(own, (rank, rotated), axis=-1)
+    up = LatentUp(rng.normal(size=(num_heads * (32 + 20), rank)).astype(np.float32), num_heads, 32)
+    rows = CachedRows(positions.reshape(-1), table, folds=True, kernels="reference")
+    queries = (
+        rng.normal(size=(positions.size, num_heads, n)).astype(np.float32) for n in (32, rotated)
+    )
+    run = partial(attend_plainly, layer=np.int32(LAYER), up=up, scale=0.2)
+    run = partial(run, **dict(zip(("nope", "rope"), queries, strict=True)))
+    expected = run(rows, Pages(jnp.array(whole)))
+    np.testing.assert_array_equal(run(rows, Pages(jnp.array(entries), jnp.array(scales))), expected)
+    assert np.abs(expected).max() > 0.1
