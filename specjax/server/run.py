@@ -1,0 +1,99 @@
+"""Runs the server until a signal ends it."""
+
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from specjax.server.settings import ServerSettings
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 2048
+_LOG = logging.getLogger("specjax")
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Return a socket bound to the address of the settings, not yet listening.
+
+    Raises:
+        ValueError: the address is in use or not available.
+    """
+    if settings.uds is not None:
+        return _bind_path(settings.uds)
+    where = f"--host {settings.host} --port {settings.port}"
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM
+        )
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError as error:
+        raise ValueError(f"{where} cannot be used: {error.strerror}; choose another") from error
+    return made
+
+
+def _bind_path(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        with suppress(ConnectionRefusedError, FileNotFoundError):
+            made.connect(path)
+            raise ValueError(f"--uds {path} is in use; choose another path")
+        if Path(path).is_socket():  # of a server that has ended
+            Path(path).unlink()
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(path)
+        made.listen(BACKLOG)
+    except OSError as error:
+        raise ValueError(f"--uds {path} cannot be used: {error.strerror}") from error
+    return made
+
+
+def run_server(app: Starlette, settings: ServerSettings, bound: socket.socket) -> bool:
+    """Serve until a signal arrives and running requests have been answered.
+
+    Return False if a second signal ended the server before that.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level=settings.uvicorn_log_level,
+        access_log=not settings.disable_uvicorn_access_log,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        root_path=settings.root_path,
+        backlog=BACKLOG,
+        lifespan="off",
+        server_header=False,
+    )
+    server = Server(config)
+    server.run(sockets=[bound])
+    return not server.force_exit
+
+
+class Server(uvicorn.Server):
+    """A server that the first signal drains, and the second ends."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See `uvicorn.Server`. Signals are not raised again after the server has ended."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`."""
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            _LOG.info("no new requests are accepted; a second signal ends running ones")
+            self.should_exit = True
