@@ -24,7 +24,7 @@ from specjax.sampling_params import RequestOutputKind, SamplingParams, Structure
 from specjax.serving.vllm_methods import Refusing
 from specjax.text.completions import Shown
 from specjax.text.prompts import Prompt, prompt_text, refuse_lora
-from specjax.text.streams import Stream, deliver, tell
+from specjax.text.streams import OutputStream, deliver, tell
 from specjax.text.tokenizer import ChatTokenizer
 
 Answer = TypeVar("Answer")
@@ -60,7 +60,7 @@ class AsyncLLM(Refusing):
         if max_num_requests is not None:
             self._turns = asyncio.Semaphore(max_num_requests)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[Hashable, Stream] = {}  # used by the engine's thread only
+        self._streams: dict[Hashable, OutputStream] = {}  # used by the engine's thread only
         self._is_closing, self._pid = False, os.getpid()
         self._ending, self._has_ended = threading.Lock(), False  # once True, refuse calls
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
@@ -117,7 +117,7 @@ class AsyncLLM(Refusing):
         text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind)
         async with self._turns:
             self._check_open()  # it may have closed meanwhile
-            stream = Stream(asyncio.get_running_loop())
+            stream = OutputStream(asyncio.get_running_loop())
             added = self._call(lambda: self._add(stream, request, text))
             try:
                 await asyncio.wrap_future(added)
@@ -148,7 +148,7 @@ class AsyncLLM(Refusing):
             RuntimeError: the AsyncLLM is closed, or asleep.
         """
         self._check_open()
-        streams = [Stream(asyncio.get_running_loop()) for _ in prompts]
+        streams = [OutputStream(asyncio.get_running_loop()) for _ in prompts]
         make = partial(self._llm.make_request, sampling_params=sampling_params, priority=priority)
 
         def add() -> None:
@@ -164,7 +164,7 @@ class AsyncLLM(Refusing):
             for stream in streams:
                 self._leave(stream)
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: OutputStream) -> None:
         """Abort a request, unless it has finished or was never added."""
         if not stream.is_finished and not self._is_closing:
             self._call(partial(self._drop, stream))
@@ -228,7 +228,7 @@ class AsyncLLM(Refusing):
         return self._thread.is_alive() and not self._is_closing
 
     async def compile_grammar(self, outputs: StructuredOutputs) -> None:
-        """Compile a grammar beside the engine, so that requests with it do not hold up others.
+        """Compile a grammar outside the engine's thread, so that no request waits for it.
 
         Raises:
             ValueError: the grammar cannot be followed.
@@ -345,7 +345,7 @@ class AsyncLLM(Refusing):
                 else:
                     self._publish({sequence.request.request_id for sequence in touched})
 
-    def _add(self, stream: Stream, request: Request, prompt: str | None) -> None:
+    def _add(self, stream: OutputStream, request: Request, prompt: str | None) -> None:
         if not stream.is_cancelled:
             stream.outputs = self._llm.start(request, prompt)
             self._streams[request.request_id] = stream
@@ -355,7 +355,7 @@ class AsyncLLM(Refusing):
         self._publish({request_id} if aborted else ())
         return bool(aborted)
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: OutputStream) -> None:
         """Abort a request whose caller stopped waiting."""
         stream.is_cancelled = True
         if stream.outputs is None:
@@ -369,7 +369,7 @@ class AsyncLLM(Refusing):
 
     def _publish(self, request_ids: Any) -> None:
         """Deliver the new outputs of requests to their callers, with one call per event loop."""
-        news: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
             if stream is None or stream.outputs is None:

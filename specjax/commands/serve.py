@@ -1,7 +1,7 @@
 """Runs `specjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
-import signal
+import logging
 from dataclasses import fields
 from typing import Any
 
@@ -13,10 +13,13 @@ from specjax.commands.serve_arguments import (
 )
 from specjax.commands.speculation import read_speculation
 from specjax.engine_args import EngineArgs
+from specjax.host.leaving import end_now
 from specjax.server.app import build_app
-from specjax.server.run import bind, run_server
+from specjax.server.run import bind, describe, make_server
 from specjax.server.service import Service
 from specjax.server.settings import Limits, ServerSettings
+
+_LOG = logging.getLogger("specjax")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,12 +33,14 @@ def run(args: argparse.Namespace) -> int:
     options = read_engine_args(args)
     with bind(settings) as bound:
         llm = AsyncLLM.from_engine_args(options)
-        try:
-            app = build_app(Service(llm, args.model, settings, limits))
-            has_drained = run_server(app, settings, bound)
-        finally:
-            llm.shutdown()
-    return 0 if has_drained else 128 + signal.SIGTERM
+        app = build_app(Service(llm, args.model, settings, limits))
+        server = make_server(app, settings)
+        _LOG.info("listening on %s", describe(settings, bound))
+        server.run(sockets=[bound])
+        if server.force_exit:
+            end_now()
+        llm.shutdown()
+    return 0
 
 
 def read_engine_args(args: argparse.Namespace) -> EngineArgs:

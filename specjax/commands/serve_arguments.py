@@ -15,7 +15,7 @@ from specjax.serving.options import DEFAULTS, LLMOptions
 from specjax.serving.vllm_options import ONE_VALUE, PASSED_OVER
 
 DESCRIPTION = "Serve a model over HTTP, with OpenAI's API."
-# Options of `LLM` that are no flags: `params` is no text, and others declare the drafter.
+# Options of `LLM` without a flag: `params` is not text, and `add_speculation` has the drafter.
 _NO_FLAGS = ("params", "speculative_config", "verbose")
 # Flags of `vllm serve` for what always happens here.
 _ALWAYS = ("enable_prompt_tokens_details", "disable_fastapi_docs", "enable_request_id_headers")
@@ -28,7 +28,7 @@ def engine_options() -> dict[str, Any]:
 
 
 def vllm_options() -> list[str]:
-    """Return vLLM's options that `LLM` ignores or refuses, and that are no flags of the server."""
+    """Return vLLM's options that `LLM` ignores or refuses, and that the server lacks."""
     known = {*engine_options(), *(one.name for one in fields(ServerSettings))}
     return sorted({*PASSED_OVER, *ONE_VALUE, *_ALWAYS} - known)
 

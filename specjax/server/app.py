@@ -36,8 +36,12 @@ def build_app(service: Service) -> Starlette:
     """Return the server as an ASGI app."""
     middleware = []
     if origins := service.settings.allowed_origins:
-        options = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins), **options))
+        every = ["*"]
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
+            )
+        )
     if keys := service.settings.read_keys():
         middleware.append(Middleware(KeyCheck, keys=keys))
     app = Starlette(

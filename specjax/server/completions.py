@@ -56,9 +56,9 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
     Raises:
         APIError: there are none, or they are of several kinds.
     """
-    given = request.prompt
+    given: Any = request.prompt
     if isinstance(given, str):
-        listed: Sequence[Any] = [given]
+        listed = [given]
     elif given and all(isinstance(one, int) for one in given):
         listed = [given]
     else:
@@ -151,7 +151,7 @@ class CompletionForm:
         return choice
 
     def _echoed(self, prompt: int, ids: list[int]) -> str:
-        """Return the text of a prompt of which the engine has kept the tokens `ids`."""
+        """Return the text of the tokens `ids`, which the engine has kept of a prompt."""
         given = self._prompts[prompt]
         if "prompt" in given and len(given["prompt_token_ids"]) == len(ids):
             return given["prompt"]

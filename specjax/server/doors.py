@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specjax import __version__
 from specjax.server.bodies import read_body
 from specjax.server.chat import render
 from specjax.server.errors import APIError
@@ -105,8 +106,12 @@ async def health(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Answer /version."""
-    return _json({"version": __version__})
+    """Answer /version with the version of the installed package."""
+    try:
+        found = installed_version("specjax")
+    except PackageNotFoundError:  # it runs from a folder of sources
+        found = "unknown"
+    return _json({"version": found})
 
 
 async def load(request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Server-sent events, and clients that leave or do not read."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -95,7 +95,7 @@ async def _wait_for_end(receive: Receive) -> None:
         pass
 
 
-async def together(works: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def together(works: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Run coroutines at the same time, and return their results. If one fails, cancel the rest."""
     if len(works) == 1:
         return [await works[0]]

@@ -77,15 +77,11 @@ def _number(entry: Logprob) -> float:
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt's tokens as vLLM does: mappings by token id."""
-    return [
-        entry
-        and {
-            str(token): {
-                "logprob": _number(one),
-                "rank": one.rank,
-                "decoded_token": one.decoded_token,
-            }
-            for token, one in entry.items()
-        }
-        for entry in entries
-    ]
+    return [None if entry is None else _by_id(entry) for entry in entries]
+
+
+def _by_id(entry: TokenLogprobs) -> dict[str, Any]:
+    return {
+        str(token): {"logprob": _number(one), "rank": one.rank, "decoded_token": one.decoded_token}
+        for token, one in entry.items()
+    }

@@ -3,6 +3,7 @@
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,11 +57,17 @@ def _bind_path(path: str) -> socket.socket:
     return made
 
 
-def run_server(app: Starlette, settings: ServerSettings, bound: socket.socket) -> bool:
-    """Serve until a signal arrives and running requests have been answered.
+def describe(settings: ServerSettings, bound: socket.socket) -> str:
+    """Return the URL, or the path, of a bound socket."""
+    if settings.uds is not None:
+        return settings.uds
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{bound.getsockname()[1]}"
 
-    Return False if a second signal ended the server before that.
-    """
+
+def make_server(app: Starlette, settings: ServerSettings) -> "Server":
+    """Return a server of an app. Its `run` takes sockets, and serves until a signal ends it."""
     config = uvicorn.Config(
         app,
         log_level=settings.uvicorn_log_level,
@@ -72,9 +79,7 @@ def run_server(app: Starlette, settings: ServerSettings, bound: socket.socket) -
         lifespan="off",
         server_header=False,
     )
-    server = Server(config)
-    server.run(sockets=[bound])
-    return not server.force_exit
+    return Server(config)
 
 
 class Server(uvicorn.Server):
@@ -83,6 +88,9 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """See `uvicorn.Server`. Signals are not raised again after the server has ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread gets signals
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield

@@ -20,7 +20,7 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper limits of what clients may ask for. Each field's help says what happens beyond it."""
+    """Upper limits for clients. Each field's help says what happens beyond it."""
 
     max_body_bytes: int = _flag(2**24, "size of a request's body; beyond it: 413")
     max_request_samples: int = _flag(1024, "prompts times n of a request; beyond it: 400")
@@ -61,7 +61,7 @@ class ServerSettings:
     uds: str | None = _flag(None, "path of a Unix socket to listen on, instead of host and port")
     root_path: str = _flag("", "prefix that a proxy in front removes from paths")
     served_model_name: tuple[str, ...] = _flag((), "names of the model for clients")
-    api_key: tuple[str, ...] = _flag((), "keys of which clients must send one")
+    api_key: tuple[str, ...] = _flag((), "keys; clients must send one of them")
     api_key_file: str | None = _flag(None, "a file with a key per line, which only you may read")
     allowed_origins: tuple[str, ...] = _flag((), "web origins whose pages may send requests")
     ssl_keyfile: str | None = _flag(None, "key for TLS, which only you may read")
@@ -114,7 +114,7 @@ class ServerSettings:
                 check_private(f"--{name.replace('_', '-')}", Path(path))
 
     def read_keys(self) -> tuple[str, ...]:
-        """Return all keys of which clients must send one; empty if no key is needed.
+        """Return all valid keys; empty if clients need no key.
 
         Raises:
             ValueError: the file has no keys.

@@ -9,7 +9,7 @@ from specjax.outputs import RequestOutput
 from specjax.text.completions import Outputs, Shown
 
 
-class Stream:
+class OutputStream:
     """Passes the latest output of a request from the engine's thread to the request's caller."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -60,7 +60,7 @@ def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argume
         loop.call_soon_threadsafe(function, *arguments)
 
 
-def deliver(outputs: list[tuple[Stream, RequestOutput]]) -> None:
+def deliver(outputs: list[tuple[OutputStream, RequestOutput]]) -> None:
     """Put each output into its stream."""
     for stream, output in outputs:
         stream.put(output)
