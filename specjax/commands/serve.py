@@ -1,7 +1,6 @@
 """Runs `specjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
-import logging
 from dataclasses import fields
 from typing import Any
 
@@ -12,14 +11,13 @@ from specjax.commands.serve_arguments import (
     vllm_options,
 )
 from specjax.commands.speculation import read_speculation
+from specjax.engine.log import get_log
 from specjax.engine_args import EngineArgs
 from specjax.host.leaving import end_now
 from specjax.server.app import build_app
 from specjax.server.run import bind, describe, make_server
 from specjax.server.service import Service
 from specjax.server.settings import Limits, ServerSettings
-
-_LOG = logging.getLogger("specjax")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         llm = AsyncLLM.from_engine_args(options)
         app = build_app(Service(llm, args.model, settings, limits))
         server = make_server(app, settings)
-        _LOG.info("listening on %s", describe(settings, bound))
+        get_log(verbose=True).info("listening on %s", describe(settings, bound))
         server.run(sockets=[bound])
         if server.force_exit:
             end_now()

@@ -57,6 +57,7 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
         APIError: there are none, or they are of several kinds.
     """
     given: Any = request.prompt
+    listed: list[Any]
     if isinstance(given, str):
         listed = [given]
     elif given and all(isinstance(one, int) for one in given):
@@ -97,7 +98,7 @@ class CompletionForm:
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._prompts = prompts
-        self._offsets: dict[int, int] = {}  # characters sent so far, by the choice's index
+        self._offsets: dict[int, int] = {}  # of the next token in its choice's text, by index
 
     def openings(self, prompt: int) -> Iterator[CompletionChoice]:
         """See `Form`."""
@@ -125,26 +126,20 @@ class CompletionForm:
         """Return what a sample has gained; with echo, the first part begins with the prompt."""
         index = prompt * self._n + sample.index
         is_first = index not in self._offsets
-        start = self._offsets.setdefault(index, 0)
+        self._offsets.setdefault(index, 0)
         text, tokens = sample.text or "", sample.token_ids
-        entries: list[TokenLogprobs | None] | None = None
-        if sample.logprobs is not None:
-            entries = [*sample.logprobs]
+        entries = None if sample.logprobs is None else [*sample.logprobs]
         if self._is_only_echo:
-            text, tokens, entries = "", [], [] if entries is not None else None
+            text, tokens, entries = "", [], entries and []
         if self._request.echo and is_first:
             ids = output.prompt_token_ids
             text, tokens = self._echoed(prompt, ids) + text, [*ids, *tokens]
-            if entries is not None:
-                entries = [*(output.prompt_logprobs or []), *entries]
-        self._offsets[index] = start + len(text)
-        choice = CompletionChoice(
-            index,
-            text,
-            None if entries is None else self._logprobs(tokens, entries, start),
-            sample.finish_reason,
-            sample.stop_reason,
-        )
+            entries = None if entries is None else [*(output.prompt_logprobs or []), *entries]
+        choice = CompletionChoice(index, text, None, sample.finish_reason, sample.stop_reason)
+        if entries is not None:
+            choice.logprobs, self._offsets[index] = self._logprobs(
+                tokens, entries, self._offsets[index]
+            )
         if self._request.return_token_ids:
             choice.token_ids = sample.token_ids
             choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
@@ -158,13 +153,15 @@ class CompletionForm:
         return self._service.tokenizer.decode(ids)
 
     def _logprobs(
-        self, tokens: list[int], entries: list[TokenLogprobs | None], start: int
-    ) -> CompletionLogprobs:
+        self, tokens: list[int], entries: Sequence[TokenLogprobs | None], offset: int
+    ) -> tuple[CompletionLogprobs, int]:
+        shows_all = self._request.skip_special_tokens is False
         return completion_logprobs(
             tokens,
             entries,
-            start,
-            decode=lambda token: self._service.tokenizer.decode_token(token),
+            offset,
+            decode=self._service.tokenizer.decode_token,
+            hidden=() if shows_all else self._service.special_ids,
             as_ids=self._as_ids,
             has_top=bool(self._request.logprobs),
         )

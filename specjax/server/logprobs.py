@@ -1,6 +1,6 @@
 """Log-probabilities in the shapes of OpenAI's completions and chats."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from specjax.outputs import Logprob, TokenLogprobs
@@ -15,30 +15,31 @@ def completion_logprobs(
     offset: int,
     *,
     decode: Callable[[int], str],
+    hidden: Container[int],
     as_ids: bool,
     has_top: bool,
-) -> CompletionLogprobs:
-    """Return the log-probabilities of a completion's tokens.
+) -> tuple[CompletionLogprobs, int]:
+    """Return the log-probabilities of a completion's tokens, and the offset of the next token.
 
     Args:
         entries: an entry per token; None for the first token of a prompt.
         offset: index in the choice's text at which the first token begins.
         decode: returns the text of a token without an entry.
+        hidden: ids of tokens that are not part of the text.
         as_ids: whether tokens are written as token_id:N.
         has_top: whether to report likely tokens, and not only the tokens themselves.
     """
     made = CompletionLogprobs([], [], [], [])
     for token, entry in zip(token_ids, entries, strict=True):
         own = None if entry is None else entry[token]
-        is_first = own is None and not as_ids
-        text = decode(token) if is_first else _name(token, own, as_ids=as_ids)
+        text = decode(token) if own is None else _text(token, own)
         made.text_offset.append(offset)
-        made.tokens.append(text)
+        made.tokens.append(_id(token) if as_ids else text)
         made.token_logprobs.append(None if own is None else _number(own))
         top = {_name(id, one, as_ids=as_ids): _number(one) for id, one in (entry or {}).items()}
         made.top_logprobs.append(top if has_top and entry else None)
-        offset += len(text)
-    return made
+        offset += 0 if token in hidden else len(text)
+    return made, offset
 
 
 def chat_logprobs(
@@ -65,10 +66,16 @@ def _most_likely(entry: TokenLogprobs, num_top: int, *, as_ids: bool) -> Iterato
         yield TopLogprob(name, _number(one), list(name.encode()))
 
 
-def _name(token: int, entry: Logprob | None, *, as_ids: bool) -> str:
-    if as_ids or entry is None or entry.decoded_token is None:
-        return f"token_id:{token}"
-    return entry.decoded_token
+def _name(token: int, entry: Logprob, *, as_ids: bool) -> str:
+    return _id(token) if as_ids else _text(token, entry)
+
+
+def _text(token: int, entry: Logprob) -> str:
+    return _id(token) if entry.decoded_token is None else entry.decoded_token
+
+
+def _id(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _number(entry: Logprob) -> float:

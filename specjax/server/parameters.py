@@ -17,7 +17,7 @@ from specjax.server.settings import Limits
 from specjax.server.wire import SAMPLING, GenerationFields
 
 FORMATS = ("text", "json_object", "json_schema")
-_FIRST_WORD = re.compile(r"[A-Za-z_]\w*(?:\[\w+\])*(?:\.\w+)*")
+_FIRST_WORD = re.compile(r"[A-Za-z_]\w*(?:\[\w+\]|\.\w+)*")
 
 
 def read_params(

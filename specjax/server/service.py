@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from specjax.async_llm import AsyncLLM
@@ -63,6 +64,12 @@ class Service:
         if self._tokenizer is None:
             raise APIError(400, "the model has no tokenizer; send and read token ids")
         return self._tokenizer
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which are usually not part of a text."""
+        added = self.tokenizer.tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
 
     def public(self, text: str) -> str:
         """Return an error's text with the model's name instead of its folder."""
