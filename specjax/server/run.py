@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -20,41 +20,45 @@ _LOG = logging.getLogger("specjax")
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Return a socket bound to the address of the settings, not yet listening.
+    """Return a socket that listens on the address of the settings.
+
+    Clients that connect before the server runs wait for it.
 
     Raises:
         ValueError: the address is in use or not available.
     """
     if settings.uds is not None:
-        return _bind_path(settings.uds)
-    where = f"--host {settings.host} --port {settings.port}"
+        if _is_served(settings.uds):
+            raise ValueError(f"--uds {settings.uds} is in use; choose another path")
+        family, address, where = socket.AF_UNIX, settings.uds, f"--uds {settings.uds}"
+    else:
+        where = f"--host {settings.host} --port {settings.port}"
+        try:
+            found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ValueError(f"{where} cannot be used: {error.strerror}") from error
+        family, _, _, _, address = found[0]
+    made = socket.socket(family)
     try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM
-        )
-        made = socket.socket(family, kind)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
         made.listen(BACKLOG)
     except OSError as error:
+        made.close()
         raise ValueError(f"{where} cannot be used: {error.strerror}; choose another") from error
     return made
 
 
-def _bind_path(path: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX)
-    try:
-        with suppress(ConnectionRefusedError, FileNotFoundError):
-            made.connect(path)
-            raise ValueError(f"--uds {path} is in use; choose another path")
-        if Path(path).is_socket():  # of a server that has ended
-            Path(path).unlink()
-        made = socket.socket(socket.AF_UNIX)
-        made.bind(path)
-        made.listen(BACKLOG)
-    except OSError as error:
-        raise ValueError(f"--uds {path} cannot be used: {error.strerror}") from error
-    return made
+def _is_served(path: str) -> bool:
+    """Return whether a server listens on a Unix socket. Remove the socket of one that has ended."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            if Path(path).is_socket():
+                Path(path).unlink()
+            return False
+    return True
 
 
 def describe(settings: ServerSettings, bound: socket.socket) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -57,6 +57,10 @@ def test_a_port_in_use_and_files_that_others_can_read(capsys, taken, key, tmp_pa
     Path(key).write_text(" \n")
     assert "has no keys" in fail(capsys, "--api-key-file", key)
     assert "No such file" in fail(capsys, "--api-key-file", str(tmp_path / "none"))
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(path := str(tmp_path / "socket"))
+        one.listen()
+        assert f"--uds {path} is in use" in fail(capsys, "--uds", path)
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -81,7 +85,6 @@ def test_settings_that_contradict_each_other(capsys, argv, words):
 
 def test_every_option_of_an_engine_is_a_flag():
     parse = build_parser().parse_args
-    assert not vars(read_engine_args(parse(["serve", "m"]))) | {"verbose": True} == {}
     assert vars(read_engine_args(parse(["serve", "m"]))) == vars(EngineArgs("m", verbose=True))
     given = {
         **{"dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "page_size": 8},
@@ -134,8 +137,6 @@ def test_a_signal_drains_and_a_second_one_ends(chat_folder, is_twice):
             for line in process.stderr:
                 if f"listening on http://127.0.0.1:{port}" in line:
                     break
-            from urllib.request import Request
-
             body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
             headers = {"Content-Type": "application/json"}
             url = f"http://127.0.0.1:{port}/v1/completions"
