@@ -27,7 +27,20 @@ class Admission:
         """Count the samples of a request within the block.
 
         Raises:
-            APIError: there would be too many samples. A request is never too large if it is alone.
+            APIError: see `check`.
+        """
+        self.check(num_samples)
+        self.num_samples += num_samples
+        try:
+            yield
+        finally:
+            self.num_samples -= num_samples
+
+    def check(self, num_samples: int) -> None:
+        """Refuse a request if there would be too many samples. A request alone is never too large.
+
+        Raises:
+            APIError: the request is refused.
         """
         if self.num_samples and self.num_samples + num_samples > self._limit:
             self.num_refused += 1
@@ -35,8 +48,3 @@ class Admission:
                 _LOG.warning("the queue is full; %d requests were refused", self.num_refused)
             text = f"the queue is full: {self.num_samples} samples are running or waiting"
             raise APIError(429, f"{text}; try again later", retry_after=RETRY_SECONDS)
-        self.num_samples += num_samples
-        try:
-            yield
-        finally:
-            self.num_samples -= num_samples

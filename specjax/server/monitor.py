@@ -17,6 +17,7 @@ from specjax.async_llm import AsyncLLM
 from specjax.engine.metrics import Metrics
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
+from specjax.server.admission import Admission
 
 _LONG = (10.0, 20.0, 40.0, 80.0)
 _MIDDLE = (0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
@@ -68,8 +69,9 @@ class Histogram:
 class Monitor(Collector):
     """Collects the metrics of a server."""
 
-    def __init__(self, llm: AsyncLLM, model: str):
-        self._llm, self._labels = llm, {"model_name": model, "engine": "0"}
+    def __init__(self, llm: AsyncLLM, model: str, admission: Admission):
+        self._llm, self._admission = llm, admission
+        self._labels = {"model_name": model, "engine": "0"}
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.num_open = 0  # requests that are being answered
         self._registry = CollectorRegistry(auto_describe=False)
@@ -144,6 +146,7 @@ class Monitor(Collector):
             yield family
         labelled = {
             "request_success": ("finished_reason", m.requests_finished.items()),
+            "admission_rejections": ("reason", [("queue_full", self._admission.num_refused)]),
             "spec_decode_num_accepted_tokens_per_pos": (
                 "position",
                 enumerate(m.num_accepted_tokens_per_pos),

@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Collection
 from hashlib import sha256
 
-from starlette.requests import Request
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specjax.server.errors import APIError
@@ -26,16 +26,14 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            request = Request(scope)
-            is_open = request.url.path.removeprefix(scope.get("root_path", "")) in OPEN
-            is_asked = scope["method"] == "OPTIONS"  # a browser's question, without a key
-            if not is_open and not is_asked and not self._knows(request.headers):
+            is_open = scope["path"].removeprefix(scope.get("root_path", "")) in OPEN
+            if not is_open and not self._knows(Headers(scope=scope)):
                 error = APIError(401, "the key is missing or wrong; send Authorization: Bearer KEY")
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _knows(self, headers) -> bool:
+    def _knows(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = sha256(key.strip().encode()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

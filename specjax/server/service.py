@@ -44,7 +44,7 @@ class Service:
         self.max_model_len = llm.config.max_model_len
         self.chat_template = settings.read_chat_template()
         self.admission = Admission(llm.num_slots + limits.max_queue_len)
-        self.monitor = Monitor(llm, self.names[0])
+        self.monitor = Monitor(llm, self.names[0], self.admission)
         self._tokenizer: ChatTokenizer | None = None
         self._folder: str | None = None
         try:

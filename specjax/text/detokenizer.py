@@ -46,6 +46,7 @@ class StopStrings:
         self._min_tokens = min_tokens
         self._include_in_output = include_in_output
         self._num_tokens = 0
+        self._known = ""  # the stable text that was read before; it only grows
 
     @property
     def text(self) -> str:
@@ -63,7 +64,8 @@ class StopStrings:
         """
         if self.stop_reason is not None:
             return self.text
-        text = "".join(self._text.characters[: self._text.num_stable])
+        fresh = self._text.characters[len(self._known) : self._text.num_stable]
+        self._known = text = self._known + "".join(fresh)
         max_held = 0 if self._include_in_output else min(len(text), self._longest - 1)
         held = (n for n in range(max_held, 0, -1) if self._starts_a_stop(text[-n:]))
         return text[: len(text) - next(held, 0)]
@@ -87,6 +89,8 @@ class StopStrings:
 
     def _stops(self, new: int) -> bool:
         """Return whether a stop text ends after the index `new`. If so, cut the output there."""
+        if not self._stop:
+            return False
         characters = self._text.characters
         first = max(0, new + 1 - self._longest)
         found = find_stop("".join(characters[first:]), self._stop, new - first)
