@@ -97,8 +97,8 @@ def apply_processors(
 ) -> jax.Array:
     """Return the logits f32[B, T, V], edited by each request's logits processors.
 
-    Row t of request b follows `history.lengths[b]` + t tokens. The given logits are the model's:
-    all other edits come after the logits processors.
+    Row t of request b follows `history.lengths[b]` + t tokens. The argument `logits` holds the
+    model's logits, because all other edits come after these processors.
     """
     lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])[None]  # [B, T]
 

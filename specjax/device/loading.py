@@ -63,8 +63,9 @@ def load_params(
             may be unused.
 
     Raises:
-        CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
-            read. Or tensors have NaN or infinity. The message lists the tensors.
+        CheckpointError: Tensors are missing or unused, have a wrong shape or dtype, or have values
+            that are not finite in `dtype`. The message lists the tensors. Only the last check reads
+            them.
     """
     leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)

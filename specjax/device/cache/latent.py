@@ -137,8 +137,9 @@ class LatentAttention(PagesOnly):
         """Return the output [N, H, D_v] of one more drafting step, and `kept` with this step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
-        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
+        of the sequences. In every later step, row t is one more draft after row t of step 0. In one
+        softmax, row t attends to rows 0 to t of step 0, and to row t of every later step up to this
+        step.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))

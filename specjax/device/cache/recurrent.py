@@ -48,7 +48,7 @@ class Snapshots(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The memory of Gated DeltaNet: one matrix per head, updated after a short convolution."""
+    """The cache kind of Gated DeltaNet layers. A state is one matrix per head."""
 
     num_layers: int
     heads: Heads
@@ -124,7 +124,7 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """Copy the snapshots `ids` to `slots`, with no tokens pending; see `CacheKind.restore`."""
+        """Copy the snapshots `ids` to the states of `slots`; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
         # As after a prompt, entries that no step may read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])
@@ -139,7 +139,7 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Fold pending tokens into the states, then run the rows.
+        """Update the states with the accepted tokens that they lack, then run the rows.
 
         Return the output [N, H_v, D_v] and the new cache.
         """

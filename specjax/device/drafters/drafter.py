@@ -284,17 +284,17 @@ class Drafter(Protocol):
     def is_recurrent(self) -> bool:
         """Whether requests have a state besides their pages that cannot be rebuilt from later rows.
 
-        If so, the drafter can skip observing the tokens of reused pages only if a snapshot of the
-        state is restored as well.
+        If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
+        these tokens is restored.
         """
         ...
 
     @property
     def may_defer(self) -> bool:
-        """Whether it is possible to postpone observing the rows of rounds without drafts.
+        """Whether the rows of several rounds without drafts can be observed at once, after these
+        rounds.
 
-        If so, the rows of several such rounds are observed at once, like the rows of a chunk. This
-        saves time only if `observe` reads weights.
+        This saves time only if `observe` reads weights.
         """
         ...
 
@@ -330,7 +330,9 @@ class Drafter(Protocol):
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """Return the drafter and its parameters, without copies of the target's parameters."""
+        """Return the drafter and its parameters, without copies of parameters that the target has,
+        too.
+        """
         ...
 
     def draft(

@@ -363,7 +363,7 @@ def is_speculators(hf: HFConfig) -> bool:
 
 
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
-    """Return whether the head recycles norm(y) instead of y, as the field `norm_output` says.
+    """Return whether a draft's input g is the previous norm(y), not y (the field `norm_output`).
 
     The field is ignored for heads of architecture "LlamaForCausalLMEagle3" without norms of
     auxiliary states. For these, SpecForge used to write `norm_output=true` because of the norm

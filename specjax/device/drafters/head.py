@@ -83,7 +83,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
     def may_defer(self) -> bool:
         """True: most heads can observe the rows of several rounds at once.
 
-        Such a head computes keys and values of the rows, and these do not depend on later rows.
+        The keys and values that such a head computes for a row do not depend on later rows.
         """
         return True
 

@@ -106,7 +106,9 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the names of copied tensors in the module to their names in the target."""
+        """The names of the module's tensors that copy a target tensor, mapped to the target's
+        names.
+        """
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

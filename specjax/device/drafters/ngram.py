@@ -33,8 +33,8 @@ class NGramDrafter(Stateless):
     ) -> tuple[Draft, None]:
         """Return k drafts for each active request with a match.
 
-        Other requests get zeros and a count of 0. The drafts are deterministic. They ignore logit
-        edits, which verification applies.
+        Other requests get zeros, and their number of drafts is 0. The drafts do not depend on logit
+        edits such as penalties; verification applies these edits.
         """
         history = context.history
         sizes, ends = longest_matches(history, self.prompt_lookup_max)

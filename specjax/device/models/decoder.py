@@ -167,7 +167,7 @@ class Decoder:
         )
 
     def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
-        """Return the fields with the numbers of heads of the model of one device."""
+        """Return one device's values of the fields that contain a number of heads."""
         raise NotImplementedError
 
     def attention_specs(self, prefix: str, kind: int) -> Any:

@@ -70,7 +70,7 @@ class GptOss(Llama):
 
     @property
     def inner_multiple(self) -> int:
-        """The number of packed inputs that share a scale."""
+        """`BLOCK` if the inner width consists of whole blocks with one scale each, else 1."""
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
