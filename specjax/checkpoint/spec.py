@@ -73,7 +73,7 @@ class TensorSpec:
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the file tensors in the order of `names`; `find` takes a name, see `Readable`."""
+        """Return the file tensors in the order of `names`. `find(name)` returns a `Readable`."""
         return [find(name).read() for name in self.names]
 
     @property

@@ -15,10 +15,10 @@ from specjax.device.requests import Requests, init_requests
 class EngineState:
     """All state that steps read and write.
 
-    A request owns one of the S slots from its admission until it finishes. Only the device knows
-    the values of the state: the host plans with upper bounds and learns results one step later.
-    Between steps a request has `lengths` tokens in the caches. The token at position `lengths` is
-    the request's last token: it was sampled, but the target has not run on it yet.
+    A request owns one of the S slots from its admission until it finishes or is preempted. Only the
+    device knows the values of the state: the host plans with upper bounds and learns results one
+    step later. Between steps a request has `lengths` tokens in the caches. The token at position
+    `lengths` is the request's last token: it was sampled, but the target has not run on it yet.
     """
 
     caches: tuple[Any, ...]  # the target's caches, one per cache kind

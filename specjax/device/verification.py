@@ -339,9 +339,10 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    The draws are keyed by the step's start, not only by position. With `Block`, later draws and
-    drafts affect how many drafts are accepted. So if the next step used the same draw for the same
-    position, this draw would depend on the outcome of the previous step.
+    Their key contains the position where the step starts. If the key had only the draft's position,
+    two steps would use the same draw for a position. With `Block`, the second use would depend on
+    the outcome of the first step, because later draws and drafts affect how many drafts are
+    accepted.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

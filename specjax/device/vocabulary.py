@@ -21,7 +21,7 @@ from pallas_kernels.draw_tokens import (
 from pallas_kernels.truncation import truncate
 from specjax.device.requests import Sampling
 
-ALIGNMENT = 64  # tokens in a group that shares words of a mask and calls of the noise generator
+ALIGNMENT = 64  # tokens that share words of a mask and calls of the noise generator
 
 
 @dataclass(frozen=True)

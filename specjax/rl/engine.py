@@ -140,8 +140,8 @@ class RolloutEngine:
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
-        verifications give tokens from the same distribution. A prompt's seed depends on the
-        engine's seed and on the number of earlier prompts.
+        methods give tokens from the same distribution. A prompt's seed depends on the engine's seed
+        and on the number of earlier prompts.
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.

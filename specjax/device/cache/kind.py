@@ -110,8 +110,7 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Return the output of one more drafting step in training, and `kept` with this step's
-        entry.
+        """In training, return one more drafting step's output, and `kept` with the step's entry.
 
         A drafting step makes one more draft after every row of the sequences. `kept` holds the
         entries of the previous steps; it is () at first.

@@ -64,7 +64,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the names of copied tensors in the modules to their names in the target."""
+        """The names of module tensors that copy a target tensor, mapped to the target's names."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":

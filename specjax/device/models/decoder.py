@@ -73,7 +73,7 @@ class DecoderParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Base of decoders, which are hashable: a decoder can be a compiled step's static argument."""
+    """The base class of decoders. A decoder is hashable, so it can be a static argument of jit."""
 
     vocab_size: int
     hidden_size: int

@@ -68,7 +68,7 @@ class Model(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """The share for each name of a section in `TensorSpec.cuts`."""
+        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
         ...
 
     @property

@@ -194,19 +194,20 @@ def stored_specs(folder: Path, model: Model) -> Any:
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Return `files`, with each float8 tensor joined with its scales if the config has float8.
+    """Return `files`, in which each float8 tensor includes its scales.
 
-    Such tensors are read in `dtype`, unless they are loaded as `Scaled`.
+    `files` is unchanged if the config does not say that weights are float8. Float8 tensors are read
+    in `dtype`, unless they are loaded as `Scaled`.
     """
     form = read_float8(hf)
     return files if form is None else with_scales(files, form.block, dtype)
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
-    """Return the config for a copy of a checkpoint's text model with unquantised weights.
+    """Return the config for saving only a checkpoint's text model, with unquantised weights.
 
-    The copy's tensors must have the names in the model's specs. `is_tied` says whether the output
-    head is the embedding.
+    The saved tensors must have the names in the model's `TensorSpec`s. `is_tied` says whether the
+    output head is the embedding.
     """
     text = read_text(hf)
     plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}
@@ -225,7 +226,7 @@ def named_specs(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[Any, Mapping[str, tuple[int, ...]]], Any] = specs_of,
 ) -> Any:
-    """Return a model's specs with the tensor names of a checkpoint or a trainer.
+    """Return a model's `TensorSpec`s with the tensor names of a checkpoint or a trainer.
 
     Args:
         model: a model, or a part of a model.

@@ -40,7 +40,8 @@ def expert_matrices(
 ) -> ExpertMatrices:
     """Return the specs for a checkpoint that stores the projections of each expert separately.
 
-    The projections of an expert are merged into one matrix. `axis` is explained in `experts`.
+    The projections of an expert are merged into one matrix. For the keyword arguments, see
+    `experts`.
     """
     return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 

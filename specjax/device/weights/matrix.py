@@ -13,7 +13,7 @@ from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
-MIN_ROWS, MAX_ROWS = 8, 128  # bounds of the limit on rows in one product with `Blocks`
+MIN_ROWS, MAX_ROWS = 8, 128  # smallest and largest limit on the rows in one product
 MAX_COPIED = 2**26  # maximum bytes of rows that one product copies
 Parts = tuple[tuple[str, int], ...]
 

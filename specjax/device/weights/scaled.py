@@ -99,8 +99,9 @@ def dequantise(params: Any, dtype: Any) -> Any:
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
     """Return specs in which matrices of float8 tensors with scales are `Scaled`.
 
-    A matrix that merges tensors is `Mixed` if some have no scales, or other blocks of columns.
-    Matrices that are divided over devices stay `Dense`: their tensors are unpacked.
+    A matrix that merges tensors is `Mixed` if only some of them have scales, or if the blocks that
+    share a scale differ in width. Matrices that are divided over devices stay `Dense`, and their
+    tensors are dequantised.
 
     Args:
         specs: a tree of `TensorSpec`.
