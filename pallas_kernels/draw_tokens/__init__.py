@@ -44,8 +44,8 @@ def draw_tokens(
         temperature: f32[B]; 0 for the argmax. Other values are raised to at least MIN_TEMPERATURE.
         seeds: u32[B], a seed per request.
         stream: selects one of the independent sources of noise under a seed.
-        counters: i32[B] each, further keys of the noise. The first counter holds the values of the
-            requests' first rows. It increases by one per row, like a token's position.
+        counters: arrays i32[B], which also key the noise. The first array is for each request's
+            first row, and its values increase by one per row, like a token's position.
         token_ids: i32[V], the columns' token ids, which are distinct. The noise is keyed by these
             ids, and the returned tokens are such ids. None if the ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.

@@ -45,7 +45,7 @@ class ArraySource:
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
-    # If set, it divides the only part over devices, which may be divided already.
+    # If set, it divides the only part over devices. The part may be divided already.
     division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
