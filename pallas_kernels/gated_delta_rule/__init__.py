@@ -1,4 +1,4 @@
-"""The gated delta rule with one lazily advanced state per request (Yang et al. 2024).
+"""The gated delta rule, with one state per request that is updated lazily (Yang et al. 2024).
 
 For every value head with state S [D_v, D_k], a token decays the state, reads it, writes it, and
 reads the output:
@@ -27,11 +27,11 @@ The token at position p is in column p mod n of a ring of n columns, so n consec
 different columns. The readers and writers of a ring determine n:
 
 - Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
-  read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
+read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
 - k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
-  pending tokens, which precede the new tokens.
+pending tokens, which precede the new tokens.
 - u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
-  state. It reads all pending tokens before it writes the first new token.
+state. It reads all pending tokens before it writes the first new token.
 
 Rejected tokens of earlier steps are at positions that the new tokens overwrite, or that a later
 step overwrites before any step reads them.

@@ -225,9 +225,9 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of its splits' results [splits, rank].
+    """Write one row of the output, the weighted sum of the results of parts of its context.
 
-    A split's weight follows from the maximum of its scores.
+    The weight of a part's result [rank] follows from the maximum of the part's scores.
     """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]

@@ -241,9 +241,9 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of its splits' results [splits, D].
+    """Write one row of the output, the weighted sum of the results of parts of its context.
 
-    A split's weight follows from the maximum of its scores.
+    The weight of a part's result [D] follows from the maximum of the part's scores.
     """
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]

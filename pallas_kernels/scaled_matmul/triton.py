@@ -51,7 +51,7 @@ MAX_ROWS = 512
 
 
 def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> ScaledMatmulTuning:
-    """Return the tiles for x [num_rows, depth] and a matrix [num_columns, depth]."""
+    """Return the tuning for x [num_rows, depth] and a matrix [num_columns, depth]."""
     if jnp.dtype(dtype) == jnp.float32:
         return FLOAT32
     (config, *_) = (x for most, x in BFLOAT16.items() if most is None or num_rows <= most)

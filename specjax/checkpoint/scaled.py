@@ -90,7 +90,10 @@ class ScalesSpec(TensorSpec):
 
     @property
     def block(self) -> Block:
-        """The size of a block of the matrix: no tensor's block or part begins within one."""
+        """The size of the matrix's blocks.
+
+        No tensor, block of a tensor or part of a head begins within one of these blocks.
+        """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))
         within = [rows for (rows, _), size in zip(self.blocks, sizes, strict=True) if rows < size]

@@ -37,7 +37,7 @@ class TensorSpec:
             a new leading axis; 0 without such an axis.
         is_squeezed: whether to drop the second axis, which has size one.
         dtype: the fixed dtype of the array; None for the model's dtype.
-        fill: the initial value for training. If None, matrices are random, and norms are one.
+        fill: the initial value for training; None for the defaults of `init_params`.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
         cuts: for each file tensor, the ways in which it may be divided over devices (see
@@ -199,8 +199,9 @@ def cut_rows(
 
     Args:
         shapes: the shapes of the file tensors.
-        sections: the sections of the axis `axis` of all tensors, one after the other. If they are a
-            name, each tensor has one section of this name. None for an axis that is never divided.
+        sections: the sections of the axis `axis` of all tensors, one after the other. If `sections`
+            is a name, each tensor has one section with this name. None for an axis that is never
+            divided.
         groups: the name of the tensors' first axis, if it may be divided instead.
     """
     if sections is None:

@@ -64,8 +64,8 @@ def load_params(
 
     Raises:
         CheckpointError: Tensors are missing or unused, have a wrong shape or dtype, or have values
-            that are not finite in `dtype`. The message lists the tensors. Only the last check reads
-            them.
+            that are not finite in `dtype`. The message lists the tensors. All checks but the last
+            run before any tensor is read.
     """
     leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)

@@ -145,7 +145,7 @@ class Loop:
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Record that all tokens since the last such record come from the current version.
+        """Record that all tokens without a recorded version come from the current version.
 
         The caller must hold the lock `turns`.
         """

@@ -1,4 +1,4 @@
-"""The rings of u, k and e^g, for a program that owns some rows of a state.
+"""The ring buffers of u, k and e^g, for a program that owns some rows of a state.
 
 The D_k columns of a state are divided into pieces. The program holds its rows as a list of arrays
 [rows, piece], with one array for each piece.

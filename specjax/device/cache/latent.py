@@ -76,9 +76,9 @@ class LatentAttention(PagesOnly):
     def plain_width(self) -> float:
         """The estimated number of rows in a chunk above which the plain form is faster.
 
-        It does not depend on the context's length. For each context token and head, the operations
-        that the rows save must outweigh the additional work. This work is to project the token up,
-        to lay out its key and value, and to add outputs in f32.
+        It does not depend on the context's length. For each context token and head, the plain form
+        saves operations in every row, and adds work that does not depend on the rows: it projects
+        the token up, lays out its key and value, and adds outputs in f32.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim

@@ -1,4 +1,4 @@
-"""The cache of the gated delta rule: a recurrent state per slot, and rings of pending updates."""
+"""The cache of the gated delta rule: a state per slot, and ring buffers for its last tokens."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class DeltaRule:
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim
 
     def init(self, sizes: CacheSizes, dtype: Any) -> DeltaRuleCache:
-        """Create empty states, and rings for steps with up to `sizes.max_rows` rows per request."""
+        """Create empty states, and ring buffers for steps of `sizes.max_rows` rows per request."""
         places = self.num_layers, sizes.num_slots
         shapes = DeltaRuleCache.shapes(
             *places, self.heads, self.conv_width, sizes.max_rows, np.dtype(dtype)

@@ -291,8 +291,7 @@ class Drafter(Protocol):
 
     @property
     def may_defer(self) -> bool:
-        """Whether the rows of several rounds without drafts can be observed at once, after these
-        rounds.
+        """Whether the rows of several rounds without drafts can be observed at once, later.
 
         This saves time only if `observe` reads weights.
         """
@@ -330,9 +329,7 @@ class Drafter(Protocol):
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """Return the drafter and its parameters, without copies of parameters that the target has,
-        too.
-        """
+        """Return the drafter and its parameters, without copies of the target's parameters."""
         ...
 
     def draft(
@@ -424,7 +421,7 @@ class NoDrafter(Stateless):
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Return zero drafts per request; `k` must be 0."""
+        """Return a draft of length 0; `k` must be 0."""
         if k:
             raise ValueError(f"k={k}: an engine without a drafter cannot draft; k must be 0")
         return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None

@@ -64,7 +64,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The names of module tensors that copy a target tensor, mapped to the target's names."""
+        """A map from the modules' copies of target tensors to the originals, by name."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":

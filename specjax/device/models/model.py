@@ -73,7 +73,7 @@ class Model(Protocol):
 
     @property
     def local(self) -> Self:
-        """The model that each device runs, with a part of the heads.
+        """The smaller model that each device runs.
 
         If there is only one device, this is the whole model.
         """

@@ -82,10 +82,10 @@ def describe_model(hf: HFConfig) -> Model:
 
 
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
-    """Return the model in a checkpoint folder, as its config and its output head describe it.
+    """Return the model in a checkpoint folder, without weights.
 
-    The config may tie the output head to the embedding although the files have an output head that
-    differs from the embedding. This head is then used, as in transformers, and a line is logged.
+    If the config ties the output head to the embedding, but the files have an output head that
+    differs from the embedding, the model is not tied, as in transformers. This is logged.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):

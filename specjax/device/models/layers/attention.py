@@ -1,4 +1,4 @@
-"""The attention layer: grouped-query softmax attention over the context of `Rows`."""
+"""The attention layer: grouped-query softmax attention."""
 
 from dataclasses import dataclass
 from typing import Any
