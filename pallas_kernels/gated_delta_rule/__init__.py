@@ -12,12 +12,13 @@ per head, and q is scaled by D_k^-1/2. Value head j reads key head j // (H_v / H
 
 A request's cache is one state, and ring buffers for its last tokens. The state lags behind: it
 includes all tokens except the last `pending` tokens. These are accepted, but the step that ran them
-did not know this yet. It left their e^g, k and u in the rings. So a call first folds the pending
-tokens into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new tokens
-on a copy of the state, and leaves their e^g, k and u for the next call, which knows the number of
-accepted tokens. One state is read and written, regardless of the number of verified tokens, and
-rejected tokens need no rollback: their columns are overwritten. The convolution reads the raw
-inputs of the W - 1 tokens before the new tokens.
+did not know this yet. It left their e^g, k and u in the rings.
+
+A call first folds the pending tokens into the state, S <- e^g S + u k^T, and writes the state once.
+Then it runs the T new tokens on a copy of the state, and leaves their e^g, k and u for the next
+call, which knows the number of accepted tokens. So one state is read and written, regardless of the
+number of verified tokens. Rejected tokens need no rollback: their columns are overwritten. The
+convolution reads the raw inputs of the W - 1 tokens before the new tokens.
 
 Folding and verification round their results in the same order: e^g S is rounded, then u k^T is
 added by one fused multiply-add. So a state has the same bits for any division of its tokens into
@@ -27,11 +28,11 @@ The token at position p is in column p mod n of a ring of n columns, so n consec
 different columns. The readers and writers of a ring determine n:
 
 - Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
-read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
+  read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
 - k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
-pending tokens, which precede the new tokens.
+  pending tokens, which precede the new tokens.
 - u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
-state. It reads all pending tokens before it writes the first new token.
+  state. It reads all pending tokens before it writes the first new token.
 
 Rejected tokens of earlier steps are at positions that the new tokens overwrite, or that a later
 step overwrites before any step reads them.

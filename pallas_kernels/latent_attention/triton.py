@@ -1,10 +1,12 @@
 """Attention over latents in two Triton kernels.
 
 The first is a flash kernel, in which several programs may divide a request's context. The second
-kernel combines their results. A program of the first kernel computes up to `block_rows` of a
-request's T H rows. It reads every `num_splits`-th block of `block_tokens` tokens in the request's
-context. An entry is read once, and used both as key and as value. As in paged attention, a row's
-bits depend neither on other requests nor on other rows of its request.
+kernel combines their results.
+
+A program of the first kernel computes up to `block_rows` of a request's T H rows. It reads every
+`num_splits`-th block of `block_tokens` tokens in the request's context. An entry is read once, and
+used both as key and as value. As in paged attention, a row's bits depend neither on other requests
+nor on other rows of its request.
 """
 
 import functools

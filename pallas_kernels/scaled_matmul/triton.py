@@ -28,7 +28,7 @@ class ScaledMatmulTuning:
     block_rows: int
     block_columns: int  # of the result: rows of the stored matrix
     block_depth: int
-    num_splits: int # number of programs that share the depth
+    num_splits: int  # number of programs that share the depth
     num_warps: int
     num_stages: int
     unroll: int = 1  # tiles of the depth that are loaded together

@@ -58,10 +58,11 @@ def grouped(
     """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
-    heads. If `may_copy` is true, and the number of devices is 2, 3, ... times the number of key
-    heads, several devices have copies of the same key head, and divide its query heads. Otherwise,
-    each key head is on one device, with all of its query heads. The last devices may then have
-    heads of zeros.
+    heads. Usually each key head is on one device, with all of its query heads. The last devices may
+    then have heads of zeros.
+
+    But if `may_copy` is true, and the number of devices is 2, 3, ... times the number of key heads,
+    several devices have copies of the same key head, and divide its query heads.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:

@@ -52,7 +52,7 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> jax.Array:
-        """Return the product, computed on JAX's default device, which is faster than the host."""
+        """Return the numbers times their scales, computed on JAX's default device for speed."""
         return _multiply(self.weight.read(), self.read_scales(), self.block, self.dtype)
 
     def read_scales(self) -> np.ndarray:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Sections = tuple[tuple[str | None, int], ...]  # names and numbers of rows
+Sections = tuple[tuple[str | None, int], ...]  # (name, number of rows) of each section
 
 
 @dataclass(frozen=True)

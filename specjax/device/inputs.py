@@ -78,7 +78,7 @@ class StepModel(NamedTuple):
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
-        """Return the number of rows per request in a round of k drafts."""
+        """Return the number of rows per request, including padding, in a round of k drafts."""
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
     def max_deferred(self, batch: int) -> int:

@@ -59,7 +59,7 @@ class Placement:
         return NamedSharding(self.mesh, spec, memory_kind=memory)
 
     def put(self, tree: Any) -> Any:
-        """Return a tree of arrays that every device has.
+        """Return `tree` with its arrays on every device.
 
         NumPy arrays in `tree` must not be modified later.
         """

@@ -17,8 +17,10 @@ class EngineState:
 
     A request owns one of the S slots from its admission until it finishes or is preempted. Only the
     device knows the values of the state: the host plans with upper bounds and learns results one
-    step later. Between steps a request has `lengths` tokens in the caches. The token at position
-    `lengths` is the request's last token: it was sampled, but the target has not run on it yet.
+    step later.
+
+    Between steps a request has `lengths` tokens in the caches. The token at position `lengths` is
+    the request's last token: it was sampled, but the target has not run on it yet.
     """
 
     caches: tuple[Any, ...]  # the target's caches, one per cache kind
@@ -36,7 +38,7 @@ class EngineState:
 
     @property
     def pending(self) -> jax.Array:
-        """The number of tokens that the caches have but recurrent states do not yet, i32[S]."""
+        """The number of tokens that are in the caches but not yet in recurrent states, i32[S]."""
         return self.progress[:, 1]
 
     @property

@@ -46,7 +46,7 @@ class Vocabulary:
         return logits
 
     def part(self, logits: jax.Array) -> jax.Array:
-        """Return this device's columns [..., V] of logits of all tokens."""
+        """Return this device's columns [..., V] of `logits`, which have columns for all tokens."""
         return logits
 
     def columns(

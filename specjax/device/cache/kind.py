@@ -22,7 +22,7 @@ class CacheSizes(NamedTuple):
     page_dtype: Any = None  # dtype of pages; None: the model's dtype
 
     def pages(self, window: int | None) -> int:
-        """Return the number of pages of layers with this `window`."""
+        """Return the number of pages for layers with this `window` (None for no window)."""
         return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 

@@ -43,10 +43,11 @@ class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
     A head's key is (W_k c, r) and its value is W_v c, where c is the latent and r is the rotated
-    part, which all heads share. The cache holds c and r in a pool [layers, pages, page_size,
-    R + D_r]. Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to
-    the output, so that latents need not be expanded. Wide prefill chunks take the plain form, in
-    which recomputing keys and values takes fewer operations.
+    part, which all heads share. The cache is a pool [layers, pages, page_size, R + D_r] of c and r.
+
+    Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to the output,
+    so that latents need not be expanded. Wide prefill chunks take the plain form, in which
+    recomputing keys and values takes fewer operations.
     """
 
     num_layers: int
@@ -137,9 +138,8 @@ class LatentAttention(PagesOnly):
         """Return the output [N, H, D_v] of one more drafting step, and `kept` with this step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. In every later step, row t is one more draft after row t of step 0. In one
-        softmax, row t attends to rows 0 to t of step 0, and to row t of every later step up to this
-        step.
+        of the sequences. Row t of a later step is one more draft after row t of step 0. It attends
+        to rows 0 to t of step 0, and to row t of every later step up to its own, in one softmax.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))

@@ -94,9 +94,10 @@ class AttentionMask:
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
     def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
-        """Return `rows`, the rows of blocks, with `reach` and `origin` set for this mask.
+        """Return the rows of blocks with the fields that apply this mask (`reach` and `origin`).
 
-        The blocks start at positions `starts` i32[B] and have `num_rows` real rows each.
+        `rows` are the rows of blocks that start at positions `starts` i32[B] and have `num_rows`
+        real rows each.
         """
         own = rows.positions
         first = jnp.repeat(starts, rows.width)
@@ -288,7 +289,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return self.draw_each(target, params, context, k, refined), DFlashState(kv)
 
     def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
-        """Return the rows of the blocks, with padding rows.
+        """Return the rows of one block of tokens per request, with padding rows.
 
         Each request has `num_rows` real rows, which begin at the position of its last token.
         """

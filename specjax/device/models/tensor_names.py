@@ -103,7 +103,7 @@ def other_part(name: str) -> str | None:
 
 
 def as_groups(names: Iterable[str]) -> str:
-    """Return a text that lists `names` by common prefix, with the number of names for each."""
+    """Return a text that lists `names` by common prefix, with the number of names per prefix."""
     counts = Counter(_group(name) for name in names)
     return ", ".join(f"{group} ({count})" for group, count in sorted(counts.items()))
 

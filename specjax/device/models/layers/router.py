@@ -74,7 +74,7 @@ class SigmoidRouter:
 
     The correction balances the experts' load (DeepSeek-V3, sec. 2.1.2). It affects only the choice:
     weights are the uncorrected sigmoids. If there are several groups, experts are chosen from the
-    `num_chosen_groups` groups whose two best experts have the largest sum.
+    `num_chosen_groups` groups whose two best experts have the largest sum of corrected sigmoids.
     """
 
     normalises: bool = True  # whether the weights are divided by their sum
