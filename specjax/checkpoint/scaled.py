@@ -81,9 +81,9 @@ class ValuesSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class ScalesSpec(TensorSpec):
-    """The spec of the scales f32[blocks of rows, blocks of columns] of a matrix of float8 tensors.
+    """The spec of a float8 matrix's scales, f32[blocks of rows, blocks of columns].
 
-    `file_shapes` are the shapes of the tensors with the numbers.
+    The matrix may merge several tensors. `file_shapes` are the shapes of their float8 numbers.
     """
 
     blocks: tuple[Block, ...] = ()  # for each tensor, the rows and columns that share a scale

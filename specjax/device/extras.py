@@ -78,7 +78,7 @@ class ExtraWork(NamedTuple):
         known: jax.Array,
         starts: jax.Array,
     ) -> jax.Array:
-        """Return packed log-probabilities of the token after each row of a chunk.
+        """Return log-probabilities of the token after each row of a chunk; see `pack_logprobs`.
 
         Output tokens are scored as in `logprobs`. Prompt tokens were not sampled, so they are
         scored with the raw logits.

@@ -150,7 +150,7 @@ class Vocabulary:
         return truncate(logits, *settings, axis=self.mesh_axis, kernels=kernels)
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-        """Return this device's columns of `use(x)`, where x are the logits of all tokens."""
+        """Apply `use` to the logits of all tokens; return this device's columns of the result."""
         return self.part(use(self.whole(logits)))
 
 
@@ -327,7 +327,7 @@ class SplitVocabulary(Vocabulary):
     def _gather(self, scores: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the scores f32 and tokens i32 of all devices, both [devices, ...].
 
-        The devices exchange both arrays at once.
+        Both arrays are sent in one exchange.
         """
         pair = jnp.stack([jax.lax.bitcast_convert_type(scores, jnp.int32), tokens])
         scores, tokens = jax.lax.all_gather(pair, self.axis, axis=1)

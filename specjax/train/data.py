@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 class Document(NamedTuple):
     """The tokens of a prompt and its answer.
 
-    The first `num_prompt` tokens are the prompt; the rest are the answer to train on.
+    The first `num_prompt` tokens are the prompt; the other tokens are the answer to train on.
     """
 
     tokens: np.ndarray  # i32[n]

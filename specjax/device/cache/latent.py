@@ -177,8 +177,8 @@ class LatentAttention(PagesOnly):
     def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return x [N, heads, D_r] after rotation.
 
-        In the result, the first dimensions of all pairs come before the second dimensions. This
-        order does not affect scores, because queries and keys share it.
+        The result has the first dimensions of all pairs, and then the second dimensions. Scores do
+        not depend on this order, because queries and keys share it.
         """
         if self.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

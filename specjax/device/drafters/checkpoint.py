@@ -87,8 +87,7 @@ class DrafterFiles:
         """Return a `Llama` with the sizes of the drafter's layers.
 
         The drafter must have one layer unless `is_deep` is true. `layer` is the name prefix of a
-        layer. The tensor names of this layer show whether it has biases, and norms of queries and
-        keys.
+        layer, whose tensor names show whether there are biases, and norms of queries and keys.
         """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)

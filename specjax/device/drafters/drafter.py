@@ -291,7 +291,7 @@ class Drafter(Protocol):
 
     @property
     def may_defer(self) -> bool:
-        """Whether the rows of several rounds without drafts can be observed at once, later.
+        """Whether the drafter can observe several rounds without drafts together, later.
 
         This saves time only if `observe` reads weights.
         """

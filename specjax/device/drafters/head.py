@@ -81,7 +81,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads can observe the rows of several rounds at once.
+        """True: most heads can observe the rows of several rounds together.
 
         The keys and values that such a head computes for a row do not depend on later rows.
         """

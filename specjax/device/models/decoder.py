@@ -1,4 +1,4 @@
-"""The common parts of decoders: an embedding, layers on one residual stream, a norm, a head.
+"""The base of all decoders: an embedding, layers on one residual stream, a norm and a head.
 
 Each model family adds its sizes, its cache kinds, and the weights of a layer.
 """

@@ -15,7 +15,7 @@ from specjax.device.weights.weight import Weight, weight
 class LatentUp(Weight):
     """A matrix [R, D_n + D_v] for each of H heads, stored transposed.
 
-    The first D_n columns give the head's keys, and the others give its values.
+    The first D_n columns give the head's keys, and the other columns give its values.
     """
 
     values: jax.Array  # [H (D_n + D_v), R]

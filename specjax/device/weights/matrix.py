@@ -140,7 +140,7 @@ class Blocks(Matrix):
     def _multiply(self, x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
         """Return the product of rows x [N, in] with `blocks`, computed for some rows at a time.
 
-        XLA copies the rows for each block, so all rows at once might take too much memory.
+        XLA copies the rows for each block, so a product of all rows might take too much memory.
         """
         bytes_per_row = len(blocks) * x.shape[1] * x.dtype.itemsize
         most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
