@@ -1,7 +1,7 @@
 """Finds thresholds within a Triton kernel, bit by bit.
 
 Keys are integers that have the order of the logits (see `order`). A threshold keeps all keys that
-are not below it. The highest threshold that keeps enough weight is searched.
+are not below it. This module finds the highest threshold that keeps enough weight.
 """
 
 from collections.abc import Callable

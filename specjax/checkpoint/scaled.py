@@ -72,7 +72,7 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class ValuesSpec(TensorSpec):
-    """The spec of the numbers of float8 tensors, as they are stored."""
+    """The `TensorSpec` of a matrix of float8 numbers, as they are stored."""
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`."""
@@ -81,7 +81,7 @@ class ValuesSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class ScalesSpec(TensorSpec):
-    """The spec of a float8 matrix's scales, f32[blocks of rows, blocks of columns].
+    """The `TensorSpec` of a float8 matrix's scales, f32[blocks of rows, blocks of columns].
 
     The matrix may merge several tensors. `file_shapes` are the shapes of their float8 numbers.
     """

@@ -167,7 +167,7 @@ def projection(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of projections [out, in] that are merged into an array [in, sum of outs].
+    """Return a `TensorSpec` that merges projections [out, in] into an array [in, sum of outs].
 
     All projections have the same input.
 
@@ -224,7 +224,7 @@ def stored(
     fill: float | None = None,
     rows: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of tensors that are only concatenated (norms, biases, embeddings).
+    """Return a `TensorSpec` that only concatenates tensors (norms, biases, embeddings).
 
     `rows` is the `sections` of the first axis (see `cut_rows`), if it may be divided over devices.
     """
@@ -232,7 +232,7 @@ def stored(
 
 
 def depthwise(name: str, channels: int, taps: int, sections: str | Sections | None = None) -> Any:
-    """Return the spec of depthwise convolution weights [taps, channels].
+    """Return the `TensorSpec` of depthwise convolution weights [taps, channels].
 
     The file tensor is [channels, 1, taps]. `sections` divides the channels (see `cut_rows`).
     """
@@ -249,9 +249,10 @@ def experts(
     rows: str | None = None,
     columns: str | None = None,
 ) -> Any:
-    """Return the spec of an array [experts, in, sum of outs]: one merged projection per expert.
+    """Return the `TensorSpec` of an array [experts, in, sum of outs].
 
-    `rows` and `columns` are explained in `projection`.
+    It merges the projections of each expert into one matrix. `rows` and `columns` are explained in
+    `projection`.
     """
     shapes = tuple((n, num_in) for _ in names for n in num_outs)
     return TensorSpec(
@@ -275,7 +276,7 @@ def fused_experts(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of experts that are stored in one tensor, as an array [experts, in, out].
+    """Return the `TensorSpec` of an array [experts, in, out], stored in one tensor.
 
     The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `rows` and `columns`
     are explained in `projection`.

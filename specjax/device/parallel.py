@@ -1,4 +1,4 @@
-"""Makes the specs and parameters of models and draft heads that are divided over devices."""
+"""Makes the `TensorSpec`s and parameters of models and heads that are divided over devices."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -59,7 +59,7 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
 
 
 def shapes_of(specs: Any, dtype: Any) -> Any:
-    """Return the shapes of the arrays that a tree of specs describes.
+    """Return the shapes of the arrays that a tree of `TensorSpec`s describes.
 
     `is_divided` is true for the shape of an array that is divided over devices. `dtype` is the
     dtype of arrays whose specs have no dtype.

@@ -231,7 +231,7 @@ def named_specs(
     Args:
         model: a model, or a part of a model.
         shapes: the shapes of all tensors, by name. They determine the layout of experts.
-        read: a function that returns the specs of `model` for such shapes.
+        read: a function that returns the `TensorSpec`s of `model` for such shapes.
     """
     names = TensorNames.of(shapes)
     specs = read(model, {names.canonical(name): shape for name, shape in shapes.items()})
@@ -247,7 +247,7 @@ def named_specs(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may contain the tensor `name` although the specs do not."""
+    """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
     return is_rotary(name) or is_copy or is_passed_over(model, name)

@@ -53,6 +53,6 @@ class LatentUp(Weight):
 
 
 def latent_up(name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> Any:
-    """Return the specs of a tensor [H (D_n + D_v), R] that holds all heads."""
+    """Return a `LatentUp`, as the `TensorSpec` of a tensor [H (D_n + D_v), R] of all heads."""
     shape = num_heads * (key_dim + value_dim), rank
     return LatentUp(stored([name], shape, rows="heads"), num_heads, key_dim)

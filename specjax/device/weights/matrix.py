@@ -163,7 +163,7 @@ def dense(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the specs of projections [out, in] that share an input, merged into one matrix.
+    """Return a `Dense`, as a `TensorSpec`, that merges projections [out, in] of one input.
 
     Args:
         names: the names of the tensors, which hold one projection each.

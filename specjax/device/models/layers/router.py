@@ -48,7 +48,7 @@ class SoftmaxRouter:
     normalises: bool = True  # whether the softmax is over the chosen experts only
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
-        """Return the spec of one matrix [D, E]; see `Router.specs`."""
+        """Return the `TensorSpec` of one matrix [D, E]; see `Router.specs`."""
         return dense([f"{prefix}.gate.weight"], dim, [num_experts])
 
     @property
