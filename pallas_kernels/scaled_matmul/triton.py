@@ -1,4 +1,4 @@
-"""The scaled product on tensor cores: one program per tile of the result and part of the depth.
+"""The scaled product on tensor cores. A program computes a tile, over all or a part of the depth.
 
 A program widens numbers in registers, multiplies a tile of the matrix, and applies the tile's
 scales to the product. If several programs share the depth, XLA sums their results in order.

@@ -74,9 +74,9 @@ class EngineState:
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state with no pending tokens at `slots`.
+        """Return the state after recording that recurrent states at `slots` include all tokens.
 
-        Use this after a chunk. Its tokens cannot be rejected, so recurrent states include them all.
+        Use this after a chunk, whose tokens cannot be rejected.
         """
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 
