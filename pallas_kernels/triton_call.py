@@ -118,7 +118,7 @@ def dot(
 
 
 def barrier(values: Any) -> Any:
-    """Synchronise all threads of the program; return `values` unchanged."""
+    """Synchronise all threads of the thread block; return `values` unchanged."""
     if backend() == "pallas":
         plt.debug_barrier()
         return values
@@ -170,9 +170,10 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return float8_e4m3fn numbers as bf16, four at a time; NaN becomes 480.
+    """Return float8_e4m3fn numbers as bf16. With the backend "pallas", NaN becomes 480.
 
-    Moved to their places in bf16, the bits of a number mean 2^-120 times the number.
+    The assembly converts four numbers at a time. Moved to their places in bf16, the bits of a
+    number mean 2^-120 times the number.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)

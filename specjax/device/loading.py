@@ -32,7 +32,7 @@ def no_log(line: str) -> None:
 
 
 def keep_name(name: str) -> str:
-    """Return `name` unchanged. Use this as `rename` if the files have the names in the specs."""
+    """Return `name` unchanged. Use this as `rename` if the files have the `TensorSpec`s' names."""
     return name
 
 
@@ -58,13 +58,14 @@ def load_params(
 
     Args:
         placement: Where arrays are placed; None for `default_device`.
-        rename: A function that maps a tensor's name in the specs to its name in the files.
+        rename: A function that maps a tensor's name in `specs` to its name in the files.
         ignore: A function that takes a tensor's name in the files, and returns whether the tensor
             may be unused.
 
     Raises:
-        CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
-            read. Or tensors have NaN or infinity. The message lists the tensors.
+        CheckpointError: Tensors are missing or unused, have a wrong shape or dtype, or have values
+            that are not finite in `dtype`. The message lists the tensors. All checks but the last
+            run before any tensor is read.
     """
     leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)
@@ -95,7 +96,7 @@ def load_params(
 def lay_out(
     parts: Sequence[Any], spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> jax.Array:
-    """Return the array that a spec describes, in newly allocated memory.
+    """Return the array that a `TensorSpec` describes, in newly allocated memory.
 
     Args:
         parts: The spec's tensors in the files, as NumPy arrays, or JAX arrays on any device.

@@ -173,7 +173,7 @@ class OnlineDistiller:
 
         Raises:
             ValueError: there is no checkpoint, it belongs to other models, or the engine's weights
-                are newer.
+                are newer or differ although their version is the same.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())

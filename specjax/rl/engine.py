@@ -140,8 +140,8 @@ class RolloutEngine:
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
-        verifications give tokens from the same distribution. A prompt's seed depends on the
-        engine's seed and on the number of earlier prompts.
+        methods give tokens from the same distribution. A prompt's seed depends on the engine's seed
+        and on the number of earlier prompts.
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
@@ -245,12 +245,12 @@ class RolloutEngine:
         arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`; nested mappings or an nnx.State with its paths; a
-                mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
-                `read_weights`), which is read before anything is changed. At the first update,
-                the layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers
-                such as `e_score_correction_bias` may be absent, and then keep their values. With
-                an MTP drafter, tensors mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State of the same paths;
+                a mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
+                `read_weights`), which is read before anything is changed. At the first update, the
+                layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers such
+                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                drafter, tensors mtp.* update the drafter as well.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
                 "wait" finishes them before the update. "keep" continues them after the update:

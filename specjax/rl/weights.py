@@ -41,11 +41,11 @@ _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The arrays of an update from which one of the engine's arrays is built."""
+    """The given arrays from which one of the engine's arrays is built."""
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
-    # If set, it divides the only part over devices, which may be divided already.
+    # If set, it divides the only part over devices. The part may be divided already.
     division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -78,7 +78,7 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Return the source of each new array of a target; see `stage`.
+    """Return an `ArraySource` for each of a target's arrays; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or have two different values for a tied embedding.
@@ -92,7 +92,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Return the source of each new array of a drafter; see `stage`.
+    """Return an `ArraySource` for each of a drafter's arrays; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -142,7 +142,7 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
-    """Return the source of each new array, in the order of the leaves of `current`.
+    """Return an `ArraySource` for each leaf of `current`, in the same order.
 
     Buffers that are not given keep their values. This is logged once.
 

@@ -164,7 +164,7 @@ _FACTORS = frozenset(
 
 
 def check_fields(hf: HFConfig, text: HFConfig) -> None:
-    """Raise an error for unused fields that change the mathematics; warn about unknown fields.
+    """Raise an error for unsupported fields that change the mathematics; warn about unknown fields.
 
     Args:
         hf: the whole config.
@@ -215,15 +215,15 @@ def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
 
 
 class Float8(NamedTuple):
-    """A form of weights in float8."""
+    """How the scales of float8 weights are stored."""
 
     block: tuple[int, int] | None  # rows and columns that share a scale; None without blocks
 
 
 def read_float8(hf: HFConfig) -> Float8 | None:
-    """Return the form of the weights if a config says that they are float8 numbers with scales.
+    """Return how the scales of float8 weights are stored; None if the weights are not float8.
 
-    Activations may be quantised as well; here they keep their dtype.
+    Activations keep their dtype, even if the config quantises them.
     """
     match _quantisation(hf)[1]:
         case {"quant_method": "fp8", **others} if others.get("fmt", "e4m3") == "e4m3":

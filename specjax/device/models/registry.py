@@ -82,10 +82,10 @@ def describe_model(hf: HFConfig) -> Model:
 
 
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
-    """Return the model in a checkpoint folder, as its config and its output head describe it.
+    """Return the model in a checkpoint folder, without weights.
 
-    The config may tie the output head to the embedding although the files have an output head that
-    differs from the embedding. This head is then used, as in transformers, and a line is logged.
+    If the config ties the output head to the embedding, but the files have an output head that
+    differs from the embedding, the model is not tied, as in transformers. This is logged.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):
@@ -194,19 +194,20 @@ def stored_specs(folder: Path, model: Model) -> Any:
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Return `files`, with each float8 tensor joined with its scales if the config has float8.
+    """Return `files`, in which each float8 tensor includes its scales.
 
-    Such tensors are read in `dtype`, unless they are loaded as `Scaled`.
+    `files` is unchanged if the config does not say that weights are float8. Float8 tensors are read
+    in `dtype`, unless they are loaded as `Scaled`.
     """
     form = read_float8(hf)
     return files if form is None else with_scales(files, form.block, dtype)
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
-    """Return the config for a copy of a checkpoint's text model with unquantised weights.
+    """Return the config for saving only a checkpoint's text model, with unquantised weights.
 
-    The copy's tensors must have the names in the model's specs. `is_tied` says whether the output
-    head is the embedding.
+    The saved tensors must have the names in the model's `TensorSpec`s. `is_tied` says whether the
+    output head is the embedding.
     """
     text = read_text(hf)
     plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}
@@ -225,12 +226,12 @@ def named_specs(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[Any, Mapping[str, tuple[int, ...]]], Any] = specs_of,
 ) -> Any:
-    """Return a model's specs with the tensor names of a checkpoint or a trainer.
+    """Return a model's `TensorSpec`s with the tensor names of a checkpoint or a trainer.
 
     Args:
         model: a model, or a part of a model.
         shapes: the shapes of all tensors, by name. They determine the layout of experts.
-        read: a function that returns the specs of `model` for such shapes.
+        read: a function that returns the `TensorSpec`s of `model` for such shapes.
     """
     names = TensorNames.of(shapes)
     specs = read(model, {names.canonical(name): shape for name, shape in shapes.items()})
@@ -246,7 +247,7 @@ def named_specs(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may contain the tensor `name` although the specs do not."""
+    """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
     return is_rotary(name) or is_copy or is_passed_over(model, name)

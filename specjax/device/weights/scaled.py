@@ -97,10 +97,11 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return specs in which matrices of float8 tensors with scales are `Scaled`.
+    """Return `specs`, in which matrices of float8 tensors with scales are `Scaled`.
 
-    A matrix that merges tensors is `Mixed` if some have no scales, or other blocks of columns.
-    Matrices that are divided over devices stay `Dense`: their tensors are unpacked.
+    A matrix that merges tensors is `Mixed` if only some of them have scales, or if the blocks that
+    share a scale differ in width. Matrices that are divided over devices stay `Dense`, and their
+    tensors are dequantised.
 
     Args:
         specs: a tree of `TensorSpec`.
@@ -123,7 +124,10 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
 
 
 def _one_form(spec: TensorSpec, blocks: Sequence[tuple[int, int] | None], at: list[int]) -> Any:
-    """Return the specs of the columns of adjacent tensors, which have the same form."""
+    """Return the `Dense` or `Scaled` matrix of the adjacent tensors at the indices `at`.
+
+    These tensors have scale blocks of the same width, or none of them has scales.
+    """
     own = slice(at[0], at[-1] + 1)
     given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}
     given["interleaved"] = spec.interleaved[own]

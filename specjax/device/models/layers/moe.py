@@ -77,10 +77,11 @@ def moe(
 ) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    The sum is over the chosen experts e, and w_e are the router's weights. g is
-    sigmoid(shared_gate x), or 1 if the mixture has no such gate. `is_padding` bool[N] marks padding
-    rows. These rows go to the experts of row 0, so that no expert's weights are read only for
-    padding. The results of padding rows are meaningless.
+    The sum is over the chosen experts e, and w_e are the router's weights. The gate g is
+    sigmoid(shared_gate x), or 1 if the mixture has none.
+
+    `is_padding` bool[N] marks padding rows, whose results are meaningless. They go to the experts
+    of row 0, so that no expert's weights are read only for padding.
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)
