@@ -67,12 +67,12 @@ class Tally(NamedTuple):
     """Accepted drafts and overlaps at the P places of all texts."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
-    is_counted: np.ndarray  # bool[P, K], whether the text before the draft is the target's choice
+    is_counted: np.ndarray  # bool[P, K], whether the target chose all tokens from the place to it
     in_common: np.ndarray  # f64[P], overlap for the first draft: sum of min(p, q) over tokens
 
     @property
     def rates(self) -> list[float]:
-        """The fraction of accepted drafts at each position."""
+        """The fraction of accepted drafts for each of the K draft positions."""
         counts = np.maximum(self.is_counted.sum(0), 1)
         return ((self.is_accepted & self.is_counted).sum(0) / counts).tolist()
 
@@ -87,9 +87,9 @@ class Tally(NamedTuple):
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
-        """Return whether `other` is better by more than chance.
+        """Return whether `other` is better than this tally by more than chance.
 
-        `is_paired` tells whether both tallies have the same places.
+        `is_paired` means that both tallies have the same places.
         """
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
@@ -292,10 +292,10 @@ def _draft(
     drafter: Drafter,
     k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draft after each of `starts`, with one request per place.
+    """Draft after each of the positions `starts`, in a separate request for each.
 
-    Returns drafts i32[N, k], and the drafter's distributions f32[N, V] of the first drafts at
-    temperature 1.
+    Returns greedy drafts i32[N, k], and the drafter's distributions f32[N, V] for the first draft
+    at temperature 1.
     """
     count, length = len(starts), len(tokens)
     num_pages = length // PAGE_SIZE

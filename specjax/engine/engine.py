@@ -56,13 +56,13 @@ class Engine:
     """Runs requests to completion on a device. Prompts and outputs are token ids.
 
     Attributes:
-        away: makes a context that a step enters while it waits for the device or for programs.
-            Within it, other threads may call all methods that do not run a step.
-        rescue: moves the requests to another engine after a step failed with the given error, or
-            raises the error. None to end the requests.
+        away: function that returns a context manager. A step waits for the device or for programs
+            inside this context, so that other threads may call methods that do not run a step.
+        rescue: function called with a failed step's error. It moves the requests to another engine
+            or raises the error. If None, all requests are dropped and the error is raised.
     """
 
-    # Builds the device. Any callable with the same arguments can replace it.
+    # Returns the engine's `Programs`. Any callable with the same arguments can replace it.
     make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
 
     def __init__(
@@ -188,7 +188,7 @@ class Engine:
         return self.scheduler.unfinished_ids
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queue a request. Return its samples, which grow as steps are read.
+        """Queue a request. Return its samples, to which later calls of `step` add tokens.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -196,7 +196,7 @@ class Engine:
         return self.scheduler.add(request, is_held=True)
 
     def adopt(self, request: Request, samples: list[Sequence]) -> None:
-        """Queue a request that another engine has handed over. It continues after its tokens."""
+        """Queue a request of another engine. Its `samples` continue after their present tokens."""
         self.scheduler.add(request, samples, is_held=True)
 
     def hand_over(self) -> list[tuple[Request, list[Sequence]]]:
@@ -316,9 +316,9 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Report the outcome of a step's part to the repertoire and the policy.
+        """Report the outcome of chunks or of a round to the repertoire and the policy.
 
-        `milliseconds` is the time of the part; None if unknown.
+        `milliseconds` is the time that they took; None if unknown.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
@@ -428,10 +428,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure the times of rounds with the Ks in `ks`.
+        """Measure the times of rounds with the Ks in `ks`. In exact mode, all get the same time.
 
-        If `has_all`, every shape is measured, which clears the prefix cache. Otherwise, only the
-        largest shape is measured.
+        Otherwise, if `has_all`, every shape is measured, which clears the prefix cache. If not
+        `has_all`, only the largest shape is measured.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

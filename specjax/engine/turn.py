@@ -1,4 +1,4 @@
-"""Lets one of several threads at a time work on the host."""
+"""A lock with which several threads take turns on the host."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class Turn:
 
     @contextmanager
     def given(self, owner: int) -> Iterator[None]:
-        """Give the turn back within a block, if `owner` has it."""
+        """Give the turn back, run the block, and take the turn again; only if `owner` has it."""
         had_it = self.give(owner)
         try:
             yield

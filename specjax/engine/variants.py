@@ -1,4 +1,4 @@
-"""Finds the programs for a plan's shape, in a variant that covers the plan's requests."""
+"""Lists the programs that run a plan in its shape and in a variant (its requests' extra work)."""
 
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -23,7 +23,7 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """Return the fastest programs that run a plan in a variant.
+    """Return the programs with which a plan runs fastest in a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
     the drafter observes rounds without drafts later, in `Observe`.
@@ -64,9 +64,9 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 
 
 def is_in_pieces(variant: Variant) -> bool:
-    """Return whether rounds are compiled as several programs.
+    """Return whether rounds of a variant always run as several programs.
 
-    All variants then share the program that runs the target.
+    These variants all share the program that runs the target.
     """
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 

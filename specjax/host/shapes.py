@@ -12,7 +12,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of both parts of a step. Each part has at least one shape.
+    """The shapes that a step's prefill chunks and decode round may have.
 
     Attributes:
         prefill: shapes (batch, width) of chunks: the number of chunks, and the tokens per chunk.
@@ -57,7 +57,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
-        """Return the shape of the chunks of sequences; see `best_width`."""
+        """Return the chunk shape in which a step runs the most tokens; see `best_width`."""
         return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
 
     def max_chunks(self, width: int) -> int:

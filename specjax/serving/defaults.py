@@ -229,6 +229,6 @@ def stored_dtype(hf: HFConfig) -> str | None:
 
 
 def params_dtype(params: Any) -> str | None:
-    """Return the dtype of the largest floating-point array in a tree."""
+    """Return the dtype of the largest floating-point array in a tree; None if it has none."""
     floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return str(max(floats, key=lambda x: x.size).dtype) if floats else None

@@ -26,8 +26,9 @@ def profile_policy(
 ) -> GoodputPolicy:
     """Return a policy that uses the rates and times of a profile.
 
-    Rounds are padded to the batch sizes `batches`. If `profile.is_online`, its rates are only the
-    prior of the learned rates. K is at most `max_k`, by default the profile's maximum.
+    Rounds are padded to the batch sizes `batches`. If `profile.is_online` is True, the policy
+    learns rates while serving, with the profile's rates as the prior. K is at most `max_k`, by
+    default the profile's maximum.
     """
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
