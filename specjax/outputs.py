@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the target, and its rank (1 is the most likely)."""
+    """A token's log-probability in the target's distribution, and its rank (1: most likely)."""
 
     logprob: float
     rank: int

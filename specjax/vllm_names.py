@@ -30,7 +30,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field that vLLM has and specjax does not have."""
+    """A field of vLLM that specjax lacks, and which of its values are accepted without effect."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here

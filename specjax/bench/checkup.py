@@ -1,14 +1,14 @@
 """Checks how often a drafter's drafts are accepted, and whether another setup would help.
 
-The target runs over whole texts without a cache. At several places of each text, the drafter drafts
+The target runs over whole texts without a cache. The drafter drafts at several places of each text,
 from the target's features up to that place, with the same calls as in serving. A draft is accepted
 if it is the target's choice. Trials repeat this with other auxiliary layers, features, mask tokens
 and vocabularies. If the drafts of a trial are accepted clearly more often, the trial reveals a
 fault.
 
-The number of accepted drafts varies much between places, which hides a small fault if there are few
-texts. The overlap of the drafter's and the target's distributions varies little. The overlap is the
-acceptance rate of sampled drafts at temperature 1. A clear gain in either figure reveals a fault.
+The number of accepted drafts varies much between places, so few texts hardly reveal a small fault.
+The overlap of the drafter's and the target's distributions, which is the acceptance rate of sampled
+drafts at temperature 1, varies little. A clear gain in either figure reveals a fault.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Counts the bytes that this project's Pallas kernels read and write.
 
-The operands' sizes do not give these bytes, because some operands are whole pools. `TOUCHED` lists
-kernels by name; any other kernel counts as reading all operands and writing all outputs. Operands
-are recognized by shape, so that a kernel may have them in any order:
+Some operands are whole pools (the arrays of all pages), of which a kernel reads only some pages.
+`TOUCHED` lists kernels by name; any other kernel counts as reading all operands and writing all
+outputs. Operands are recognized by shape, so that a kernel may have them in any order:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
 - a pool of latents has four axes, [L, pages, page_size, E];
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """The sizes that determine what the kernels of a step read and write."""
+    """The sizes on which the number of bytes depends that kernels read and write."""
 
     batch: int  # number of requests
     context: int  # number of keys that each request attends to

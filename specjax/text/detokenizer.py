@@ -150,7 +150,7 @@ def decode_after(tokenizer: ChatTokenizer, context: Sequence[int], token_ids: Se
 
 
 def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
-    """Return the byte that a byte token spells, TEXT for other tokens, None if `decode` omits it."""
+    """Return the byte that a byte token spells, None if `decode` omits the token, else TEXT."""
     name = tokenizer.tokenizer.id_to_token(token)
     if name is None or name in tokenizer.passed_over:
         return None
