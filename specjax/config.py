@@ -30,8 +30,8 @@ VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
 COLLECTIVES = ("auto", "nccl", "graph")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-# The shape of all steps in exact mode, also of small engines: the minimum number of requests of a
-# round, the rows per request, and the tokens of a chunk.
+# Sizes in exact mode, also of small engines: the least number of requests of a round, the rows per
+# request, and the tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # default maximum of K with `adaptive`
 MANY_DRAFTS, MAX_DRAFTS = 16, 64  # maximum of K without a warning, without an error
@@ -283,9 +283,9 @@ class EngineConfig:
         kernels: implementation of the GPU operations.
         collectives: how several GPUs exchange sums: "auto" (XLA's choice), "nccl" (the library), or
             "graph" (NCCL inside of CUDA graphs). See `collective_options`.
-        async_scheduling: plan and launch a step before reading the one before it.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         compile_ahead: compile every shape before the first request instead of in the background.
-        exact: run every step in one shape, so that results depend only on the request.
+        exact: one shape for chunks and one for rounds, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.

@@ -65,7 +65,7 @@ class LLM(VllmMethods):
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
             also need a snapshot of their states, so they reuse shorter prefixes.
         num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, fewer if memory is low.
-        async_scheduling: plan and launch a step before reading the one before it.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile what requests need, in all shapes, before they run. Speed and
             rounding then do not change while serving. By default, requests run padded in the first

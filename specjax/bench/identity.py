@@ -51,8 +51,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes with a forward pass the scores from which sampling picks a request's next token.
-    """
+    """Computes with a forward pass the scores from which sampling picks a request's next token."""
 
     engine: Engine
 

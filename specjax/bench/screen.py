@@ -40,8 +40,7 @@ class Screen:
 
 
 class Lines(Screen):
-    """Prints rows as lines to `stream`, or nowhere if it is None. Reports the work to `log`.
-    """
+    """Prints rows as lines to `stream`, or nowhere if it is None. Reports the work to `log`."""
 
     def __init__(self, names: Sequence[str], stream: TextIO | None, log: Logger):
         """`names` are the names of all rows that will be shown."""

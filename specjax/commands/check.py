@@ -178,7 +178,7 @@ def check_served(
 def as_figures(tally: Tally) -> dict[str, float]:
     """Return the acceptance length, and the overlap of the two models' distributions.
 
-    The overlap is that of the first drafts, as a mean over places.
+    The overlap compares the distributions of the first drafts, and is a mean over places.
     """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 

@@ -143,7 +143,7 @@ def unpack_outputs(
 
 
 def export_features(plan: Part, features: Features) -> None:
-    """Append the features of each chunk to its sequence, if the sequence's request exports them.
+    """Append the features (hidden states) of each chunk to its sequence, if its request wants them.
 
     `features` are the features of all chunks, on the host.
     """

@@ -230,7 +230,7 @@ class CompiledPrograms:
         self.state = jax.jit(own)()
 
     def _empty_state(self) -> EngineState:
-        """Return the state of one device without requests."""
+        """Return the state that one device has before there are any requests."""
         return empty_state(self._config, self.model, self._max_drafts)
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ class Engine:
         return self.repertoire.number_of(processors)
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile the step variants that `requests` need and that no earlier request needed."""
+        """Compile what `requests` need, such as programs with logits processors, if it is new."""
         refuse_fork(self._pid)
         requests = list(requests)
         # A step whose requests have no grammars runs without masks.
@@ -367,7 +367,7 @@ class Engine:
         self.programs.renew()
 
     def drain(self) -> None:
-        """Read the steps in flight if there is nothing to launch."""
+        """Read the results of the steps in flight if there is nothing to launch."""
         if not self.scheduler.has_work:
             while self._in_flight:
                 self.step()

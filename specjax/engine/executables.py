@@ -1,9 +1,9 @@
 """Keeps compiled programs on disk, so that a later process neither traces nor compiles them.
 
-Each program has a file, whose name is a digest of everything on which the program depends: the key,
-static arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest
-does not cover code outside our sources, such as a user's own drafter. If an engine uses such code,
-its programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is used
+Each program has a file, whose name is a digest of everything on which the program depends: static
+arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest does not
+cover code outside our sources, such as a user's own drafter. If an engine uses such code, its
+programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is used
 only if nobody except the folder's owner can write to it.
 """
 

@@ -20,7 +20,7 @@ from specjax.host.speculation.policy import Round
 
 @dataclass
 class InFlight:
-    """The chunks or the round of a step, launched, but with results not read yet."""
+    """Chunks or a round that were launched, and whose results the host has not read yet."""
 
     plan: Part
     variant: Variant

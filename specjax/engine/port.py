@@ -83,8 +83,8 @@ class Programs(Protocol):
         """Launch a program on the state without waiting for its result. Compile it if necessary.
 
         `arguments` are results of other programs, or NumPy arrays that must not change afterwards.
-        Outputs have the methods `copy_to_host_async` and `is_ready`, and can be converted to NumPy
-        arrays.
+        Results for the host have the methods `copy_to_host_async` and `is_ready`, and can be
+        converted to NumPy arrays.
         """
         ...
 

@@ -43,7 +43,7 @@ from specjax.engine.tracing import Packed, Program, Traces
 
 @dataclass(frozen=True, slots=True)
 class Admit(Program):
-    """Writes newly admitted requests to their slots. Takes packed `AdmitInputs`."""
+    """Writes new requests to their slots (rows of the state). Takes packed `AdmitInputs`."""
 
     batch: int
     inputs = AdmitInputs
@@ -56,7 +56,7 @@ class Admit(Program):
 
 @dataclass(frozen=True, slots=True)
 class Restore(Program):
-    """Copies snapshots to the recurrent states of slots. Takes packed `SnapshotInputs`."""
+    """Copies cached snapshots to the recurrent states of slots. Takes packed `SnapshotInputs`."""
 
     batch: int
     inputs = SnapshotInputs
@@ -69,7 +69,10 @@ class Restore(Program):
 
 @dataclass(frozen=True, slots=True)
 class Take(Program):
-    """Copies the recurrent states of slots to snapshots. Takes packed `SnapshotInputs`."""
+    """Copies recurrent states of slots to snapshots for the prefix cache.
+
+    Takes packed `SnapshotInputs`.
+    """
 
     batch: int
     inputs = SnapshotInputs

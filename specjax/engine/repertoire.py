@@ -88,7 +88,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile `shapes.first`, or all of `shapes` with `compile_ahead`.
+        """Compile `shapes.first`. With the option `compile_ahead`, compile all of `shapes`.
 
         Return whether all shapes are ready.
         """
@@ -219,7 +219,7 @@ class Repertoire:
             self._programs.compile_behind(needed, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile variants in `shapes.first`, or in all of `shapes` with `compile_ahead`."""
+        """Compile variants in `shapes.first`. With `compile_ahead`, compile them in all shapes."""
         if not self._config.compile_ahead:
             first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)

@@ -83,7 +83,7 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round for each point of `points`, and yield the point and its milliseconds.
+        """Run a round for each (batch size, K, context) in `points`. Yield each with milliseconds.
 
         One more round before them and one more after them are not timed.
         """

@@ -35,7 +35,7 @@ class Turn:
 
     @contextmanager
     def given(self, owner: int) -> Iterator[None]:
-        """Give the turn back, run the block, and take the turn again; only if `owner` has it."""
+        """Give the turn back while the block runs, if `owner` has it, and then take it again."""
         had_it = self.give(owner)
         try:
             yield

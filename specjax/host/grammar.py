@@ -169,8 +169,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """Tracks the position of one output in its grammar, and computes masks from there.
-    """
+    """Tracks the position of one output in its grammar, and computes masks from there."""
 
     def __init__(self, state: "LLMatcher", vocabulary: GrammarVocabulary):
         self._state = state

@@ -79,8 +79,7 @@ class Request:
 
     @cached_property
     def demands(self) -> "Demands":
-        """What this request needs from a step. Most requests have equal demands.
-        """
+        """What this request needs from a step. Most requests have equal demands."""
         params = self.params
         masks = params.structured_outputs is not None
         wanted = params.logprobs, 0 if self.is_scored else params.prompt_logprobs

@@ -197,7 +197,10 @@ class Residents:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
     def tidy(self, sequence: Sequence, residency: Residency) -> None:
-        """Free pages that no step in flight can need, and cache full pages. Not in exact mode."""
+        """Free pages that no step in flight can need, and cache full pages.
+
+        In exact mode, do nothing.
+        """
         if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
         page_size, num_known = self._page_size, len(sequence.token_ids) - 1
@@ -216,8 +219,7 @@ class Residents:
             self._name(sequence, residency, num_known // page_size)
 
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
-        """Make sure that the first `num_pages` pages of a sequence are in the prefix cache.
-        """
+        """Make sure that the first `num_pages` pages of a sequence are in the prefix cache."""
         keys, start = sequence.keys, residency.num_published_pages
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:

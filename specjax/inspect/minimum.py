@@ -14,7 +14,7 @@ drafter's weights: K passes, or one pass for all drafts.
 Weights are read once. States are read once and written once. Keys and values are read once per pass
 and written once; a layer with a window reads only the last tokens of the context. If a row uses k
 experts of a mixture, at most B T k experts are read, or B k in a pass that drafts one token. Each
-draft pass reads the context. Each draft pass but the first writes a new row to the cache.
+draft pass reads the context. Each draft pass except the first writes a new row to the cache.
 
 W_o are the weights from which keys and values are computed. If the observed rows of a head give its
 first draft, W_o are all weights of the head, and observing also reads the context. A draft model
@@ -149,7 +149,7 @@ def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int
     """Return three numbers of bytes for a target's caches.
 
     They are the keys and values that a new token writes, the keys and values that a request of
-    `context` tokens reads, and a request's recurrent states without rings.
+    `context` tokens reads, and a request's recurrent states, without its buffers of recent inputs.
     """
     new = read = state = 0
     for kind in target.cache_kinds:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """The sizes on which the number of bytes depends that kernels read and write."""
+    """The sizes that determine how many bytes the kernels of a step read and write."""
 
     batch: int  # number of requests
     context: int  # number of keys that each request attends to
@@ -172,7 +172,7 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the outputs, the gates and the norm's weights, and writes of the outputs.
 
-    The gates are a part of x with the size of the outputs.
+    The gates are a part of a larger operand. They take as many bytes as the outputs.
     """
     out = _total(call.in_place)
     norm = min(one.size for one in call.others)

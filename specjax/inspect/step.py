@@ -41,7 +41,7 @@ class Parts:
 
     @property
     def local(self) -> "Parts":
-        """The components that each device runs, with the shapes of its parameters."""
+        """The models that each device runs, with the shapes of its parameters."""
         params = jax.tree.map(local_shape, self.params)
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 

@@ -219,7 +219,7 @@ def choose_kernels(given: str) -> str:
 
 
 def stored_dtype(hf: HFConfig) -> str | None:
-    """Return the dtype of a checkpoint according to its config."""
+    """Return the dtype that a checkpoint's config names; None if it names none."""
     nested = hf.get("text_config", None)
     for fields in (nested if isinstance(nested, Mapping) else {}, hf.fields):
         for name in "dtype", "torch_dtype":

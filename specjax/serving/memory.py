@@ -21,7 +21,7 @@ SNAPSHOTS_PER_SEQ = 4  # so that conversations can continue or branch from their
 
 
 class CacheBytes(NamedTuple):
-    """The bytes of a model's cache, by what they grow with."""
+    """The bytes that a cache takes for each page and for each request."""
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request

@@ -13,7 +13,7 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 @dataclass
 class Completion:
-    """One sample as its user sees it. As the sample grows, only its new tokens are decoded.
+    """One sample as its user sees it. While the sample grows, only its new tokens are decoded.
 
     The text of a sample is the text that its tokens add to the prompt. A stop token (including the
     end of sequence) is shown only with `include_stop_str_in_output`. If the stop token is a special

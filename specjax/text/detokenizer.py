@@ -21,8 +21,8 @@ class StopStrings:
 
     The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt. Bytes
     that are not UTF-8 become U+FFFD. A character that several tokens spell is added with the last
-    of them. With a byte-level tokenizer, a U+FFFD may stand for an incomplete character, so it is
-    added only when another token follows. `context` are the last tokens of the prompt (see
+    of them. With a byte-level tokenizer, a U+FFFD may be an incomplete character, so it is added
+    only when another token follows. `context` are the last tokens of the prompt (see
     `prompt_context`).
 
     A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the

@@ -142,8 +142,8 @@ class RequestMaker:
     ) -> Request:
         """Return the request of one prompt. `where` is the prompt's name in errors.
 
-        `number` is the request's id unless `request_id` is given, and gives its seeds unless the
-        parameters have a seed. The request continues after the tokens `output`, as if generated.
+        `number` is the request's id unless `request_id` is given. The seeds depend on `number`
+        unless `params` has a seed. The request continues after the tokens `output`.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.

@@ -219,7 +219,7 @@ class GoodputPolicy:
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
     ):
-        """If `cost` is None, replays of rounds in the engine measure the times.
+        """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         In the first `warm_up_rounds` rounds with drafts, the acceptance rates are the priors of
         `acceptance`.

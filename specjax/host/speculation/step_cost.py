@@ -225,7 +225,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight, from 0 to 1, of `num_served` served times. The prior has the rest."""
+    """Return the weight, from 0 to 1, that `num_served` served times have against the prior."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 
