@@ -203,10 +203,10 @@ class Described:
         return cls(*models, plan.num_drafts, page_size, windows)
 
     def slot(self, dtype: str) -> dict[str, int] | None:
-        """Return the bytes per request that the target keeps outside pages, by part.
+        """Return the bytes per request that the target keeps outside pages, by name.
 
-        The parts are "state" and the inputs that are needed to advance the state. Return None if
-        the target is not recurrent.
+        The names are "state" and names of inputs that are needed to advance the state. Return None
+        if the target is not recurrent.
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()

@@ -1,6 +1,7 @@
 """Implements `Programs`, the interface between an engine and a device, with JAX.
 
-JAX compiles one program per shape and variant, before the program is needed.
+JAX compiles one program per shape and variant (the extra work that requests need), before the
+program is needed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Set

@@ -384,8 +384,8 @@ class Engine:
         """Use the weights `params`, which have the same shapes as before, from the next step on.
 
         No step may be in flight. The caches were computed with the old weights, so they are
-        dropped, and resident requests recompute their tokens. `has_new_target` and
-        `has_new_drafter` tell the policy which weights have changed.
+        dropped, and running requests recompute their tokens. `has_new_target` and `has_new_drafter`
+        tell the policy which weights have changed.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -398,7 +398,7 @@ class Engine:
     def release(self) -> None:
         """Free the state's memory until `renew`. No step may be in flight.
 
-        Resident requests recompute their tokens afterwards.
+        Running requests recompute their tokens afterwards.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -414,7 +414,7 @@ class Engine:
         self.programs.close()
 
     def reset(self) -> None:
-        """Drop all requests and replace the state, for example after an interrupt."""
+        """Drop all requests and create an empty state, for example after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
         self._replace_state()

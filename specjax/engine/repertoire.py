@@ -65,7 +65,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant that a step needs. `all_demands` are the demands of its requests."""
+        """Return the variant (extra work) that requests with the demands `all_demands` need."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -104,7 +104,7 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile a variant in the background. With `compile_ahead`, wait until it is ready."""
+        """Compile a variant's programs in the background. With `compile_ahead`, wait for them."""
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -230,7 +230,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background.
+        """Compile a variant's programs in the background.
 
         The programs without which the variant cannot run come first.
         """

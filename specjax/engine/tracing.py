@@ -210,7 +210,10 @@ class Traces:
         )
 
     def logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of logits f32[batch, num_rows, V], or of each device's part of them."""
+        """Return the shape of logits, f32[batch, num_rows, V].
+
+        With several devices, it is f32[devices, batch, num_rows, columns per device].
+        """
         shape = batch, num_rows, self._vocabulary.num_columns(self._layout.vocab_size)
         if self._placement.num_devices == 1:
             return self._array(shape, jnp.float32)

@@ -72,12 +72,12 @@ def is_in_pieces(variant: Variant) -> bool:
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return the part of a variant that concerns rounds: all except prompt log-probabilities."""
+    """Return a variant without what rounds never need: log-probabilities of prompts."""
     return variant._replace(num_prompt_logprobs=None)
 
 
 def of_begin(variant: Variant) -> Variant:
-    """Return the part of a variant that is compiled into `Begin`.
+    """Return a variant with only what is compiled into the program `Begin`.
 
     Masks and processed logits are arguments of `Begin`. `Begin` itself runs logits processors only
     to score the tokens of prompts.
@@ -87,17 +87,17 @@ def of_begin(variant: Variant) -> Variant:
 
 
 def of_settle(variant: Variant) -> Variant:
-    """Return the part of a variant that is compiled into `Settle` (see `of_begin`)."""
+    """Return a variant with only what is compiled into the program `Settle` (see `of_begin`)."""
     return variant._replace(masks=False, processors=())
 
 
 def of_drafts(variant: Variant) -> Variant:
-    """Return the part of a variant that concerns drafting: its logits processors."""
+    """Return a variant with only what drafting needs: the logits processors."""
     return Variant(variant.processors)
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Return whether `variant` does everything that `asked` does.
+    """Return whether steps of `variant` do all the work that `asked` contains.
 
     `variant` must have masks if and only if `asked` has masks, because a step with masks waits for
     the host.

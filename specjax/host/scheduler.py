@@ -184,7 +184,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
 
     def restart(self) -> None:
-        """Let every sequence recompute its tokens, because the device has lost its state."""
+        """Preempt all sequences and clear the prefix cache: the caches are lost or outdated."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
         for sequence in chain(*self._live.values()):

@@ -96,7 +96,7 @@ class Shapes:
 
     @cached_property
     def _decode_batches(self) -> dict[int, list[int]]:
-        """The batch sizes of round shapes by k; each list is ascending."""
+        """For each k, the batch sizes of the shapes (batch, k) in `decode`, ascending."""
         batches: dict[int, list[int]] = {}
         for batch, k in sorted(self.decode):
             batches.setdefault(k, []).append(batch)
@@ -104,7 +104,7 @@ class Shapes:
 
     @cached_property
     def _batches(self) -> dict[int, list[int]]:
-        """The batch sizes of chunk shapes by width; each list is ascending."""
+        """For each width, the batch sizes of the shapes (batch, width) in `prefill`, ascending."""
         batches: dict[int, list[int]] = {}
         for batch, width in sorted(self.prefill):
             batches.setdefault(width, []).append(batch)

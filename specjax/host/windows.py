@@ -71,7 +71,7 @@ class WindowPages:
         return length
 
     def num_missing(self, slot: int, end: int) -> int:
-        """Return how many pages before the index `end` the slot lacks."""
+        """Return how many pages `extend` would give to the slot."""
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:

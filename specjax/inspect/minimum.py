@@ -3,7 +3,7 @@
     verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
     draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
     observe = W_o + S_d B T                       W_o: weights of the drafter's keys and values
-            = F B                                 if a later program observes, F: features of a row
+            = F B                  if a later program observes, F: bytes of the features of a token
     step   = verify + draft + observe
 
 These formulas are for B requests of c tokens, with T = K + 1 rows per request. The target has L
@@ -48,7 +48,7 @@ _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 
 @dataclass(frozen=True)
 class Minimum:
-    """The minimum number of bytes of a step, by part."""
+    """The minimum number of bytes that a step moves, by purpose."""
 
     weights: int  # the target's weights, read once
     keys_and_values: int  # the target's keys and values, read once, and new rows, written once

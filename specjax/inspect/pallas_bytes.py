@@ -138,7 +138,7 @@ def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the projections, and of the earlier raw inputs that the convolution needs.
 
-    Count writes of the new tokens' inputs to the rule, and of the new tokens' columns in the rings.
+    Count writes of the rule's inputs for the new tokens, and of these tokens' columns in the rings.
     """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)

@@ -185,8 +185,8 @@ class EngineNeeds(NamedTuple):
     ) -> int:
         """Return the default of num_snapshots.
 
-        The default is four snapshots per request. If these would take more than an eighth of the
-        memory that the pages of `config` leave, the default is lower, but at least
+        The default is four snapshots per request. It is lower if these would take more than an
+        eighth of the memory that is left after the pages of `config`. But it is never below
         `config.num_snapshots`.
         """
         memory = read_memory()

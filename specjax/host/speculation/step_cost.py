@@ -70,7 +70,7 @@ class StepCost:
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round without context.
+        """Set the measured time of a round. It does not include the time for context tokens.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. At Ks that were not measured for
         a batch size, the time grows with K as it does at the largest measured batch size.
