@@ -149,7 +149,7 @@ class SpeculativeConfig:
         where = "speculative_config.prompt_lookup"
         named = {f"{where}_min": low, f"{where}_max": high}
         check_positive(**{name: value for name, value in named.items() if value is not None})
-        # If only one of them is given, it is both, as in vLLM.
+        # If only one of them is given, the other gets the same value, as in vLLM.
         if low is None and high is None:
             low, high = 2, 5
         low, high = (

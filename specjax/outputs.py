@@ -63,7 +63,7 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: Hashable  # a string by default; any id given by the user
+    request_id: Hashable  # the id that the user gave; by default a number, as a string
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None  # its first entry is None

@@ -67,7 +67,7 @@ class Tally(NamedTuple):
     """Accepted drafts and overlaps at the P places of all texts."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
-    is_counted: np.ndarray  # bool[P, K], whether the target chose all tokens from the place to it
+    is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice
     in_common: np.ndarray  # f64[P], overlap for the first draft: sum of min(p, q) over tokens
 
     @property
@@ -219,7 +219,7 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return a trial of an EAGLE-3 head with the opposite of its `recycle_normed`."""
+    """Return a trial in which an EAGLE-3 head feeds back its other state: normed or not normed."""
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (

@@ -219,7 +219,7 @@ class CompiledPrograms:
     def renew(self) -> None:
         """See `Programs`."""
         if self._placement.num_devices == 1:
-            with jax.default_device(self._placement.device):  # another may have no room
+            with jax.default_device(self._placement.device):  # another device may lack room
                 self.state = self._placement.put(self._empty_state())
             return
         own = jax.shard_map(

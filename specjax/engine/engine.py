@@ -157,7 +157,7 @@ class Engine:
         # If some shapes are not compiled yet, time the first shape now, and the others later.
         self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
-        if policy.is_learning and not has_all:  # it must not guess how times grow with K
+        if policy.is_learning and not has_all:  # so that it can measure how times grow with K
             self.repertoire.ask_for((batch, min(policy.choices)))
         self.repertoire.use(shapes)
         self.scheduler.policy, self.scheduler.all_shapes = policy, shapes
@@ -222,7 +222,7 @@ class Engine:
             RuntimeError: another thread is in the middle of a step, or this process is a fork of
                 the process that built the engine. Nothing has changed.
         """
-        if os.getpid() != self._pid:  # inline, as a step makes few Python calls
+        if os.getpid() != self._pid:  # checked here, because a call would cost time in each step
             refuse_fork(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(

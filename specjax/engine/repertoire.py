@@ -29,8 +29,8 @@ from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
-PIECES_LOSE = 0.05  # about the fraction of its time that a round loses if it is several programs
-JOINED_SAVES = 0.5  # `Joined` saves this fraction of the shorter of two times: chunks', round's
+PIECES_LOSE = 0.05  # a round that runs as several programs loses about this fraction of its time
+JOINED_SAVES = 0.5  # `Joined` saves about this fraction of the shorter time, of chunks or round
 
 
 class Repertoire:
@@ -42,7 +42,7 @@ class Repertoire:
         self.variants: list[Variant] = []  # needed so far; the plain variant comes first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # At least one, because for none XLA turns the conditional for log-probabilities into a
+        # At least one: with zero, XLA would turn the conditional for log-probabilities into a
         # select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []

@@ -29,7 +29,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 TIMED_RUNS = 5  # number of timed rounds of padding rows
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
-MIN_MS = 1e-3  # a tiny round may end before the previous one has been read
+MIN_MS = 1e-3  # replaces a time of 0 or less, if a round ends before the previous one was read
 
 Point = tuple[int, int, int]  # batch size, K, tokens of context
 Launch = Callable[[list[Part]], list[InFlight | Extended]]

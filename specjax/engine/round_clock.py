@@ -46,7 +46,8 @@ class RoundClock:
         done = self._read if step.done is None else step.done
         milliseconds = 1e3 * (done - max(self._done, step.start))
         self._done = done
-        # This part began when the previous part was done, perhaps long before that part was read.
+        # The device began when it was done with the previous work, perhaps long before that work
+        # was read. So compiling since the read before last may have disturbed it.
         earlier, before = self._compile_seconds
         self._compile_seconds = before, compile_seconds
         is_disturbed = compile_seconds != earlier or step.start < self._timed_from

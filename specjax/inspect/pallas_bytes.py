@@ -152,8 +152,8 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count one read and one write of each request's state.
 
-    Count reads of the rings for the new tokens and the pending tokens. Each request counts with M
-    pending tokens, the largest possible number. Count writes of the new tokens' corrections.
+    Count reads of the rings (buffers of recent tokens' inputs) for the new tokens and for M tokens
+    per request that the state may not include yet. Count writes of the new tokens' corrections.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]
