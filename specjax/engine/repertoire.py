@@ -115,7 +115,7 @@ class Repertoire:
         self._forget()
 
     def ask_for(self, shape: Shape) -> None:
-        """Compile a shape of rounds in the background."""
+        """Compile the programs for rounds of this shape in the background."""
         needed = self._programs_for_shapes(programs_of, self.variants[:1], Shapes((), (shape,)))
         self._programs.compile_behind(needed, is_urgent=False)
 

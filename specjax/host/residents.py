@@ -61,7 +61,7 @@ class Residents:
 
     @property
     def pools(self) -> tuple[PageAllocator, ...]:
-        """The allocator of `pages`, and the allocator of each window."""
+        """The allocator `pages`, and the allocator of each window size."""
         return self.pages, *(window.pages for window in self.windows)
 
     def drop_all(self) -> None:

@@ -43,7 +43,7 @@ class Shapes:
         return sorted(self._batches)
 
     def best_width(self, remaining: Sequence[int], max_tokens: int) -> int:
-        """Return the chunk width with which a step runs the most tokens, of at most `max_tokens`.
+        """Return the chunk width with which a step of up to `max_tokens` tokens runs the most.
 
         `remaining` holds the number of tokens to prefill per sequence. Wide shapes hold few chunks.
         """
