@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return the row of `AdmitInputs` for a sequence. Its lists may be shorter than the array."""
+    """Return the row of `AdmitInputs` for a sequence. Lists in it are not padded yet."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(

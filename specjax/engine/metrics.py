@@ -35,7 +35,7 @@ class Metrics:
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
             cache.
         prefix_cache_evictions: number of pages and snapshots evicted.
-        kv_cache_usage: fraction of pages in use now, in the page pool where it is largest.
+        kv_cache_usage: fraction of pages in use now; the largest value, if there are several pools.
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
         in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.

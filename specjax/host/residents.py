@@ -79,10 +79,12 @@ class Residents:
         """Give a sequence a free slot, and pages for its tokens.
 
         Return the residency of the sequence and the id of the snapshot to restore (None if there is
-        none). If too few pages are free, return None instead of the pair. The sequence gets only
-        the window pages of its cached prefix. But it is admitted only if enough window pages are
-        free for a first chunk of up to `first_chunk` tokens. In exact mode, chunks end after
-        multiples of `chunk_width` tokens.
+        none). If too few pages are free, return None instead of the pair.
+
+        Args:
+            chunk_width: in exact mode, chunks end after multiples of this number of tokens.
+            first_chunk: maximum number of tokens of the first chunk. Window pages for these tokens
+                must be free, but `grow` allocates them later.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
