@@ -44,7 +44,7 @@ class Turn:
                 self.take(owner)
 
     def await_others(self, condition: Callable[[], bool]) -> None:
-        """Let other owners take turns until `condition` holds, and take the turn as `CALLER`."""
+        """Let other owners take turns until `condition` holds. Then take the turn as `CALLER`."""
         self.give(CALLER)
         try:
             with self._changed:

@@ -130,9 +130,9 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, index: int) -> tuple[Column, Column]:
-        """Return two columns for the batch size `batches[index]`: known and estimated times.
+        """Return the known and the estimated time of each K, for the batch size `batches[index]`.
 
-        The known times come from a profile or from replays. The estimated times are computed from
+        The known times come from a profile or a measurement. The estimated times are computed from
         the known times and from served rounds.
         """
         if index not in self._known:
