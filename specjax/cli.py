@@ -36,8 +36,8 @@ _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code.
 
-    The code is 0 for success, 2 for errors that the user can fix, 130 after an interrupt, and 141
-    if the reader of the output has closed the pipe.
+    The code is 0 for success, 1 if `info --check` finds a fault, 2 for errors that the user can
+    fix, 130 after an interrupt, and 141 if the reader of the output has closed the pipe.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)

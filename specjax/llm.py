@@ -64,11 +64,11 @@ class LLM(VllmMethods):
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
             also need a snapshot of their states, so they reuse shorter prefixes.
-        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, or for as many as fit.
-        async_scheduling: plan and launch a step before reading the one before it.
+        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, fewer if memory is low.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile what requests need, in all shapes, before they run. Speed and
-            rounding are then as in a warm engine. By default, requests run padded in the first
+            rounding then do not change while serving. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:
             at least `max_num_seqs` requests with 8 or more tokens each, compiled at the start.
@@ -280,7 +280,7 @@ class LLM(VllmMethods):
             return self.engine.metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the counters that vLLM also has, under vLLM's names; see `metrics`."""
+        """Return the metrics that vLLM also has, under vLLM's names; see `metrics`."""
         return list_metrics(self.metrics())
 
     def save_dynamic_config(self, path: str | Path) -> None:

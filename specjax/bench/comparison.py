@@ -1,4 +1,4 @@
-"""Measures plain decoding, then each drafter. If it is interrupted, it keeps the results so far."""
+"""Measures plain decoding and drafters. An interrupted measurement keeps its results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations and plain decoding in turn.
+        """Measure the configurations `shown` and plain decoding in turn.
 
         If the measurement is interrupted, the figures so far are kept.
         """
@@ -178,7 +178,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load an `LLM` without or with a drafter, and compile every step of the measurement."""
+    """Load an `LLM` for a drafting method or for `PLAIN`, and compile all of its steps."""
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),

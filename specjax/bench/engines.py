@@ -41,7 +41,7 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
-    synthetic_rates: tuple[float, ...] | None = None  # acceptance rates that replace the drafter's
+    synthetic_rates: tuple[float, ...] | None = None  # accept drafts at these rates; None: verify
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})
@@ -163,7 +163,7 @@ class Engines(NamedTuple):
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Load the models, and compile the steps of every K."""
+    """Yield an LLM without and an LLM with the drafter. The steps of every K are compiled."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work

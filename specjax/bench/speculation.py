@@ -18,7 +18,7 @@ from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.writing import check_writable
 from specjax.serving.drafters import parse_drafter
 
-FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually and with --full; prompts
+FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually, Ks with --full, prompts
 
 
 def run(args: argparse.Namespace) -> int:

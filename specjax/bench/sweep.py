@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
-    """Measure every policy at every batch size, in turn. Return the JSON report."""
+    """Measure every policy at every batch size. The policies take turns. Return the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
     with open_engines(setup, show_progress=show_progress) as engines, ExitStack() as stack:
         policies = make_policies(setup, profile, engines)
@@ -116,7 +116,7 @@ def make_policies(
 ) -> dict[str, Callable[[], Policy]]:
     """Return a factory for each policy, by the policy's name.
 
-    Each factory returns a new policy, in the state of a policy whose engine has just started.
+    Each factory returns a new policy, which knows no more than at the start of an engine.
     """
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured = adaptive_policy(max_k)

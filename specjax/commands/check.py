@@ -94,7 +94,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return functions that turn a text into a prompt, by the form's name, default first."""
+    """Return the functions that turn a text into a prompt, by name. The default comes first."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 
@@ -133,8 +133,8 @@ def check_served(
 ) -> dict[str, Any]:
     """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
 
-    The report has figures from three sources (serving, the reference and the trials), and a list
-    of the faults that were found.
+    The report has figures of the served drafter, of the same drafter run at single places of the
+    texts ("reference") and of trials ("tried"), and a list of the faults that were found.
     """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)
@@ -176,9 +176,9 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return the acceptance length, and the overlap at the first draft.
+    """Return the acceptance length, and the overlap of the two models' distributions.
 
-    The overlap compares the drafter's and the target's distributions, and is a mean over places.
+    The overlap compares the distributions of the first drafts, and is a mean over places.
     """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 

@@ -1,8 +1,8 @@
 """Counts the bytes that this project's Pallas kernels read and write.
 
-The operands' sizes do not give these bytes, because some operands are whole pools. `TOUCHED` lists
-kernels by name; any other kernel counts as reading all operands and writing all outputs. Operands
-are recognized by shape, so that a kernel may have them in any order:
+Some operands are whole pools (the arrays of all pages), of which a kernel reads only some pages.
+`TOUCHED` lists kernels by name; any other kernel counts as reading all operands and writing all
+outputs. Operands are recognized by shape, so that a kernel may have them in any order:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
 - a pool of latents has four axes, [L, pages, page_size, E];
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """The sizes that determine what the kernels of a step read and write."""
+    """The sizes that determine how many bytes the kernels of a step read and write."""
 
     batch: int  # number of requests
     context: int  # number of keys that each request attends to
@@ -138,7 +138,7 @@ def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the projections, and of the earlier raw inputs that the convolution needs.
 
-    Count writes of the new tokens' inputs to the rule, and of the new tokens' columns in the rings.
+    Count writes of the rule's inputs for the new tokens, and of these tokens' columns in the rings.
     """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
@@ -152,8 +152,8 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count one read and one write of each request's state.
 
-    Count reads of the rings for the new tokens and the pending tokens. Each request counts with M
-    pending tokens, the largest possible number. Count writes of the new tokens' corrections.
+    Count reads of the rings (buffers of recent tokens' inputs) for the new tokens and for M tokens
+    per request that the state may not include yet. Count writes of the new tokens' corrections.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]
@@ -172,7 +172,7 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the outputs, the gates and the norm's weights, and writes of the outputs.
 
-    The gates are a part of x with the size of the outputs.
+    The gates are a part of a larger operand. They take as many bytes as the outputs.
     """
     out = _total(call.in_place)
     norm = min(one.size for one in call.others)

@@ -204,7 +204,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """The number of kernels of the step and of each part; "settle" excludes "observe"."""
+        """The number of kernels of the step and of each of `PARTS`, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -225,15 +225,15 @@ class StepReport:
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels that run for a batch that uses every optional part of a step.
+        """The kernels that run for a batch that uses all optional work of a step.
 
-        These parts are temperature, penalties, truncation, bias, bad words and log-probabilities.
+        This is temperature, penalties, truncation, bias, bad words and log-probabilities.
         """
         return [one for one in self.launches if one.is_taken_by(1)]
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The number of bytes moved by the step and by each part."""
+        """The number of bytes that the step and each of `PARTS` move, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes

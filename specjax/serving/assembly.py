@@ -1,4 +1,4 @@
-"""Turns a model and options into everything that an engine needs."""
+"""Turns a model and the options of an LLM into everything from which its engine is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """The model to serve, its drafter and the engine's sizes, before the target's weights exist."""
+    """The model to serve, its drafter and the engine's sizes, before weights are loaded."""
 
     source: ModelSource
     dtype: DtypeChoice
@@ -61,8 +61,8 @@ class Plan:
     speculation: SpeculativeConfig | None
     profile: Profile | None  # the profile from which K is chosen, if any
     drafter: Drafter
-    drafter_params: Any  # shapes if there are no weights
-    weights: int  # bytes of the target's weights that are not loaded yet
+    drafter_params: Any  # shapes if the drafter's weights are not known (see `open_drafter`)
+    weights: int  # bytes of weights that are not loaded yet, and of copies for kernels
     chooses_snapshots: bool = False  # whether num_snapshots depends on the free memory
 
     @property
@@ -101,7 +101,7 @@ class Plan:
 
 
 class Replica(NamedTuple):
-    """The parts of an engine that differ between replicas."""
+    """What each replica of an engine has separately."""
 
     params: Params
     policy: Policy

@@ -30,8 +30,8 @@ PASSED_OVER = {
     *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
 _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"
-# Options that would change more. Each has the accepted values, which match the behaviour here, and
-# the reason for refusing all others.
+# Options that may change outputs. For each, the values that match the behaviour here and are
+# accepted, and the reason to refuse every other value.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),

@@ -1,8 +1,8 @@
-"""Chooses one K for replicas that run their steps together.
+"""Chooses one K (number of drafts per request) for replicas that run their steps together.
 
 Replicas that synchronise in every step, e.g. with experts spread over data-parallel ranks, must run
-the same K, or they deadlock. Their loads and times differ, so no replica can predict the choice of
-another. Therefore one replica, the leader, decides from the loads of all replicas, and the other
+the same K, or they deadlock. Their loads and times differ, so their policies would choose different
+Ks. Therefore one replica, the leader, decides from the loads of all replicas, and the other
 replicas follow.
 """
 
@@ -40,7 +40,7 @@ class LockstepPolicy:
 
     Every replica wraps a policy with the same choices, but only the leader's policy chooses. All
     replicas must compile ahead, so that all have the same programs. The leader assumes that a step
-    takes as long as on the busiest replica, and that the step gives the tokens of all replicas.
+    takes as long as on the busiest replica. It counts the tokens that all replicas gain.
     """
 
     def __init__(self, policy: Policy, replicas: Replicas):
@@ -66,7 +66,7 @@ class LockstepPolicy:
         return self._policy.weighs_requests
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Let all replicas measure their rounds together. Only the leader's times are used."""
+        """Let the wrapped policy of each replica measure rounds. Only the leader uses the times."""
         self._policy.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
@@ -75,7 +75,7 @@ class LockstepPolicy:
             self._policy.shape_ready(batch, k, time)
 
     def choose(self, load: DecodeLoad) -> int:
-        """Return the leader's choice."""
+        """Return the K that the leader chooses."""
         loads = self._replicas.gather(load)
         k = self._policy.choose(_joined(loads)) if self._replicas.is_leader else 0
         return self._replicas.broadcast(k)
