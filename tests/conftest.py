@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-shapes", action="store_true", help="engines compile the shapes that a GPU would get"
     )
     parser.addoption(
-        "--recompile", action="store_true", help="compile for an H200 what earlier runs have compiled"
+        "--recompile", action="store_true", help="compile for an H200 what earlier runs compiled"
     )
 
 
