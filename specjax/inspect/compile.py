@@ -218,7 +218,8 @@ def compile_for(
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
     hlo = compiled.as_text()
     name = re.match(r"HloModule ([\w.\-]+)", hlo)[1]  # pyright: ignore
-    dumped = [file for file in set(dump.iterdir()) - before if f".{name}." in file.name]
+    new = sorted(set(dump.iterdir()) - before)
+    dumped = [file for file in new if f".{name}." in file.name]
     sizes = compiled.memory_analysis()
     memory = {
         kind: getattr(sizes, f"{kind}_size_in_bytes")
