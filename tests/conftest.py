@@ -39,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-shapes", action="store_true", help="engines compile the shapes that a GPU would get"
     )
+    parser.addoption(
+        "--recompile", action="store_true", help="compile for an H200 what earlier runs compiled"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,6 +16,7 @@ from specjax.bench.screen import Screen
 from specjax.bench.settings import BenchSettings
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.engine.compile_progress import watch_compiling
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -162,9 +163,9 @@ def summarise_rounds(shown: Sequence[Configuration], rounds: Sequence[Round]) ->
 def load_workload(settings: BenchSettings) -> list[list[Request]]:
     """Return the prompts as batches of requests."""
     folder = resolve(settings.model)
+    check_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+    assert tokenizer is not None
     requests = make_requests(
         tokenize(read_questions()[: settings.num_prompts], tokenizer),
         max_tokens=settings.max_tokens,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.checks import check_positive, check_seed
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -80,9 +81,9 @@ class Setup:
         The requests ignore EOS, so that batches stay full.
         """
         folder = resolve(self.model)
+        check_tokenizer(folder)
         tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+        assert tokenizer is not None
         prompts = tokenize(read_questions(), tokenizer)
         return make_requests(
             [prompts[i % len(prompts)] for i in range(batch_size)],

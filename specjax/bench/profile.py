@@ -75,13 +75,13 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()
     total = setup.rounds * len(setup.batch_sizes) * len(setup.ks)
+    workloads = {size: setup.make_requests(size) for size in setup.batch_sizes}
     with (
         open_engines(setup, show_progress=show_progress) as engines,
         stages(total, show_progress=show_progress) as begin,
     ):
         engine = engines.drafting.engine
-        for batch_size in setup.batch_sizes:
-            requests = setup.make_requests(batch_size)
+        for batch_size, requests in workloads.items():
             at_size = times[batch_size] = {k: [] for k in setup.ks}
             for i in range(setup.rounds):
                 first = i % len(setup.ks)

@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
         screen.end(trial.lines(report))
         if args.json:
             print(text, flush=True)
-    return 130 if trial.is_interrupted else 0
+        if trial.is_interrupted:  # as engines close, a second interrupt ends the process at once
+            raise KeyboardInterrupt
+    return 0
 
 
 def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:

@@ -16,6 +16,7 @@ from specjax.bench.checkup import Tally, Text, Trial, as_gain, check, measure
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.commands.arguments import read_object
 from specjax.commands.info import read_model
 from specjax.commands.speculation import read_speculation
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--check needs a drafter; name one with --drafter, like --drafter mtp")
     config = with_method(given, model)
     rows = read_rows(None if args.data is None else Path(args.data))
+    check_tokenizer(resolve(model))
     with LLM(
         model,
         speculative_config=config,

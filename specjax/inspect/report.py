@@ -30,6 +30,7 @@ from specjax.inspect import hlo_text, step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
 from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import Launch
+from specjax.inspect.kept import Kept
 from specjax.inspect.minimum import Minimum, minimum_bytes
 from specjax.inspect.resources import Resources
 
@@ -267,9 +268,15 @@ def compile_step(
 
 
 def compile_steps(
-    requests: Sequence[StepRequest], *, resources: bool = False, timeout: float = 1800
+    requests: Sequence[StepRequest],
+    *,
+    resources: bool = False,
+    timeout: float = 1800,
+    kept: Kept | None = None,
 ) -> list[StepReport]:
     """Compile several steps in one process; return a report for each step.
+
+    See `compile_functions` for the keyword arguments.
 
     Raises:
         ValueError: a request does not describe a step, or the tools are missing.
@@ -293,7 +300,7 @@ def compile_steps(
         if (count := _max_deferred(request, part))
     }
     asked += [asked[i] | {"function": "observe_step"} for i in deferred]
-    made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout)
+    made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout, kept=kept)
     later = {
         i: _observed_later(count, one)
         for (i, count), one in zip(deferred.items(), made[len(requests) :], strict=True)

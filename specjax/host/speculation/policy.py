@@ -24,7 +24,7 @@ FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and of rounds b
 DOUBT = 2.0  # a K is tried if it could be best with a time this many standard deviations shorter
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
 PARKED_VERDICTS = 16  # number of outcomes (one per request and round) that a try should yield
-OTHER_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
+CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Round:
         num_context: number of tokens before the round, summed over sequences.
         verdicts: number of requests by outcome.
         ms: milliseconds of the round; None if unknown.
-        other_ms: milliseconds of prefill chunks since the previous round.
-        is_joined: whether the chunks and the round were one program. Then `other_ms` is the time of
+        chunk_ms: milliseconds of prefill chunks since the previous round.
+        is_joined: whether the chunks and the round were one program. Then `chunk_ms` is the time of
             both.
     """
 
@@ -74,7 +74,7 @@ class Round:
     num_context: int
     verdicts: Mapping[DraftOutcome, int]
     ms: float | None
-    other_ms: float = 0.0
+    chunk_ms: float = 0.0
     is_joined: bool = False
 
 
@@ -197,10 +197,10 @@ class TablePolicy(PolicyRule):
 class GoodputPolicy:
     """Chooses the K with the highest estimated number of tokens per millisecond.
 
-        goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
+        goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
 
     AL is the mean acceptance length (see `acceptance`), and a request's limit is its maximum number
-    of useful drafts. `other` is the recent mean time of prefill chunks per round, which is the same
+    of useful drafts. `chunks` is the recent mean time of prefill chunks per round, which is the same
     for every K. A learning policy changes K only for a gain of `HYSTERESIS`, or for a smaller gain
     that lasts. From time to time, it tries neighbours of the best K. While K = 0 is best, it
     sometimes tries a larger K, because rounds without drafts do not show acceptance. The time
@@ -240,7 +240,7 @@ class GoodputPolicy:
         self._trial = 0  # remaining rounds of a try of a K above 0
         self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost
-        self._other = 0.0  # milliseconds of a step in addition to its round
+        self._chunk_ms = 0.0  # milliseconds of a step in addition to its round
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -299,7 +299,7 @@ class GoodputPolicy:
             )
             num_sequences = max(1, round(load.num_sequences * share))
             ms = self.cost.ms(num_sequences, k, share * load.num_context)
-            result[k] = share * tokens / (ms + self._other)
+            result[k] = share * tokens / (ms + self._chunk_ms)
         return result
 
     def observe(self, outcome: Round) -> None:
@@ -310,14 +310,14 @@ class GoodputPolicy:
             self.acceptance.observe(outcome.verdicts)
         if not self._learns_cost:
             return
-        shape, other_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.other_ms
+        shape, chunk_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.chunk_ms
         if outcome.ms is not None:
             self.cost.observe(*shape, outcome.ms)
-        elif outcome.is_joined and other_ms:
-            other_ms = max(0.0, other_ms - self.cost.ms(*shape))
+        elif outcome.is_joined and chunk_ms:
+            chunk_ms = max(0.0, chunk_ms - self.cost.ms(*shape))
         else:
             return
-        self._other += (other_ms - self._other) / OTHER_ROUNDS
+        self._chunk_ms += (chunk_ms - self._chunk_ms) / CHUNK_ROUNDS
 
     def learned(self) -> Profile | None:
         """Return a profile with the learned rates and times; None if times are not learned.
@@ -405,7 +405,7 @@ class GoodputPolicy:
 
     def _ms(self, num_sequences: int, k: int) -> float:
         """Return the milliseconds of a step with a round of k drafts."""
-        return self.cost.ms(num_sequences, k) + self._other
+        return self.cost.ms(num_sequences, k) + self._chunk_ms
 
     def _can_afford(self, milliseconds: float) -> bool:
         """Return whether a try may cost `milliseconds`.

@@ -11,6 +11,7 @@ from pallas_kernels.route import Routes, route
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.layers.mlp import (
     MLP,
+    SWIGLU,
     ClampedSwiGLU,
     FeedSettings,
     SwiGLU,
@@ -31,7 +32,7 @@ class Experts(NamedTuple):
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
     router: Router = SoftmaxRouter()
-    activation: SwiGLU | ClampedSwiGLU = SwiGLU()
+    activation: SwiGLU | ClampedSwiGLU = SWIGLU
     shared_name: str = "shared_expert"  # in the names of tensors
     num_local: int = 0  # number of experts that each device has, if they are divided over devices
 
