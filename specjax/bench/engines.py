@@ -7,9 +7,11 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from specjax.bench.devices import Devices, set_policies, share_target
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
@@ -42,6 +44,7 @@ class Setup:
     rounds: int
     dtype: str
     synthetic_rates: tuple[float, ...] | None = None  # acceptance rates that replace the drafter's
+    devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})
@@ -75,17 +78,18 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests, which repeat prompts if there are too few prompts.
+        """Return `batch_size` requests for each replica, which repeat prompts if there are too few.
 
         The requests ignore EOS, so that batches stay full.
         """
+        count = batch_size * self.devices.data_parallel_size
         folder = resolve(self.model)
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
             raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
         prompts = tokenize(read_questions(), tokenizer)
         return make_requests(
-            [prompts[i % len(prompts)] for i in range(batch_size)],
+            [prompts[i % len(prompts)] for i in range(count)],
             max_tokens=self.max_tokens,
             max_model_len=self.max_model_len,
             temperature=self.temperature,
@@ -110,6 +114,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
         rounds=args.rounds,
         dtype=args.dtype,
         synthetic_rates=read_rates(args.synthetic_rates),
+        devices=Devices.of(args),
     )
 
 
@@ -173,6 +178,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         "max_num_batched_tokens": step_budget(max_batch, max(setup.ks)),
         "compile_ahead": True,
         "verbose": show_progress,
+        **asdict(setup.devices),
     }
     model = setup.model
     with (
@@ -180,9 +186,9 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         LLM(model, speculative_config=setup.speculative_config, **sizes) as drafting,
     ):
         engine = drafting.engine
-        engine.params = engine.params._replace(target=plain.engine.params.target)
+        share_target(engine, plain.engine)
         for k in setup.ks:
-            engine.set_policy(StaticPolicy(k), show_progress=show_progress)
+            set_policies(engine, partial(StaticPolicy, k), show_progress=show_progress)
         yield Engines(plain, drafting)
 
 
