@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
+    from specjax.ray.llm import RayLLM
     from specjax.sampling_params import (
         RequestOutputKind,
         SamplingParams,
@@ -30,6 +31,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "Logprob",
+    "RayLLM",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -46,6 +48,7 @@ _MODULES = {
     "AsyncEngineArgs": "specjax.engine_args",
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
+    "RayLLM": "specjax.ray.llm",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
     "Logprob": "specjax.outputs",

@@ -144,12 +144,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
     parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices per replica"
-    )
-    parser.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="replicas of the model"
-    )
+    arguments.add_devices(parser)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:

@@ -291,7 +291,7 @@ class LLM(VllmMethods):
         """
         with self._lock:
             self._check_open()
-            save_profile(self.engine.engines[0], Path(path))
+            save_profile(self.engine, Path(path))
 
     def get_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer, with encode, decode and apply_chat_template.

@@ -4,13 +4,16 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from specjax.bench.devices import set_policies
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
 from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.measure import decode
@@ -87,15 +90,16 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
                 first = i % len(setup.ks)
                 for k in [*setup.ks[first:], *setup.ks[:first]]:
                     begin(f"K={k} at batch size {batch_size}")
-                    watched = Watched(k, batch_size)
-                    engine.set_policy(watched)
+                    each = set_policies(engine, partial(Watched, k, batch_size))
                     if not i:
                         warm_up(engine, requests)
-                    watched.milliseconds.clear()
+                    for watched in each:
+                        watched.milliseconds.clear()
                     decode(engine, requests)
-                    at_size[k] += watched.milliseconds
-                    if k == max(setup.ks):
-                        verdicts += watched.verdicts
+                    for watched in each:
+                        at_size[k] += watched.milliseconds
+                        if k == max(setup.ks):
+                            verdicts += watched.verdicts
         model = describe_model(engines.drafting)
     for batch_size, at_size in times.items():
         if empty := [k for k, found in at_size.items() if not found]:
@@ -148,6 +152,7 @@ def provenance(
         "method": setup.method,
         "dtype": setup.dtype,
         "device": environment["device_kind"],
+        "devices": asdict(setup.devices),
         "machine": describe_processors(environment),
         "versions": environment["versions"],
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -123,13 +123,14 @@ class _Totals:
     """Sums over runs. Rates are ratios of these sums, so that they are consistent."""
 
     seconds: float
+    step_seconds: float
     steps: int
     tokens: int
     request_steps: int
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> "_Totals":
-        names = "seconds", "num_steps", "num_tokens", "num_request_steps"
+        names = "seconds", "step_seconds", "num_steps", "num_tokens", "num_request_steps"
         return cls(*(sum(getattr(run, name) for run in runs) for name in names))
 
     @property
@@ -138,7 +139,7 @@ class _Totals:
 
     @property
     def ms_per_step(self) -> float:
-        return 1e3 * self.seconds / self.steps
+        return 1e3 * self.step_seconds / self.steps
 
 
 def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:

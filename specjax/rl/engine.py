@@ -5,9 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from specjax.checks import check_choice, check_flags
 from specjax.config import SpeculativeConfig
@@ -29,6 +27,8 @@ from specjax.rl.weights import (
     brings_module,
     checksum,
     copies,
+    next_version,
+    replace_weights,
     stage_drafter,
     stage_target,
 )
@@ -270,7 +270,7 @@ class RolloutEngine:
             own = named
         with self._turns:
             self._loop.check_open()
-            number = self._next_version(version)
+            number = next_version(self.version, version)
             target = stage_target(named, self.target, self._engine.params.target)
             return self._replace(target, self._stage_drafter(own), pause, number)
 
@@ -388,15 +388,6 @@ class RolloutEngine:
             for i, sample in enumerate(samples)
         ]
 
-    def _next_version(self, version: int | None) -> int:
-        if version is None:
-            return self.version + 1
-        if not isinstance(version, int | np.integer) or isinstance(version, bool):
-            raise ValueError(f"version={version!r} must be an integer, or None for the next")
-        if version <= self.version:
-            raise ValueError(f"version={version} must be above the current one, {self.version}")
-        return int(version)
-
     def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
         if named is None:
             return None
@@ -418,25 +409,14 @@ class RolloutEngine:
         loop.hold(pause)
         loop.close_spans()
         self._freshness.close(self._mark())
-        num_target = len(jax.tree.leaves(engine.params.target))
-        sources = [
-            *(target or [None] * num_target),
-            *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
-        ]
 
-        def change(i: int, leaf: Any, home: Sharding) -> Any:
-            if (source := sources[i]) is None:
-                return leaf
-            new = source.copy(leaf.dtype, home)
-            loop.is_torn |= i < num_target  # until all arrays are replaced
-            return new
+        def tear() -> None:
+            loop.is_torn = True  # until all arrays are replaced
 
-        self._sleep.change(change)
+        replace_weights(engine, self._sleep, target, own, tear=tear)
         if version is not None:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
-        for one in engine.engines:
-            one.use(one.params, has_new_target=target is not None, has_new_drafter=own is not None)
         number = self.drafter_version if version is None else version
         sources = (target or []) + (own or [])
         return WeightUpdate.of(number, sources, time.perf_counter() - start)

@@ -28,7 +28,9 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, is_unused, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 from specjax.device.parallel import specs_of
+from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
+from specjax.engine.sleep import SleepOfAll
 from specjax.rl.named import Weights, is_deleted, read_named
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
@@ -59,6 +61,38 @@ class ArraySource:
             tensors = spec.split(np.asarray(whole))
             return lay_out([*tensors.values()], self.division, dtype, sharding)
         return jax.device_put(whole, sharding, may_alias=False).astype(dtype)
+
+
+def replace_weights(
+    engine: Engine,
+    sleep: SleepOfAll,
+    target: Sequence[ArraySource] | None,
+    own: Sequence[ArraySource] | None,
+    *,
+    tear: Callable[[], None],
+) -> None:
+    """Replace weights between two steps, one array at a time.
+
+    `target` has the target's new arrays, and `own` the drafter's; None keeps the old arrays. `tear`
+    is called after each array of the target, from which on the weights mix two versions.
+    """
+    num_target = len(jax.tree.leaves(engine.params.target))
+    sources = [
+        *(target or [None] * num_target),
+        *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
+    ]
+
+    def change(i: int, leaf: Any, home: Sharding) -> Any:
+        if (source := sources[i]) is None:
+            return leaf
+        new = source.copy(leaf.dtype, home)
+        if i < num_target:
+            tear()
+        return new
+
+    sleep.change(change)
+    for one in engine.engines:
+        one.use(one.params, has_new_target=target is not None, has_new_drafter=own is not None)
 
 
 class WeightUpdate(NamedTuple):
@@ -115,6 +149,21 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     sources = stage(given, current, partial(specs_of, own), name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))
     return sources
+
+
+def next_version(current: int, version: int | None) -> int:
+    """Return the version of new weights: `version`, or the next integer if it is None.
+
+    Raises:
+        ValueError: `version` is not above the version `current`.
+    """
+    if version is None:
+        return current + 1
+    if not isinstance(version, int | np.integer) or isinstance(version, bool):
+        raise ValueError(f"version={version!r} must be an integer, or None for the next")
+    if version <= current:
+        raise ValueError(f"version={version} must be above the current one, {current}")
+    return int(version)
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:

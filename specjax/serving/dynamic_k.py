@@ -19,7 +19,7 @@ from specjax.device.placement import default_device
 from specjax.engine.engine import Engine
 from specjax.host.speculation.methods import adaptive_policy, profile_policy, resumed_policy
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
-from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.profile import Profile, mean_profile
 
 # Maximum size of a vector that a fingerprint covers. Norms and biases are smaller, and training
 # changes them.
@@ -108,16 +108,22 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 def save_profile(engine: Engine, path: Path) -> None:
     """Write a profile of the times and rates that an engine's policy has learned.
 
+    Times and rates of replicas are averaged. A replica has the weight of its number of rounds.
+
     Raises:
         ValueError: nothing was learned, or the folder of `path` does not exist.
     """
-    profile = engine.scheduler.policy.learned()
-    if profile is None or engine.config.exact:  # exact steps take the same time for every K
+    replicas = engine.engines
+    profiles = [one.scheduler.policy.learned() for one in replicas]
+    learned = [profile for profile in profiles if profile is not None]
+    # Exact steps take the same time for every K.
+    if len(learned) < len(replicas) or engine.config.exact:
         raise ValueError(
             "there are no learned times to save: K is not adaptive, or exact=True; set "
             'speculative_config={"adaptive": True, ...} without exact'
         )
-    model = fingerprint(engine.target, engine.drafter, engine.params)
+    model = fingerprint(replicas[0].target, engine.drafter, engine.params)
+    profile = mean_profile(learned, [one.metrics().num_decode_steps for one in replicas])
     measured = {"model": model, "device": device_kind(), **(profile.measured or {})}
     profile = replace(profile, measured=measured)
     check_writable("path", path)

@@ -161,11 +161,14 @@ class Outputs:
 
 
 class Shown:
-    """Decides what to return next of a growing output, according to `output_kind`."""
+    """Decides what to return next of a growing output, according to `output_kind`.
 
-    def __init__(self, kind: RequestOutputKind):
+    `before` is the part of the first sample that was already returned, if any.
+    """
+
+    def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):
         self._kind = kind
-        self._before: dict[int, CompletionOutput] = {}
+        self._before = {} if before is None else {before.index: before}
 
     def is_due(self, outputs: Outputs) -> bool:
         """Return whether a request has something to return now."""

@@ -163,7 +163,7 @@ class RequestMaker:
             self._check_ids("", token_ids)
             self._check_priority(priority)
             request = self._make(tuple(token_ids), params, number)
-            request = self._after(request, _token_ids(output, None, "its output"))
+            request = self.after(request, _token_ids(output, None, "its output"))
             request_id = str(number) if request_id is None else request_id
             return replace(request, request_id=request_id, priority=priority)
         except ValueError as error:
@@ -280,8 +280,12 @@ class RequestMaker:
             exports_features=exports_features,
         )
 
-    def _after(self, request: Request, output: list[int]) -> Request:
-        """Return the request, but with `output` as the first tokens of its output."""
+    def after(self, request: Request, output: list[int]) -> Request:
+        """Return the request, changed so that it continues after `output`.
+
+        Raises:
+            ValueError: the request cannot continue after these tokens.
+        """
         if not output:
             return request
         self._check_ids("its output: ", output)

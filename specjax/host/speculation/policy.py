@@ -200,8 +200,8 @@ class GoodputPolicy:
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
 
     AL is the mean acceptance length (see `acceptance`), and a request's limit is its maximum number
-    of useful drafts. `chunks` is the recent mean time of prefill chunks per round, which is the same
-    for every K. A learning policy changes K only for a gain of `HYSTERESIS`, or for a smaller gain
+    of useful drafts. `chunks` is the recent mean time of prefill chunks per round, the same for
+    every K. A learning policy changes K only for a gain of `HYSTERESIS`, or for a smaller gain
     that lasts. From time to time, it tries neighbours of the best K. While K = 0 is best, it
     sometimes tries a larger K, because rounds without drafts do not show acceptance. The time
     between such tries doubles until another K is best.

@@ -7,8 +7,8 @@ unconditional. Every entry of a file is checked when the file is read.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from os import PathLike
 from pathlib import Path
@@ -152,6 +152,30 @@ class Profile:
         best = self.table(range(1, max(self.step_ms) + 1)).best_k
         ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
         return tuple((run[0], run[-1], k) for k, run in ranges)
+
+
+def mean_profile(profiles: Sequence[Profile], weights: Sequence[float]) -> Profile:
+    """Return the mean of profiles that have the same batch sizes and Ks.
+
+    If all weights are 0, all profiles have the same weight.
+    """
+    first, *_ = profiles
+    total = sum(weights)
+    shares = [w / total if total else 1 / len(profiles) for w in weights]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+
+    context = [(one.measured or {}).get("ms_per_context_token", 0.0) for one in profiles]
+    return replace(
+        first,
+        step_ms={
+            batch: {k: mean(one.step_ms[batch][k] for one in profiles) for k in times}
+            for batch, times in first.step_ms.items()
+        },
+        rates=tuple(map(mean, zip(*(one.rates for one in profiles), strict=True))),
+        measured={**(first.measured or {}), "ms_per_context_token": mean(context)},
+    )
 
 
 class _RepeatedKeyError(ValueError):
