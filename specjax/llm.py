@@ -61,6 +61,10 @@ class LLM(VllmMethods):
             that double up to the token budget, each for 1, 4, 16, ... prompts.
         num_pages: pages of the KV cache; None for all requests at full length, or as many as fit.
         page_size: tokens per page.
+        kv_cache_dtype: numbers in pages, "auto" (dtype), "fp8" (e4m3, with the checkpoint's scales
+            or 1), or "int8" (with a scale for each token and head).
+        kv_cache_dtype_skip_layers: layers whose pages stay in dtype: numbers, and "sliding_window"
+            for all layers with a window.
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
             also need a snapshot of their states, so they reuse shorter prefixes.

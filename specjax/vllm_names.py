@@ -75,7 +75,6 @@ SPECULATION: Mapping[str, Taken] = {
         _SAME,
     ),
     "quantization": Taken((None,), "weights are used in the engine's dtype"),
-    "kv_cache_dtype": Taken((None, "auto"), "caches have the dtype of the weights"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         page_size=args.page_size,
+        kv_cache_dtype=args.kv_cache_dtype,
         verbose=False,
     ) as llm:
         folder = resolve(model if config.model is None else config.model)

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             page_size=args.page_size,
+            kv_cache_dtype=args.kv_cache_dtype,
             **read_devices(args),
         ) as llm:
             given = prompts if conversations is None else render(llm, conversations)

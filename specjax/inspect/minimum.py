@@ -35,7 +35,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.page_formats import PageFormat
 from specjax.checkpoint.given import dotted
+from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.serving.memory import drafter_cache_bytes
@@ -83,23 +85,26 @@ def minimum_bytes(
     k: int,
     context: int,
     dtype: str,
+    page_format: PageFormat | None = None,
     is_deferred: bool = False,
 ) -> Minimum:
     """Return the minimum bytes of a step, computed with the formulas of this module's docstring.
 
-    The leaves of `params` and `drafter_params` are arrays or shapes. `is_deferred` says whether a
-    later program observes the step's rows.
+    The leaves of `params` and `drafter_params` are arrays or shapes. `page_format` is the format of
+    the target's and the drafter's 8-bit pages; None for pages of `dtype`. `is_deferred` says
+    whether a later program observes the step's rows.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
-    new, read, state = _cache_bytes(target, dtype, context)
+    new, read, state = _cache_bytes(target, dtype, page_format, context)
     draft = observe = 0
     if drafter_params is not None:
         model = getattr(drafter_params, "model", None)
-        own_token = drafter_cache_bytes(drafter, 1, 0, dtype).per_page
+        own_token = drafter_cache_bytes(drafter, 1, 0, dtype, page_format).per_page
         if model is not None:
             drafting: Any = drafter.weights
-            draft = _model_bytes(drafting.model, model, batch, k, context, dtype)
+            read_by_model = _cache_bytes(drafting.model, dtype, page_format, context)
+            draft = _model_bytes(model, batch, k, drafting.model, read_by_model)
         else:
             passes = drafter.num_passes(k)
             draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
@@ -119,13 +124,15 @@ def minimum_bytes(
     )
 
 
-def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
+def _model_bytes(
+    params: Any, batch: int, k: int, model: Any, cache_bytes: tuple[int, int, int]
+) -> int:
     """Return the bytes that a draft model moves when it drafts k tokens, one token per pass.
 
     The model's states are read in each pass. They are written once, because they include only
-    accepted tokens.
+    accepted tokens. `cache_bytes` is the result of `_cache_bytes`.
     """
-    new, read, state = _cache_bytes(model, dtype, context)
+    new, read, state = cache_bytes
     per_request = k * (read + new) + (k + 1) * state
     return k * _read_bytes(model, params, batch) + batch * per_request
 
@@ -150,7 +157,9 @@ def _uses_head_of_target(own: Any) -> bool:
     return getattr(own, "lm_head", None) is None and not hasattr(own, "lm_heads")
 
 
-def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int]:
+def _cache_bytes(
+    target: Model, dtype: str, page_format: PageFormat | None, context: int
+) -> tuple[int, int, int]:
     """Return three numbers of bytes for a target's caches.
 
     They are the keys and values that a new token writes, the keys and values that a request of
@@ -158,11 +167,22 @@ def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int
     """
     new = read = state = 0
     for kind in target.cache_kinds:
-        token = kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
+        token = _token_bytes(kind, dtype, page_format)
         new += token
         read += token * (context if kind.window is None else min(context, kind.window))
         state += kind.num_layers * math.prod(kind.state_shape) * np.dtype(np.float32).itemsize
     return new, read, state
+
+
+def _token_bytes(kind: CacheKind, dtype: str, page_format: PageFormat | None) -> int:
+    """Return the bytes of a token's entries in the pages of all layers, with scales of tokens."""
+
+    def size(num_pages: int) -> int:
+        sizes = CacheSizes(0, num_pages, 1, 1, page_format=page_format)
+        made = jax.eval_shape(lambda: kind.init(sizes, np.dtype(dtype)))
+        return sum(map(_size, jax.tree.leaves(made)))
+
+    return size(1) - size(0)
 
 
 def _head_bytes(params: Any) -> int:

@@ -46,6 +46,7 @@ from specjax.serving.memory import (
     usual_num_seqs,
     weight_bytes,
 )
+from specjax.serving.page_formats import choose_pages
 from specjax.serving.source import ModelSource, open_drafter, open_model
 from specjax.text.generation_config import read_default_params
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
@@ -70,15 +71,17 @@ class Plan:
         """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
-    def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches, and of the drafter's caches."""
-        target, sizes = (
-            self.source.target,
-            (self.config.page_size, self.num_drafts, self.dtype.name),
-        )
+    def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
+        """Return the bytes of the target's caches, and of the drafter's caches.
+
+        `dtype` is the dtype of pages without a format.
+        """
+        target, config = self.source.target, self.config
+        sizes = config.page_size, self.num_drafts, dtype
+        windows = page_windows(target, config)
         return (
-            target_cache_bytes(target, *sizes, page_windows(target, self.config)),
-            drafter_cache_bytes(self.drafter, *sizes),
+            target_cache_bytes(target, *sizes, windows, config.page_format),
+            drafter_cache_bytes(self.drafter, *sizes, config.draft_page_format),
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
@@ -87,7 +90,7 @@ class Plan:
         Raises:
             ValueError: `num_pages`, or a single request, does not fit.
         """
-        own, drafters = self.cache_bytes()
+        own, drafters = self.cache_bytes(self.dtype.name)
         cache, config, target = own + drafters, self.config, self.source.target
         needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
         if self.chooses_snapshots and needs.snapshots:
@@ -148,6 +151,8 @@ def make_plan(
     max_num_seqs: int | None = None,
     num_pages: int | None = None,
     page_size: int = 16,
+    kv_cache_dtype: str = "auto",
+    kv_cache_dtype_skip_layers: Any = None,
     placement: Placement | None = None,
     log: Log = no_log,
     **sizes: Any,
@@ -165,6 +170,9 @@ def make_plan(
     speculation = profile = None
     if speculative_config is not None:
         speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
+    plain = source
+    pages = choose_pages(source, speculation, kv_cache_dtype, kv_cache_dtype_skip_layers, log)
+    source = pages.source
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     weights = 0 if source.params is not None else weight_bytes(source.specs, chosen.name)
@@ -179,6 +187,8 @@ def make_plan(
         num_pages=num_pages,
         page_size=page_size,
         dtype=chosen.name,
+        page_format=pages.target,
+        draft_page_format=pages.drafter,
         **sizes,
     )
     plan = Plan(source, chosen, config, speculation, profile, NoDrafter(), None, weights)
@@ -187,7 +197,7 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
-    drafter, params = open_drafter(speculation, source, chosen.name, placement, log)
+    drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)
     return replace(plan, drafter=drafter, drafter_params=params, weights=weights)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pallas_kernels.page_formats import PageFormat
 from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter
@@ -63,15 +64,28 @@ class CacheBytes(NamedTuple):
 
 
 def target_cache_bytes(
-    target: Model, page_size: int, max_drafts: int, dtype: str, windows: Sequence[int] = ()
+    target: Model,
+    page_size: int,
+    max_drafts: int,
+    dtype: str,
+    windows: Sequence[int] = (),
+    page_format: PageFormat | None = None,
 ) -> CacheBytes:
     """Return the bytes of a model's cache for steps of up to `max_drafts` drafts.
 
-    `windows` are the result of `page_windows`.
+    `windows` are the result of `page_windows`. `page_format` is the format of 8-bit pages; None
+    for pages of `dtype`.
     """
 
     def measure(num_slots: int, num_pages: int, *own: tuple[int, int]) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, window_pages=own)
+        sizes = CacheSizes(
+            num_slots,
+            num_pages,
+            page_size,
+            max_drafts + 1,
+            window_pages=own,
+            page_format=page_format,
+        )
         return _total(lambda: init_caches(target.local, sizes, np.dtype(dtype)))
 
     cache, nothing = _per_page_and_slot(measure), measure(0, 0)
@@ -79,12 +93,19 @@ def target_cache_bytes(
 
 
 def drafter_cache_bytes(
-    drafter: Drafter, page_size: int, max_drafts: int, dtype: str
+    drafter: Drafter,
+    page_size: int,
+    max_drafts: int,
+    dtype: str,
+    page_format: PageFormat | None = None,
 ) -> CacheBytes:
-    """Return the bytes of a drafter's state, without snapshots."""
+    """Return the bytes of a drafter's state, without snapshots.
+
+    `page_format` is as for `target_cache_bytes`.
+    """
 
     def measure(num_slots: int, num_pages: int) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
+        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, page_format=page_format)
         return _total(lambda: drafter.local.init_state(sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)

@@ -14,6 +14,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.kv_scales import is_kv_scale
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
 from specjax.checkpoint.scaled import with_scales
 from specjax.checks import did_you_mean
@@ -250,7 +251,7 @@ def is_unused(model: Model, name: str) -> bool:
     """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
-    return is_rotary(name) or is_copy or is_passed_over(model, name)
+    return is_rotary(name) or is_kv_scale(name) or is_copy or is_passed_over(model, name)
 
 
 def is_passed_over(model: Model, name: str) -> bool:
