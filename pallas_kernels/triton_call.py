@@ -202,6 +202,40 @@ def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
     return found
 
 
+def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the lower and the upper four bits of each byte, minus 8, as bf16 or f32.
+
+    In bf16, a nibble in the last bits of 128 makes 128 plus the nibble.
+    """
+    if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
+        whole = x.astype(jnp.uint32)
+        low, high = (part.astype(jnp.float32) - 8 for part in (whole & 15, whole >> 4))
+        return low.astype(dtype), high.astype(dtype)
+
+    def widened(shift: int) -> jax.Array:
+        (found,) = plt.elementwise_inline_asm(
+            f"""{{
+            .reg .b32 w, a, b, one, less;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 less, 0xc308c308;
+            shr.u32 w, $2, {shift};
+            prmt.b32 a, w, 0, 0x4140;
+            prmt.b32 b, w, 0, 0x4342;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, a, one, less;
+            fma.rn.bf16x2 $1, b, one, less;
+            }}""",
+            args=[x],
+            constraints="=r,=r,r",
+            pack=4,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+        )
+        return found
+
+    return widened(0), widened(4)
+
+
 # These replace inline assembly in the text of a Triton function.
 _multiply_add, _log2 = Primitive("multiply_add"), Primitive("approximate_log2")
 _multiply_add.def_abstract_eval(lambda a, b, c: c)
