@@ -170,15 +170,19 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return float8_e4m3fn numbers as bf16. With the backend "pallas", NaN becomes 480.
+    """Return float8_e4m3fn or int8 numbers as bf16. With the backend "pallas", NaN becomes 480.
 
     The assembly converts four numbers at a time. Moved to their places in bf16, the bits of a
-    number mean 2^-120 times the number.
+    float8 number mean 2^-120 times the number. The lower seven bits of an integer are written into
+    the last bits of the bf16 number 128, which makes 128 plus these bits. The integer is the
+    difference from 128, or from 256 if its sign bit is set.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)
     (found,) = plt.elementwise_inline_asm(
-        """{
+        _OF_INT8
+        if x.dtype == jnp.int8
+        else """{
         .reg .b32 a, b, s, t, scale, zero;
         mov.b32 scale, 0x7b807b80;
         mov.b32 zero, 0x80008000;
@@ -201,6 +205,54 @@ def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
     )
     return found
+
+
+_OF_INT8 = """{
+    .reg .b32 a, b, s, t, minus;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 a, $2, 0, 0x4140;
+    prmt.b32 b, $2, 0, 0x4342;
+    lop3.b32 s, a, 0x00800080, 0x43004300, 0xea;
+    lop3.b32 t, b, 0x00800080, 0x43004300, 0xea;
+    lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 b, b, 0x007f007f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, s, minus, a;
+    fma.rn.bf16x2 $1, t, minus, b;
+}"""
+
+
+def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the lower and the upper four bits of each byte, minus 8, as bf16 or f32.
+
+    In bf16, a nibble in the last bits of 128 makes 128 plus the nibble.
+    """
+    if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
+        whole = x.astype(jnp.uint32)
+        low, high = (part.astype(jnp.float32) - 8 for part in (whole & 15, whole >> 4))
+        return low.astype(dtype), high.astype(dtype)
+
+    def widened(shift: int) -> jax.Array:
+        (found,) = plt.elementwise_inline_asm(
+            f"""{{
+            .reg .b32 w, a, b, one, less;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 less, 0xc308c308;
+            shr.u32 w, $2, {shift};
+            prmt.b32 a, w, 0, 0x4140;
+            prmt.b32 b, w, 0, 0x4342;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, a, one, less;
+            fma.rn.bf16x2 $1, b, one, less;
+            }}""",
+            args=[x],
+            constraints="=r,=r,r",
+            pack=4,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+        )
+        return found
+
+    return widened(0), widened(4)
 
 
 # These replace inline assembly in the text of a Triton function.

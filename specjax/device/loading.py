@@ -20,7 +20,7 @@ from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.placement import DIVIDED, REPLICATED, Placement, assemble, default_device
-from specjax.device.weights.scaled import as_stored
+from specjax.device.weights.stored import as_stored
 
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
@@ -52,7 +52,7 @@ def load_params(
 ) -> Any:
     """Return a tree of arrays in `dtype`, one for each `TensorSpec` of the tree `specs`.
 
-    Matrices of float8 tensors with scales become `Scaled`, and stay in float8.
+    Matrices of quantised tensors keep the numbers that are stored; see `as_stored`.
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 

@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
-from specjax.checkpoint.scaled import STORED
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
@@ -208,10 +207,10 @@ def stage(
         ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
     places = paths(current)
-    if narrow := [path for path, leaf in places.items() if leaf.dtype == STORED]:
+    if narrow := [path for path, leaf in places.items() if leaf.dtype.itemsize == 1]:
         raise ValueError(
-            f"the engine keeps {_listed(narrow)} in float8, as its checkpoint does, and takes no "
-            f"{name}; build it from a checkpoint in bfloat16"
+            f"the engine keeps {_listed(narrow)} in 8 or 4 bits, as its checkpoint does, and takes "
+            f"no {name}; build it from a checkpoint in bfloat16"
         )
     has_paths = any(tensor in places for tensor in given)
     specs: dict[str, Any] = paths(

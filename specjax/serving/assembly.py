@@ -19,7 +19,7 @@ from specjax.device.models.registry import load_weights
 from specjax.device.parallel import divide_params
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
-from specjax.device.weights.scaled import dequantise
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import second_form_bytes
 from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs

@@ -22,6 +22,7 @@ from pallas_kernels.gated_delta_rule import triton as delta_rule_triton
 from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.packed_matmul import packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -92,6 +93,10 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
         route,
         {"logits": (4, 8), "num_chosen": 2, "rule": Rule(True), "correction": (8,)},
+    ),
+    "packed_matmul": (
+        partial(packed_matmul, group=32, zeros=None),
+        {"x": (5, 200), "values": jax.ShapeDtypeStruct((150, 128), "uint8"), "scales": (7, 150)},
     ),
     "scaled_matmul": (
         partial(scaled_matmul, block=(64, 128)),
@@ -244,6 +249,14 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         r"correction must be \[E=8\]; got \(7,\)": [{"correction": (7,)}],
         r"is_padding must be bool\[N=4\]; got float32\(4,\)": [{"is_padding": (4,)}],
     },
+    "packed_matmul": {
+        "x must be": [{"x": (200,)}, {"values": (150,)}],
+        r"values must have 128 bytes for each output, for 200 inputs": [
+            {"values": jax.ShapeDtypeStruct((150, 96), "uint8")}
+        ],
+        r"scales must be \(7, 150\) for groups of 32": [{"scales": (6, 150)}],
+        r"zeros must be \(7, 150\)": [{"zeros": (150, 7)}],
+    },
     "scaled_matmul": {
         "x must be": [{"x": (200,)}, {"x": (5, 150)}, {"values": (200,)}],
         r"scales must be \(3, 2\) for blocks of \(64, 128\)": [{"scales": (2, 3)}],
@@ -298,6 +311,18 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
             **{"q": "bfloat16", "kv": LARGE_POOL},
         },
     },
+    "packed_matmul": {
+        "x must have a dtype of bfloat16, float32; got float16": {"x": "float16"},
+        "groups of 8 must have a multiple of 16": {
+            "group": 8,
+            "scales": (25, 150),
+            "values": jax.ShapeDtypeStruct((150, 104), "uint8"),
+        },
+        r"fewer than 2\^31 bytes": {
+            "values": jax.ShapeDtypeStruct((2**24, 128), "uint8"),
+            "scales": (7, 2**24),
+        },
+    },
     "rms_norm": {"D=32768; at most": {"x": (1, 2**15), "delta": (1, 2**15), "weight": (2**15,)}},
     "rope_write": {
         **{"D=48": of_dim(48), "D=8": of_dim(8)},
@@ -306,7 +331,7 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "scaled_matmul": {
-        "values float8_e4m3fn; got": {"values": (150, 200)},
+        "values float8_e4m3fn or int8; got": {"values": (150, 200)},
         r"fewer than 2\^31 numbers": {
             "values": jax.ShapeDtypeStruct((2**24, 200), FP8),
             "scales": (2**18, 2),

@@ -19,6 +19,7 @@ from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import Heads
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.packed_matmul import packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -128,6 +129,11 @@ OPERATIONS: dict[str, Operation] = {
         partial(latent_attention, rank=64, scale=0.2),
         *(normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1)),
         *(np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]])),
+    ),
+    "packed_matmul": of(
+        partial(packed_matmul, group=32),
+        *(normal(20, 200), np.random.default_rng(0).integers(0, 256, (150, 128), np.uint8)),
+        *(normal(7, 150) / 32, np.random.default_rng(1).integers(0, 16, (7, 150), np.uint8)),
     ),
     "route": routes(),
     "scaled_matmul": of(
