@@ -95,6 +95,13 @@ def small_process(process) -> Iterator[None]:
     process.keep_small()
 
 
+@pytest.fixture
+def small_test(process) -> Iterator[None]:
+    """As `small_process`, after each of a module's tests: they have engines of their own."""
+    yield
+    process.keep_small()
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> Checkpoints:
     """Tiny checkpoints, written when first asked for; tests that need them need transformers."""
