@@ -82,6 +82,9 @@ def kinds_of(params):
         ("phi3", "int-channel", "bfloat16", Scaled),
         ("qwen3_next", "int-tensor", "float32", Scaled),
         ("qwen3_next", "pack-channel", "bfloat16", Packed),
+        ("qwen3_next", "mxfp4", "bfloat16", Packed),
+        ("llama", "nvfp4", "float32", Packed),
+        ("qwen3_5_text", "modelopt", "bfloat16", Packed),
         ("deepseek_v3", "awq", "bfloat16", Packed),
         ("llama", "gptq", "float32", Packed),
         ("llama", "gptq-order", "float32", Packed),
@@ -107,7 +110,7 @@ def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, 
 
 @pytest.mark.parametrize(
     "kind, form",
-    [("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq"), ("qwen2", "pack-8")],
+    [("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq"), ("qwen2", "nvfp4")],
 )
 def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, form):
     narrow, plain = folders_of(kind, form)

@@ -49,6 +49,41 @@ def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str)
     return stored, tool.decompress(stored, scheme)["weight"]
 
 
+def as_fp4(weight: torch.Tensor, kind: str) -> Any:
+    """NVFP4 of compressed-tensors and of ModelOpt, and MXFP4; read by compressed-tensors' table."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    rng, group = np.random.default_rng(0), 32 if kind == "mxfp4" else 16
+    if weight.shape[1] % group:
+        return None
+    (num_out, num_in), groups = weight.shape, (len(weight), weight.shape[1] // group)
+    codes = torch.tensor(rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8))
+    numbers = unpack_fp4_from_uint8(codes, num_out, num_in, dtype=torch.float32)
+    if kind == "mxfp4":
+        scales = torch.tensor(rng.integers(120, 126, groups).astype(np.uint8))
+        meant = numbers * torch.exp2(scales.float() - 127).repeat_interleave(group, 1)
+        return {"weight_packed": codes, "weight_scale": scales}, meant
+    scales = torch.tensor(rng.uniform(1, 300, groups)).to(torch.float8_e4m3fn)
+    scales[0, 0] = 0  # of a group of numbers that are all small
+    factor = torch.tensor(3e-4 * (1 + rng.uniform()), dtype=torch.float32)
+    meant = numbers * scales.float().repeat_interleave(group, 1) * factor
+    if kind == "modelopt":
+        named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
+        return {"weight": codes, "weight_scale": scales, **named}, meant
+    factor = (1 / factor).view(1)
+    meant = numbers * scales.float().repeat_interleave(group, 1) * (1 / factor)
+    named = {"weight_global_scale": factor, "input_global_scale": torch.tensor([1.0])}
+    return {"weight_packed": codes, "weight_scale": scales, **named}, meant
+
+
+def floats(kind: str) -> Form:
+    if kind == "modelopt":
+        return Form({"quant_method": kind, "quant_algo": "NVFP4"}, partial(as_fp4, kind=kind))
+    size, strategy = (32, "group") if kind == "mxfp4" else (16, "tensor_group")
+    form = compressed(f"{kind}-pack-quantized", type="float", group_size=size, strategy=strategy)
+    return Form(form.config, partial(as_fp4, kind=kind))
+
+
 def compressed(name: str, **args: Any) -> Form:
     args = {"num_bits": 4, "type": "int", "symmetric": True, **args}
     # Groups may name modules in any way: the tensors tell what is quantised.
@@ -119,6 +154,9 @@ FORMS = {
     "pack-8": compressed("pack-quantized", num_bits=8, strategy="group", group_size=16),
     "int-channel": compressed("int-quantized", num_bits=8, strategy="channel"),
     "int-tensor": compressed("int-quantized", num_bits=8, strategy="tensor"),
+    "nvfp4": floats("nvfp4"),
+    "modelopt": floats("modelopt"),
+    "mxfp4": floats("mxfp4"),
     "awq": Form(AWQ | {"group_size": 16}, partial(as_awq, group=16)),
     "gptq": gptq(32, 1, has_zeros=False),
     "gptq-order": gptq(16, 1, has_zeros=True),
