@@ -47,20 +47,27 @@ class LatentTuning:
     num_stages: int
 
 
-# Bytes per element of q -> block_rows: (block_tokens, num_warps, num_stages), for a rank of 512.
+# Bytes per element of q and of the pool -> block_rows: (block_tokens, num_warps, num_stages), for a
+# rank of 512.
 # Blocks of 128 rows are impossible: the f32 accumulator [block_rows, rank] and the queries would
 # not fit in the registers and the shared memory.
 TILES = {
-    2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
-    4: {16: (16, 8, 2), 32: (16, 8, 2)},
+    (2, 2): {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
+    (2, 1): {16: (32, 4, 3), 32: (32, 8, 3)},  # converting numbers would spill at 64 rows
+    (4, 4): {16: (16, 8, 2), 32: (16, 8, 2)},
 }
 
 
 def choose_config(
-    batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
+    batch: int,
+    num_rows: int,
+    num_heads: int,
+    context: int,
+    dtype: jnp.dtype,
+    pool_dtype: jnp.dtype,
 ) -> LatentTuning:
     """Return the tiling for `num_rows` rows per request that attend to up to `context` tokens."""
-    tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
+    tiles, rows = TILES[dtype.itemsize, pool_dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
     programs = batch * -(-rows // block_rows)
@@ -95,7 +102,7 @@ def latent_attention_triton(
     batch, num_rows, num_heads, _ = q.shape
     if config is None:
         capacity = page_table.shape[1] * pool.shape[2]
-        config = choose_config(batch, num_rows, num_heads, capacity, q.dtype)
+        config = choose_config(batch, num_rows, num_heads, capacity, q.dtype, pool.dtype)
     # Rows and heads are one axis, so that the kernel computes fewer addresses.
     q = q.reshape(batch, num_rows * num_heads, -1)
     out = jax.ShapeDtypeStruct((*q.shape[:2], rank), q.dtype)
