@@ -45,6 +45,8 @@ class RequestMetrics:
         scheduled_ts: when the first sample was first scheduled in a step; None before that.
         first_token_ts: when the first token was read; None before that.
         last_token_ts: when the latest token was read; None before the first token.
+        rounds: the number of drafts and of accepted drafts for each round with drafts, of all
+            samples; empty until the request has finished.
     """
 
     num_generation_tokens: int
@@ -52,6 +54,7 @@ class RequestMetrics:
     scheduled_ts: float | None
     first_token_ts: float | None
     last_token_ts: float | None
+    rounds: Sequence[tuple[int, int]] = ()
 
     @property
     def first_token_latency(self) -> float | None:

@@ -22,7 +22,7 @@ LAYERS = [
     ["specjax.llm", "specjax.engine_args"],
     ["specjax.async_llm", "specjax.inspect", "specjax.train"],
     ["specjax.rl", "specjax.bench"],
-    ["specjax.ray"],
+    ["specjax.ray", "specjax.server"],
     ["specjax.commands"],
     ["specjax.cli", "specjax.__main__", "specjax"],
 ]

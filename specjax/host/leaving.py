@@ -62,7 +62,7 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
             raise KeyboardInterrupt
         wait_for(_compilers(), tell)
     except KeyboardInterrupt:
-        _end()
+        end_now()
     finally:
         _is_leaving.clear()
 
@@ -74,10 +74,11 @@ def _leave_compilers() -> None:
     Python's wait for them. Python would kill them inside XLA, which aborts the process.
     """
     if _compilers():
-        _end()
+        end_now()
 
 
-def _end() -> None:
+def end_now() -> None:
+    """End the process at once, without waiting for threads."""
     for stream in sys.stdout, sys.stderr:
         stream.flush()
     os._exit(INTERRUPTED)

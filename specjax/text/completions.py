@@ -157,6 +157,7 @@ class Outputs:
             samples[0].scheduled_ts,
             min(first, default=None),
             max(last, default=None),
+            [pair for sample in samples for pair in sample.rounds] if self.is_finished else (),
         )
 
 
