@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Hashable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -25,7 +25,7 @@ from specjax.sampling_params import RequestOutputKind, SamplingParams, Structure
 from specjax.serving.vllm_methods import Refusing
 from specjax.text.completions import Shown
 from specjax.text.prompts import Prompt, prompt_text, refuse_lora
-from specjax.text.streams import OutputStream, deliver, tell
+from specjax.text.streams import Generation, OutputStream, deliver, tell
 from specjax.text.tokenizer import ChatTokenizer
 
 Answer = TypeVar("Answer")
@@ -200,7 +200,7 @@ class AsyncLLM(Refusing):
         *,
         lora_request: None = None,
         priority: int = 0,
-    ) -> "Generation":
+    ) -> Generation:
         """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
 
         See `generate_stream`.
@@ -438,30 +438,3 @@ class AsyncLLM(Refusing):
         for stream in self._streams.values():
             tell(stream.loop, stream.fail, error)
         self._streams.clear()
-
-
-class Generation:
-    """A request that starts when it is iterated or awaited.
-
-    Iterating yields the outputs of the request. Awaiting returns its last output.
-    """
-
-    def __init__(
-        self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
-    ):
-        self._grow = grow
-        self._outputs = grow(None)
-
-    def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
-        return self._outputs
-
-    def __await__(self) -> Generator[Any, None, RequestOutput]:
-        return self._last().__await__()
-
-    async def aclose(self) -> None:
-        """Abort the request if it has been iterated and has not finished."""
-        await self._outputs.aclose()
-
-    async def _last(self) -> RequestOutput:
-        (last,) = [one async for one in self._grow(RequestOutputKind.FINAL_ONLY)]
-        return last
