@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
+    from specjax.following import follow
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
     from specjax.sampling_params import (
@@ -38,6 +39,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "follow",
 ]
 
 _MODULES = {
@@ -56,6 +58,7 @@ _MODULES = {
     "TextPrompt": "specjax.text.prompts",
     "TokensPrompt": "specjax.text.prompts",
     "SpeculativeConfig": "specjax.config",
+    "follow": "specjax.following",
 }
 
 

@@ -54,6 +54,10 @@ class ScaledTensor:
         """Return the product, computed on JAX's default device, which is faster than the host."""
         return _multiply(self.weight.read(), self.read_scales(), self.block, self.dtype)
 
+    def map(self) -> np.ndarray:
+        """Return the product. All of it is computed."""
+        return np.asarray(self.read())
+
     def read_scales(self) -> np.ndarray:
         """Return the scales f32[..., blocks of rows, blocks of columns].
 
@@ -73,7 +77,7 @@ class ScaledTensor:
 class ValuesSpec(TensorSpec):
     """The spec of the numbers of float8 tensors, as they are stored."""
 
-    def read(self, find: Callable[[str], Any]) -> list[Any]:
+    def read(self, find: Callable[[str], Any], *, maps: bool = False) -> list[Any]:
         """See `TensorSpec.read`."""
         return [find(name).weight.read() for name in self.names]
 
@@ -102,7 +106,7 @@ class ScalesSpec(TensorSpec):
         rows = sum(shape[0] for shape in self.file_shapes)
         return _num_blocks((rows, self.file_shapes[0][1]), self.block)
 
-    def read(self, find: Callable[[str], Any]) -> list[Any]:
+    def read(self, find: Callable[[str], Any], *, maps: bool = False) -> list[Any]:
         """See `TensorSpec.read`."""
         return [find(name).read_scales() for name in self.names]
 

@@ -72,9 +72,12 @@ class TensorSpec:
             shape = (self.num_stacked, rows // self.num_stacked, *inner)
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
-    def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the file tensors in the order of `names`; `find` takes a name, see `Readable`."""
-        return [find(name).read() for name in self.names]
+    def read(self, find: Callable[[str], Any], *, maps: bool = False) -> list[Any]:
+        """Return the file tensors in the order of `names`; `find` takes a name, see `Readable`.
+
+        With `maps`, only parts of them will be used, so they are mapped where possible.
+        """
+        return [find(name).map() if maps else find(name).read() for name in self.names]
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -23,6 +23,10 @@ class Readable(Protocol):
         """Return the tensor as a new NumPy or JAX array."""
         ...
 
+    def map(self) -> np.ndarray:
+        """Return a read-only array whose parts are read from the file when they are used."""
+        ...
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -33,6 +37,17 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file to element [0, 0, ...]
     strides: tuple[int, ...] | None = None  # in elements; None if C-contiguous
+
+    def map(self) -> np.ndarray:
+        """See `Readable`."""
+        if 0 in self.shape or self.strides not in (None, contiguous_strides(self.shape)):
+            return self.read()
+        try:
+            return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        except (OSError, ValueError) as error:  # ValueError: it became shorter
+            raise CheckpointError(
+                f"{self.path} cannot be read ({error}); check the file and its permissions"
+            ) from error
 
     def read(self) -> np.ndarray:
         """Read the tensor into a new, writable, C-contiguous array."""
