@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Unpack
 
-from specjax.engine.hosts import Meeting
+from specjax.engine.meeting import Meeting
 from specjax.serving.agreement import meet
 from specjax.serving.assembly import assemble
 from specjax.serving.options import LLMOptions, read_options

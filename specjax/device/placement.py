@@ -111,25 +111,26 @@ def own_sharding(sharding: Sharding) -> Sharding:
     """Return the sharding of the part of an array that the devices of this process have."""
     if sharding.is_fully_addressable:
         return sharding
-    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     mesh = sharding.mesh.local_mesh
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def place_numbers(sharding: Sharding) -> list[int]:
     """Return the numbers of this process's devices among the devices of a named sharding."""
-    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     process = jax.process_index()
     devices = enumerate(sharding.mesh.devices.flat)
     return [i for i, device in devices if device.process_index == process]
 
 
-def own_part(x: jax.Array) -> jax.Array:
+def own_part(x: Any) -> Any:
     """Return the part of an array that the devices of this process have, without a copy.
 
-    The part of a `DIVIDED` array is [devices of this process, ...].
+    The part of a `DIVIDED` array is [devices of this process, ...]. NumPy arrays, and arrays of no
+    other process, are returned themselves.
     """
-    if x.is_fully_addressable:
+    if getattr(x, "is_fully_addressable", True):
         return x
     count = len(x.addressable_shards)
     shape = (count, *x.shape[1:]) if is_divided(x) else x.shape
@@ -167,5 +168,7 @@ def assemble(parts: Sequence[np.ndarray], sharding: Sharding) -> jax.Array:
     """Return the divided array [devices, ...] with these parts, one per device."""
     shape = len(parts), *parts[0].shape
     places = sharding.addressable_devices_indices_map(shape)
-    placed = [jax.device_put(parts[at[0].start or 0][None], one) for one, at in places.items() if at]
+    placed = [
+        jax.device_put(parts[at[0].start or 0][None], one) for one, at in places.items() if at
+    ]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

@@ -61,6 +61,8 @@ class Toolchain:
 class CompiledPrograms:
     """Implements `Programs` with JAX. Without a `placement`, arrays are on `default_device`."""
 
+    num_processes = 1
+
     def __init__(
         self,
         config: EngineConfig,

@@ -116,6 +116,11 @@ class LeaderPrograms:
         return {**self._own.failures, **self._failed}
 
     @property
+    def num_processes(self) -> int:
+        """See `Programs`."""
+        return self._hosts.count
+
+    @property
     def is_compiling(self) -> bool:
         """See `Programs`."""
         return self._own.is_compiling or any(
@@ -167,7 +172,7 @@ class LeaderPrograms:
             if getattr(part, "processors", ()):
                 raise NotImplementedError(
                     "logits_processors are functions of this process, and nnodes="
-                    f"{self._hosts.meeting.nnodes} processes run each step; leave them out (there "
+                    f"{self._hosts.count} processes run each step; leave them out (there "
                     "are logit_bias, bad_words and structured outputs), or use nnodes=1"
                 )
         self._numbers[program] = len(self._programs)

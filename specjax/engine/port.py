@@ -40,6 +40,11 @@ class Programs(Protocol):
         ...
 
     @property
+    def num_processes(self) -> int:
+        """The number of processes that run the programs together."""
+        ...
+
+    @property
     def is_compiling(self) -> bool:
         """Whether programs are being compiled."""
         ...

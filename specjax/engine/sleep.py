@@ -65,7 +65,7 @@ class Sleep:
         """Wake up: move the current weights to the device, and create an empty state."""
         if self.level:
             self._engine.programs.elsewhere(end_sleep)
-            change_weights(self._engine, lambda i, leaf: put(leaf, self._home(i, leaf)))
+            change_weights(self._engine, lambda i, leaf: put(own_part(leaf), self._home(i, leaf)))
             self._homes = []
             self._engine.renew()
             self.level = 0
@@ -135,4 +135,4 @@ def change_weights(engine: Sleeper, change: Callable[[int, Any], Any]) -> None:
 
 def on_host(leaf: Any) -> np.ndarray:
     """Return a copy of an array, or of this process's part of it, in host memory."""
-    return np.array(jax.device_get(leaf if isinstance(leaf, np.ndarray) else own_part(leaf)))
+    return np.array(jax.device_get(own_part(leaf)))

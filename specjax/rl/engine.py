@@ -17,6 +17,7 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.llm import LLM
+from specjax.rl.elsewhere import replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
@@ -26,9 +27,10 @@ from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
     ArraySource,
     WeightUpdate,
-    brings_module,
     checksum,
     copies,
+    next_version,
+    read_update,
     stage_drafter,
     stage_target,
 )
@@ -263,16 +265,14 @@ class RolloutEngine:
             CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
-        named, own = read_finite(weights, self.params.target, "weights"), None
-        if drafter is not None:
-            own = read_finite(drafter, self.params.drafter, "drafter's weights")
-        elif brings_module(named, self.drafter):
-            own = named
+        named, own = read_update(weights, drafter, self.params, self.drafter)
         with self._turns:
             self._loop.check_open()
-            number = self._next_version(version)
+            number = next_version(version, self.version)
             target = stage_target(named, self.target, self._engine.params.target)
-            return self._replace(target, self._stage_drafter(own), pause, number)
+            staged = target, self._stage_drafter(own)
+            stage_elsewhere(self._engine, weights, drafter)
+            return self._replace(*staged, pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
         """Replace the drafter's weights from the next step on. Outputs do not depend on a drafter.
@@ -290,7 +290,9 @@ class RolloutEngine:
         own = read_finite(weights, self.params.drafter, "drafter's weights")
         with self._turns:
             self._loop.check_open()
-            return self._replace(None, self._stage_drafter(own), pause, None)
+            staged = self._stage_drafter(own)
+            stage_elsewhere(self._engine, None, weights)
+            return self._replace(None, staged, pause, None)
 
     def pause(self, mode: str = "keep") -> None:
         """Stop generating until `resume`. For `mode`, see `pause` in `update_weights`."""
@@ -388,15 +390,6 @@ class RolloutEngine:
             for i, sample in enumerate(samples)
         ]
 
-    def _next_version(self, version: int | None) -> int:
-        if version is None:
-            return self.version + 1
-        if not isinstance(version, int | np.integer) or isinstance(version, bool):
-            raise ValueError(f"version={version!r} must be an integer, or None for the next")
-        if version <= self.version:
-            raise ValueError(f"version={version} must be above the current one, {self.version}")
-        return int(version)
-
     def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
         if named is None:
             return None
@@ -431,6 +424,7 @@ class RolloutEngine:
             loop.is_torn |= i < num_target  # until all arrays are replaced
             return new
 
+        replace_elsewhere(engine)
         self._sleep.change(change)
         if version is not None:
             loop.is_torn, loop.version = False, version

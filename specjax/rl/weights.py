@@ -22,14 +22,15 @@ from specjax.checkpoint.scaled import STORED
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
-from specjax.device.drafters.drafter import Drafter
+from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, is_unused, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 from specjax.device.parallel import specs_of
+from specjax.device.placement import own_part, own_sharding, with_other_parts
 from specjax.engine.log import get_log
-from specjax.rl.named import Weights, is_deleted, read_named
+from specjax.rl.named import Weights, is_deleted, read_finite, read_named
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
@@ -58,7 +59,8 @@ class ArraySource:
             spec = self.division if is_divided else self.division.whole
             tensors = spec.split(np.asarray(whole))
             return lay_out([*tensors.values()], self.division, dtype, sharding)
-        return jax.device_put(whole, sharding, may_alias=False).astype(dtype)
+        own = jax.device_put(own_part(whole), own_sharding(sharding), may_alias=False)
+        return with_other_parts(own.astype(dtype), sharding)
 
 
 class WeightUpdate(NamedTuple):
@@ -115,6 +117,38 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     sources = stage(given, current, partial(specs_of, own), name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))
     return sources
+
+
+def read_update(
+    weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the new arrays of target and drafter by name; None if the drafter's arrays stay.
+
+    `weights` may include an MTP drafter. `params` are the engine's weights.
+
+    Raises:
+        ValueError: weights cannot be read, or are not finite.
+        CheckpointError: a folder has no weights, or they are damaged.
+    """
+    named = read_finite(weights, params.target, "weights")
+    if drafter_weights is not None:
+        return named, read_finite(drafter_weights, params.drafter, "drafter's weights")
+    return named, named if brings_module(named, drafter) else None
+
+
+def next_version(version: Any, current: int) -> int:
+    """Return the version after `current`: `version`, or the next integer if it is None.
+
+    Raises:
+        ValueError: the version is not an integer above `current`.
+    """
+    if version is None:
+        return current + 1
+    if not isinstance(version, int | np.integer) or isinstance(version, bool):
+        raise ValueError(f"version={version!r} must be an integer, or None for the next")
+    if version <= current:
+        raise ValueError(f"version={version} must be above the current one, {current}")
+    return int(version)
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
@@ -349,8 +383,16 @@ def checksum(params: Any) -> str:
     The arrays have 8, 16 or 32 bits per element. The digest is equal on all devices. Each array is
     summed on its own device, so that no weights are transferred. The digest is not cryptographic:
     it detects mistakes, not forgeries.
+
+    Raises:
+        NotImplementedError: other processes have some of the arrays.
     """
     leaves = paths(params)
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves.values()):
+        raise NotImplementedError(
+            "checksum reads all weights, and other processes have some of them; compare the "
+            "folders that the weights were read from"
+        )
     digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
     whole = blake2b(digest_size=16)
     for (path, leaf), digest in zip(leaves.items(), digests, strict=True):

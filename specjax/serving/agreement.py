@@ -6,7 +6,7 @@ must be equal. Each process reads its own copy of the checkpoint.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import jax
 
 from specjax.checkpoint.files import find_weights
-from specjax.config import EngineConfig
+from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.placement import default_device
 from specjax.engine.executables import sources_digest
-from specjax.engine.hosts import LEADER, Hosts, Meeting, join
+from specjax.engine.hosts import LEADER, Hosts
+from specjax.engine.meeting import Meeting, join
 from specjax.serving.options import DEFAULTS
 
 # Options that may differ between processes, next to the fields of `Meeting`.
@@ -106,7 +107,7 @@ def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_equal(one: Any, other: Any) -> bool:
     """Return whether two values of an option are equal. Paths of models may differ."""
-    pair = [asdict(x) if is_dataclass(x) and not isinstance(x, type) else x for x in (one, other)]
+    pair: list[Any] = [asdict(x) if isinstance(x, SpeculativeConfig) else x for x in (one, other)]
     if all(isinstance(x, Mapping) for x in pair):
         names = (pair[0].keys() & pair[1].keys()) - {"model", "dynamic_config_path"}
         return all(pair[0][name] == pair[1][name] for name in names)

@@ -26,9 +26,10 @@ from specjax.device.weights.weight import second_form_bytes
 from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
 from specjax.engine.follower import Follower
-from specjax.engine.hosts import Hosts, Meeting
+from specjax.engine.hosts import Hosts
 from specjax.engine.leader import LeaderPrograms
 from specjax.engine.log import get_log
+from specjax.engine.meeting import Meeting
 from specjax.engine.process import check_jax
 from specjax.engine.replicas import ReplicatedEngine
 from specjax.host.speculation.policy import Policy
@@ -212,9 +213,7 @@ def make_plan(
     return replace(plan, drafter=drafter, drafter_params=params, weights=weights)
 
 
-def assemble(
-    model: str | Path | Model, hosts: Hosts | None = None, **options: Any
-) -> Serving:
+def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: Any) -> Serving:
     """Load everything that the options of an LLM (`LLMOptions`) describe.
 
     `hosts` are the other processes for a process that follows process 0.
@@ -245,7 +244,7 @@ def _assemble(
 ) -> Serving:
     check_jax()
     check_options(
-        nnodes=1 if hosts is None else hosts.meeting.nnodes,
+        nnodes=1 if hosts is None else hosts.count,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
@@ -315,7 +314,7 @@ def _placements(num_replicas: int, size: int, hosts: Hosts | None) -> list[Place
     """Return the placement of each replica on `size` devices, as many of each process."""
     devices = jax.local_devices()
     if hosts is not None:
-        num_here = size // hosts.meeting.nnodes
-        each = (jax.local_devices(process) for process in range(hosts.meeting.nnodes))
+        num_here = size // hosts.count
+        each = (jax.local_devices(process) for process in range(hosts.count))
         devices = [device for local in each for device in local[:num_here]]
     return [Placement.on(*devices[i * size : (i + 1) * size]) for i in range(num_replicas)]
