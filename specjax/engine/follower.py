@@ -58,6 +58,7 @@ class Follower:
         Raises:
             HostsError: process 0 has ended without a word, or another process failed.
         """
+        self._hosts.runs = True
         threading.Thread(target=self._report, name="specjax-hosts", daemon=True).start()
         try:
             with self._hosts:

@@ -38,11 +38,13 @@ class Hosts:
         rank: the number of this process.
         peers: the connected processes: all others for process 0, and process 0 for all others.
         error: why the engine has ended; None while it works.
+        runs: whether programs have run, in which devices may wait for a lost process.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int):
         self.rank, self.peers, self._seconds = rank, peers, seconds
         self.error: HostsError | None = None
+        self.runs = False
         self._sending = threading.Lock()
         self._hosts = {peer: "" for peer in peers}
         self._answers: set[int] = set()
@@ -138,6 +140,7 @@ class Hosts:
             except HostsError:
                 return  # `check` raises it
 
+        self.runs = True
         for rank in self.peers:
             threading.Thread(target=read, args=[rank], name="specjax-hosts", daemon=True).start()
 
@@ -216,7 +219,7 @@ class Hosts:
 
     def _leave(self) -> None:
         """End the process at its exit, if a program may wait for a lost process forever."""
-        if self.error is not None:
+        if self.error is not None and self.runs:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(1)

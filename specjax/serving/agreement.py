@@ -48,6 +48,11 @@ def lead(model: Any, meeting: Meeting, options: Mapping[str, Any]) -> Hosts | No
             f"nnodes={meeting.nnodes} needs a checkpoint, which each process reads, not a Model "
             "value; save it with save_model"
         )
+    if options["tensor_parallel_size"] % meeting.nnodes:
+        raise ValueError(
+            f"tensor_parallel_size={options['tensor_parallel_size']} must be a multiple of nnodes="
+            f"{meeting.nnodes}: each process has as many devices"
+        )
     if options["data_parallel_size"] != 1:
         raise ValueError(
             f"data_parallel_size={options['data_parallel_size']} does not go with nnodes="

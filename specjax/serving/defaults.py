@@ -86,11 +86,6 @@ def check_options(
             f"tensor_parallel_size={tensor_parallel_size!r} must be an integer from 1 to "
             f"{num_devices}, the number of devices"
         )
-    if tensor_parallel_size % nnodes:
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} must be a multiple of nnodes={nnodes}: "
-            "each process has as many devices"
-        )
     most = num_devices // tensor_parallel_size
     if not is_integer(data_parallel_size) or not 1 <= data_parallel_size <= most:
         raise ValueError(

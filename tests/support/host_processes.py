@@ -5,7 +5,6 @@ As a script it is one of the processes: the folders, a rank, a port and a plan c
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ def start(rank: int, port: int, plan: list[dict[str, Any]]) -> subprocess.Popen:
     given = json.dumps({"rank": rank, "port": port, "plan": plan})
     return subprocess.Popen(
         [sys.executable, "-u", __file__, given],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,7 +62,7 @@ def run_all(folder: str, updated: str, **options: Any) -> dict[str, Any]:
         found["hits"] = llm.metrics().prefix_cache_hits
         taken = hold_pages(llm, 9)
         note("preempted")
-        found["preempted"] = llm.metrics().num_preemptions
+        found["num_preemptions"] = llm.metrics().num_preemptions
         give_pages(llm, taken)
         left = llm.generate_stream(prompts, params)
         next(left)
@@ -110,7 +110,7 @@ def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "",
         stream = llm.generate_stream([[1, 2, 3]], params)
         next(stream)
         say(ready=True)
-        sys.stdin.readline() if not then else None
+        sys.stdin.readline()
         return sum(1 for _ in stream)
 
 
@@ -122,13 +122,14 @@ def say(**content: Any) -> None:
 def main() -> None:
     """Follow the plan, and report a line about each part."""
     import jax
-    from support.compilations import TOOLCHAIN, compile_quickly
+    from support.compilations import TOOLCHAIN, compile_quickly, share_compilations
 
     from specjax.engine.compiled import CompiledPrograms
     from specjax.engine.engine import Engine
 
     given = json.loads(sys.argv[1])
     jax.config.update("jax_num_cpu_devices", 1)
+    share_compilations(TESTS.parent / ".cache" / "jax")
     compile_quickly()
     counts: Counter = Counter()
 
@@ -139,7 +140,7 @@ def main() -> None:
     for part in given["plan"]:
         try:
             say(found=attempt(given["rank"], given["port"], **part))
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             say(error=f"{type(error).__name__}: {error}")
 
 
