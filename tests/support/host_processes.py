@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def run_all(folder: str, updated: str, **options: Any) -> dict[str, Any]:
         compiled = len(engine.programs.ready)
         note("from the prefix cache")
         found["hits"] = llm.metrics().prefix_cache_hits
-        taken = hold_pages(llm, 9)
+        taken = hold_pages(llm, 12)
         note("preempted")
         found["num_preemptions"] = llm.metrics().num_preemptions
         give_pages(llm, taken)
@@ -131,7 +130,6 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     share_compilations(TESTS.parent / ".cache" / "jax")
     compile_quickly()
-    counts: Counter = Counter()
 
     def make(*arguments: Any, **options: Any) -> CompiledPrograms:
         return CompiledPrograms(*arguments, toolchain=TOOLCHAIN, **options)
