@@ -18,6 +18,7 @@ from typing import Any
 
 LEADER = 0
 POLL_SECONDS = 50e-6  # pause between two looks at results; a step takes milliseconds
+PAUSE_SECONDS = 0.01  # the same for what takes longer
 ANSWER_SECONDS = 2.0  # how long a process may take to answer before it counts as missing
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, and a number
 
@@ -157,7 +158,7 @@ class Hosts:
     def fail(self, why: str) -> None:
         """Tell the peers that this process has failed, and disconnect. Nothing can run any more."""
         if self.error is None:
-            self.error = HostsError(f"this LLM has failed before: {why}; start all processes again")
+            self.error = HostsError(f"this LLM has failed: {why}; start all processes again")
         self._say_last("failed", why)
 
     def close(self) -> None:
@@ -165,6 +166,7 @@ class Hosts:
         if not self._is_closed:
             self._is_closed = True
             self._say_last("end")
+            atexit.unregister(self._leave)
 
     def _say_last(self, *message: Any) -> None:
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -191,7 +193,7 @@ class Hosts:
             self.check()
             if has_limit and time.monotonic() > end:
                 self._find_missing()
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
         """Set `error` after a time limit. It names the processes that do not answer."""
@@ -199,7 +201,7 @@ class Hosts:
         self.send("ping")
         end = time.monotonic() + ANSWER_SECONDS
         while len(self._answers) < len(self.peers) and time.monotonic() < end:
-            time.sleep(0.01)
+            time.sleep(PAUSE_SECONDS)
         limit = f"{self._seconds} s (distributed_timeout_seconds)"
         missing = [rank for rank in self.peers if rank not in self._answers]
         if missing:
@@ -210,7 +212,7 @@ class Hosts:
         """Return the reason for an error of the device: a lost process, if any is lost."""
         end = time.monotonic() + ANSWER_SECONDS
         while self.error is None and time.monotonic() < end:  # a thread may be about to notice it
-            time.sleep(0.01)
+            time.sleep(PAUSE_SECONDS)
         if self.error is None:
             self.fail(f"{type(error).__name__}: {error}")
             return error

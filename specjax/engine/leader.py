@@ -6,8 +6,10 @@ is one message: the number of the program, and its packed arrays. Results stay o
 each process. Results for the host are equal on all devices, so only process 0 reads them.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +82,8 @@ class LeaderPrograms:
         self._num_asked = 0
         self._ready: set[Program] = set()
         self._num_ready = -1  # sum over processes when `_ready` was computed
-        hosts.listen(self._hear)
+        self._heard = threading.Event()
+        hosts.listen(partial(_hear_by, weakref.ref(self)))
         self._close_hosts = weakref.finalize(self, hosts.close)
         hosts.send("build", config, verification, layout, max_drafts)
         parts = config, target, drafter, verification, params, layout, max_drafts
@@ -160,14 +163,13 @@ class LeaderPrograms:
         self._hosts.wait(lambda: not self.is_compiling, has_limit=False)
 
     def _ask(self, name: str, *arguments: Any) -> None:
+        for program in (one for x in arguments if isinstance(x, list) for one in x):
+            self._refuse_functions(program)
         named = [[*map(self._name, x)] if isinstance(x, list) else x for x in arguments]
         self._num_asked += 1
         self._hosts.send(name, *named)
 
-    def _name(self, program: Program) -> Named:
-        number = self._numbers.get(program)
-        if number is not None:
-            return Named(number, None)
+    def _refuse_functions(self, program: Program) -> None:
         for part in (program, getattr(program, "variant", None)):
             if getattr(part, "processors", ()):
                 raise NotImplementedError(
@@ -175,13 +177,22 @@ class LeaderPrograms:
                     f"{self._hosts.count} processes run each step; leave them out (there "
                     "are logit_bias, bad_words and structured outputs), or use nnodes=1"
                 )
-        self._numbers[program] = len(self._programs)
+
+    def _name(self, program: Program) -> Named:
+        number = self._numbers.get(program)
+        if number is not None:
+            return Named(number, None)
+        self._numbers[program] = number = len(self._programs)
         self._programs.append(program)
-        return Named(self._numbers[program], program)
+        return Named(number, program)
 
     def wait(self, seconds: float) -> None:
         """See `Programs`."""
-        self._own.wait(seconds)
+        if self._own.is_compiling:
+            self._own.wait(seconds)
+        elif self.is_compiling:
+            self._heard.wait(seconds)
+            self._heard.clear()
 
     def run(self, program: Program, *arguments: Any) -> Any:
         """See `Programs`. The others launch the program at the same time."""
@@ -294,6 +305,13 @@ class LeaderPrograms:
                 self._failed[program] = HostsError(f"{where} cannot compile {program}: {error}")
             one.ready |= {self._programs[number] for number in ready}
             one.num_asked = num_asked
+            self._heard.set()
+
+
+def _hear_by(leader: weakref.ref[LeaderPrograms], *message: Any) -> None:
+    """Pass a message to `leader`, unless it was freed."""
+    if (found := leader()) is not None:
+        found._hear(*message)
 
 
 class Outputs:

@@ -135,20 +135,21 @@ class Serving:
         make: Any = Engine.make_programs
         if self.hosts is not None:
             make = partial(LeaderPrograms, hosts=self.hosts, make=make)
-        engines = [
-            Engine(
-                self.config,
-                self.target,
-                self.drafter,
-                one.params,
-                one.policy,
-                self.verification,
-                placement=one.placement,
-                make_programs=make,
-                show_progress=show_progress,
-            )
-            for one in self.replicas
-        ]
+        with self.hosts or nullcontext():
+            engines = [
+                Engine(
+                    self.config,
+                    self.target,
+                    self.drafter,
+                    one.params,
+                    one.policy,
+                    self.verification,
+                    placement=one.placement,
+                    make_programs=make,
+                    show_progress=show_progress,
+                )
+                for one in self.replicas
+            ]
         return engines[0] if len(engines) == 1 else cast(Engine, ReplicatedEngine(engines))
 
     def follow(self) -> None:
