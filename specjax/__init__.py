@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
+    from specjax.following import follow
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
     from specjax.ray.llm import RayLLM
@@ -40,6 +41,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "follow",
 ]
 
 _MODULES = {
@@ -59,6 +61,7 @@ _MODULES = {
     "TextPrompt": "specjax.text.prompts",
     "TokensPrompt": "specjax.text.prompts",
     "SpeculativeConfig": "specjax.config",
+    "follow": "specjax.following",
 }
 
 

@@ -80,7 +80,13 @@ class LLM(VllmMethods):
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
-        tensor_parallel_size: number of devices that share the model.
+        tensor_parallel_size: number of devices that share the model, over all processes.
+        nnodes: number of processes that share the model, each with as many devices. Only process 0
+            has the LLM; the others call `follow`.
+        node_rank: 0, the number of this process; None for the number that `jax.distributed` has.
+        master_addr: address of process 0's host.
+        master_port: a free port there, for `jax.distributed` (unless it is initialised).
+        distributed_timeout_seconds: time limit for other processes; None for 120.
         data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
             that share the requests. Sizes like max_num_seqs hold for each replica.
         enable_expert_parallel: give each device whole experts, not parts of all.

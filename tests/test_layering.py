@@ -19,7 +19,7 @@ LAYERS = [
     ["specjax.host", "specjax.host.grammar", "specjax.host.residents", "specjax.device"],
     ["specjax.engine", "specjax.text"],
     ["specjax.serving"],
-    ["specjax.llm", "specjax.engine_args"],
+    ["specjax.llm", "specjax.engine_args", "specjax.following"],
     ["specjax.async_llm", "specjax.inspect", "specjax.train"],
     ["specjax.rl", "specjax.bench"],
     ["specjax.ray", "specjax.server"],

@@ -261,7 +261,7 @@ class Engine:
                 for step in launched:
                     if isinstance(step, Extended):
                         with self.away():
-                            step.wait()
+                            step.wait(self.programs)
                         step = self.launcher.settle(step)
                     if self.config.async_scheduling:
                         self._in_flight.append(step)

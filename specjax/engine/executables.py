@@ -239,7 +239,7 @@ def _environment() -> str:
         "processor": _processor(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
-        "sources": _sources(),
+        "sources": sources_digest(),
         "kernels": [f"{name} {version(name)}" for name in packages_of_backend()],
     }
     return json.dumps(described, sort_keys=True)
@@ -299,7 +299,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _sources() -> str:
+def sources_digest() -> str:
+    """Return a digest of the files of our packages."""
     digest = _DIGEST()
     for package in SOURCES:
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -13,6 +13,7 @@ from specjax.device.models.model import Features
 from specjax.device.step import Extension
 from specjax.device.verification import Draft
 from specjax.engine.batch import Part
+from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.policy import Round
@@ -71,10 +72,10 @@ class Extended:
         """Whether a grammar must see the drafts before `Settle` is launched."""
         return any(sequence.matcher for sequence in self.plan.sequences)
 
-    def wait(self) -> None:
+    def wait(self, programs: Programs) -> None:
         """Wait for the drafts if a grammar must see them."""
         if self.has_grammar:
-            jax.block_until_ready(self.draft.tokens)
+            programs.wait_for(self.draft.tokens)
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:

@@ -4,7 +4,7 @@ The device holds the weights and the state between steps. `compiled.py` implemen
 with JAX. Any class that runs the same programs on the same packed arrays can replace it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from specjax.device.drafters.drafter import Params, Variant
@@ -37,6 +37,11 @@ class Programs(Protocol):
     @property
     def failures(self) -> Mapping[Program, Exception]:
         """The exceptions of programs that do not compile."""
+        ...
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that run the programs together."""
         ...
 
     @property
@@ -85,6 +90,20 @@ class Programs(Protocol):
         `arguments` are results of other programs, or NumPy arrays that must not change afterwards.
         Results for the host have the methods `copy_to_host_async` and `is_ready`, and can be
         converted to NumPy arrays.
+        """
+        ...
+
+    def wait_for(self, result: Any) -> None:
+        """Wait until arrays that a program returned are there."""
+        ...
+
+    def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function in each other process that runs the same programs, and wait for them.
+
+        The function takes the process's `Follower` and `arguments`. It must be importable.
+
+        Raises:
+            HostsError: the function failed in a process.
         """
         ...
 

@@ -19,6 +19,7 @@ import numpy as np
 from specjax.device.drafters.drafter import Variant
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
+from specjax.device.placement import own_part, put
 from specjax.device.state import EngineState
 from specjax.engine.batch import Part
 from specjax.engine.in_flight import Extended, InFlight
@@ -38,11 +39,13 @@ Launch = Callable[[list[Part]], list[InFlight | Extended]]
 class TimedPrograms(Protocol):
     """What is needed here of `specjax.engine.port.Programs`, and access to the device's state."""
 
-    @property
-    def state(self) -> EngineState: ...
+    def fill(self) -> None:
+        """Replace the state by that of `filled`."""
+        ...
 
-    @state.setter
-    def state(self, state: EngineState) -> None: ...
+    def set_context(self, length: int) -> None:
+        """Replace the requests' progress by that of `progress_at`."""
+        ...
 
     def run(self, program: Program, *arguments: Any) -> Any: ...
 
@@ -70,12 +73,12 @@ def measure_rounds(
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
-    programs.state = _filled(programs.state, layout.vocab_size)
+    programs.fill()
 
     def launch(point: Point) -> InFlight:
         start, (batch, k, context) = time.perf_counter(), point
         packed = pack_round(batch, k, layout, num_pages)
-        programs.state = replace(programs.state, progress=progress_at(programs.state, context))
+        programs.set_context(context)
         outputs = programs.run(Decode(batch, k, variant), packed)
         outputs.copy_to_host_async()
         launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start, start)
@@ -135,14 +138,12 @@ def _without_context(
     }
 
 
-def _filled(state: EngineState, vocab_size: int) -> EngineState:
+def filled(state: EngineState, vocab_size: int) -> EngineState:
     """Return a state in which each slot has a request of random tokens that never ends."""
-    # Divided states have the same tokens on every device.
     tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape[-2:])
-    tokens = np.broadcast_to(tokens.astype(np.int32), state.tokens.shape)
     return replace(
         state,
-        tokens=jax.device_put(tokens, state.tokens.sharding),
+        tokens=_like(state.tokens, tokens),
         progress=progress_at(state, 0),
         requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
     )
@@ -150,13 +151,13 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 def progress_at(state: EngineState, length: int) -> jax.Array:
     """Return `EngineState.progress` for requests that are all active and have `length` tokens."""
-    values = np.array([length, 0, 1, length], np.int32)
-    values = np.broadcast_to(values, (*state.progress.shape[:-1], len(values)))
-    return jax.device_put(values, state.progress.sharding)
+    return _like(state.progress, [length, 0, 1, length])
 
 
-def _like(x: jax.Array, value: Any) -> jax.Array:
-    return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+def _like(x: jax.Array, values: Any) -> jax.Array:
+    """Return an array like `x` with these values, which are repeated along leading axes."""
+    # Divided states have the same values on every device.
+    return put(np.full(own_part(x).shape, values, x.dtype), x.sharding)
 
 
 def time_padding(launch: Launch, batch: int, k: int) -> float:

@@ -15,6 +15,8 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.llm import LLM
+from specjax.rl.checksum import checksum
+from specjax.rl.elsewhere import replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
@@ -24,10 +26,9 @@ from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
     ArraySource,
     WeightUpdate,
-    brings_module,
-    checksum,
     copies,
     next_version,
+    read_update,
     replace_weights,
     stage_drafter,
     stage_target,
@@ -263,16 +264,14 @@ class RolloutEngine:
             CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
-        named, own = read_finite(weights, self.params.target, "weights"), None
-        if drafter is not None:
-            own = read_finite(drafter, self.params.drafter, "drafter's weights")
-        elif brings_module(named, self.drafter):
-            own = named
+        named, own = read_update(weights, drafter, self.params, self.drafter)
         with self._turns:
             self._loop.check_open()
             number = next_version(self.version, version)
             target = stage_target(named, self.target, self._engine.params.target)
-            return self._replace(target, self._stage_drafter(own), pause, number)
+            staged = target, self._stage_drafter(own)
+            stage_elsewhere(self._engine, weights, drafter)
+            return self._replace(*staged, pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
         """Replace the drafter's weights from the next step on. Outputs do not depend on a drafter.
@@ -290,7 +289,9 @@ class RolloutEngine:
         own = read_finite(weights, self.params.drafter, "drafter's weights")
         with self._turns:
             self._loop.check_open()
-            return self._replace(None, self._stage_drafter(own), pause, None)
+            staged = self._stage_drafter(own)
+            stage_elsewhere(self._engine, None, weights)
+            return self._replace(None, staged, pause, None)
 
     def pause(self, mode: str = "keep") -> None:
         """Stop generating until `resume`. For `mode`, see `pause` in `update_weights`."""
@@ -413,6 +414,7 @@ class RolloutEngine:
         def tear() -> None:
             loop.is_torn = True  # until all arrays are replaced
 
+        replace_elsewhere(engine)
         replace_weights(engine, self._sleep, target, own, tear=tear)
         if version is not None:
             loop.is_torn, loop.version = False, version

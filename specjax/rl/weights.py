@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import jax
@@ -21,16 +20,17 @@ from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
-from specjax.device.drafters.drafter import Drafter
+from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, is_unused, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 from specjax.device.parallel import specs_of
+from specjax.device.placement import own_part, own_sharding, with_other_parts
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.sleep import SleepOfAll
-from specjax.rl.named import Weights, is_deleted, read_named
+from specjax.rl.named import Weights, is_deleted, read_finite, read_named
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
@@ -59,7 +59,8 @@ class ArraySource:
             spec = self.division if is_divided else self.division.whole
             tensors = spec.split(np.asarray(whole))
             return lay_out([*tensors.values()], self.division, dtype, sharding)
-        return jax.device_put(whole, sharding, may_alias=False).astype(dtype)
+        own = jax.device_put(own_part(whole), own_sharding(sharding), may_alias=False)
+        return with_other_parts(own.astype(dtype), sharding)
 
 
 def replace_weights(
@@ -150,11 +151,28 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     return sources
 
 
-def next_version(current: int, version: int | None) -> int:
+def read_update(
+    weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the new arrays of target and drafter by name; None if the drafter's arrays stay.
+
+    `weights` may include an MTP drafter. `params` are the engine's weights.
+
+    Raises:
+        ValueError: weights cannot be read, or are not finite.
+        CheckpointError: a folder has no weights, or they are damaged.
+    """
+    named = read_finite(weights, params.target, "weights")
+    if drafter_weights is not None:
+        return named, read_finite(drafter_weights, params.drafter, "drafter's weights")
+    return named, named if brings_module(named, drafter) else None
+
+
+def next_version(current: int, version: Any) -> int:
     """Return the version of new weights: `version`, or the next integer if it is None.
 
     Raises:
-        ValueError: `version` is not above the version `current`.
+        ValueError: `version` is not an integer above the version `current`.
     """
     if version is None:
         return current + 1
@@ -378,32 +396,6 @@ def copies(params: Any) -> Any:
         return jax.device_put(np.array(leaf))
 
     return jax.tree.map(copy, as_arrays(params, "params"))
-
-
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    """Return two checksums u32[2] of an array, which depend on its words and on their order."""
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
-    place = jnp.arange(words.size, dtype=jnp.uint32)
-    mixed = (words ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(3266489917)
-    return jnp.stack([jnp.sum(words * (2 * place + 1)), jnp.sum(mixed ^ (mixed >> 13))])
-
-
-def checksum(params: Any) -> str:
-    """Return a digest of the bits, shapes and paths of a tree's arrays.
-
-    The arrays have 8, 16 or 32 bits per element. The digest is equal on all devices. Each array is
-    summed on its own device, so that no weights are transferred. The digest is not cryptographic:
-    it detects mistakes, not forgeries.
-    """
-    leaves = paths(params)
-    digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
-    whole = blake2b(digest_size=16)
-    for (path, leaf), digest in zip(leaves.items(), digests, strict=True):
-        whole.update(f"{path} {leaf.dtype}{list(leaf.shape)}".encode() + digest.tobytes())
-    return whole.hexdigest()
 
 
 def _is_float(dtype: Any) -> bool:

@@ -67,6 +67,7 @@ def device_defaults() -> Defaults:
 
 def check_options(
     *,
+    nnodes: int,
     tensor_parallel_size: Any,
     data_parallel_size: Any,
     enable_expert_parallel: Any,
@@ -79,7 +80,7 @@ def check_options(
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.
     """
-    num_devices = jax.local_device_count()
+    num_devices = jax.local_device_count() * nnodes
     if not is_integer(tensor_parallel_size) or not 1 <= tensor_parallel_size <= num_devices:
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size!r} must be an integer from 1 to "

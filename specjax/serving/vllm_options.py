@@ -27,7 +27,7 @@ PASSED_OVER = {
     *("language_model_only", "skip_mm_profiling", "mm_processor_cache_gb", "mm_encoder_tp_mode"),
     *("mm_processor_cache_type", "enable_mm_processor_stats", "disable_chunked_mm_input"),
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
-    *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
+    *("shutdown_timeout", "fail_on_environ_validation"),
 }
 _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"
 # Options that may change outputs. For each, the values that match the behaviour here and are
@@ -66,7 +66,6 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_memory_bytes": ((None,), "num_pages says how large the cache is"),
     "prefill_context_parallel_size": ((1,), _DEVICES),
     "decode_context_parallel_size": ((1,), _DEVICES),
-    "nnodes": ((1,), _DEVICES),
     "enable_eplb": ((False,), _DEVICES),
     "enable_dbo": ((False,), _DEVICES),
     "disable_sliding_window": ((False,), "the model's own windows are used"),
