@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Hashable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -18,13 +18,14 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.process import refuse_fork
 from specjax.engine_args import EngineArgs
 from specjax.host.request import Request
+from specjax.host.sequence import Sequence as Sample
 from specjax.llm import LLM
-from specjax.outputs import RequestOutput
+from specjax.outputs import CompletionOutput, RequestOutput
 from specjax.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from specjax.serving.vllm_methods import Refusing
 from specjax.text.completions import Shown
 from specjax.text.prompts import Prompt, prompt_text, refuse_lora
-from specjax.text.streams import OutputStream, deliver, tell
+from specjax.text.streams import Generation, OutputStream, deliver, tell
 from specjax.text.tokenizer import ChatTokenizer
 
 Answer = TypeVar("Answer")
@@ -99,6 +100,24 @@ class AsyncLLM(Refusing):
         """
         return self._grow(prompt, sampling_params, request_id, priority, None)
 
+    def resume_stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        before: CompletionOutput,
+        *,
+        request_id: Hashable | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a request with one sample, of which another engine has made the part `before`.
+
+        Outputs are those that `generate_stream` would yield after it had yielded `before`.
+
+        Raises:
+            ValueError: as for `generate_stream`, or the parameters ask for several samples.
+        """
+        return self._grow(prompt, sampling_params, request_id, priority, None, before)
+
     async def _grow(
         self,
         prompt: Prompt,
@@ -106,19 +125,23 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None,
         priority: int,
         kind: RequestOutputKind | None,  # None for the kind of `params`
+        before: CompletionOutput | None = None,  # what the only sample already has
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
         if params is None:
             params = self._llm.get_default_sampling_params()
-        made = self._call(
-            lambda: self._llm.make_request(prompt, params, request_id=request_id, priority=priority)
-        )
-        request = await asyncio.wrap_future(made)
-        text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind)
+        known = [] if before is None else before.token_ids
+
+        def make() -> Request:
+            made = self._llm.make_request(prompt, params, request_id=request_id, priority=priority)
+            return self._llm.request_maker.after(made, known)
+
+        request = await asyncio.wrap_future(self._call(make))
+        text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind, before)
         async with self._turns:
             self._check_open()  # it may have closed meanwhile
             stream = OutputStream(asyncio.get_running_loop())
-            added = self._call(lambda: self._add(stream, request, text))
+            added = self._call(lambda: self._add(stream, request, text, before))
             try:
                 await asyncio.wrap_future(added)
                 async for output in stream.read(shown):
@@ -177,7 +200,7 @@ class AsyncLLM(Refusing):
         *,
         lora_request: None = None,
         priority: int = 0,
-    ) -> "Generation":
+    ) -> Generation:
         """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
 
         See `generate_stream`.
@@ -265,6 +288,19 @@ class AsyncLLM(Refusing):
         """See `LLM.stop_profile`."""
         await self._ask(self._llm.stop_profile)
 
+    def apply(self, function: Callable[[LLM], Answer]) -> "Future[Answer]":
+        """Call `function` with the LLM between two steps, none of which is in flight.
+
+        The call is made on the engine's thread. Return the future of its result.
+        """
+
+        def call() -> Answer:
+            self._advance(self._llm.engine.land)
+            return function(self._llm)
+
+        self._check_open()
+        return self._call(call)
+
     async def close(self) -> None:
         """Abort unfinished requests and free the device's memory. Closing twice is harmless."""
         await asyncio.to_thread(self.shutdown)
@@ -335,20 +371,32 @@ class AsyncLLM(Refusing):
                 if self._is_closing:
                     break
             if not self._is_closing and engine.has_work:
-                try:
-                    touched = engine.step()
-                except Exception as error:  # the device failed, all running requests are lost
-                    finished = [i for i, s in self._streams.items() if s.has_ended]
-                    engine.reset()
-                    self._publish(finished)
-                    self._fail_all(error)
-                else:
-                    self._publish({sequence.request.request_id for sequence in touched})
+                self._advance(engine.step)
 
-    def _add(self, stream: OutputStream, request: Request, prompt: str | None) -> None:
+    def _advance(self, move: Callable[[], list[Sample]]) -> None:
+        """Call `move`, a method of the engine that returns changed samples, and publish these."""
+        try:
+            touched = move()
+        except Exception as error:  # the device failed, all running requests are lost
+            finished = [i for i, s in self._streams.items() if s.has_ended]
+            self._llm.engine.reset()
+            self._publish(finished)
+            self._fail_all(error)
+        else:
+            self._publish({sequence.request.request_id for sequence in touched})
+
+    def _add(
+        self,
+        stream: OutputStream,
+        request: Request,
+        prompt: str | None,
+        before: CompletionOutput | None = None,
+    ) -> None:
         if not stream.is_cancelled:
             stream.outputs = self._llm.start(request, prompt)
             self._streams[request.request_id] = stream
+            if before is not None and before.logprobs:
+                stream.outputs.completions[0].sequence.logprobs += before.logprobs
 
     def _abort(self, request_id: Hashable) -> bool:
         aborted = self._llm.engine.abort(request_id)
@@ -390,30 +438,3 @@ class AsyncLLM(Refusing):
         for stream in self._streams.values():
             tell(stream.loop, stream.fail, error)
         self._streams.clear()
-
-
-class Generation:
-    """A request that starts when it is iterated or awaited.
-
-    Iterating yields the outputs of the request. Awaiting returns its last output.
-    """
-
-    def __init__(
-        self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
-    ):
-        self._grow = grow
-        self._outputs = grow(None)
-
-    def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
-        return self._outputs
-
-    def __await__(self) -> Generator[Any, None, RequestOutput]:
-        return self._last().__await__()
-
-    async def aclose(self) -> None:
-        """Abort the request if it has been iterated and has not finished."""
-        await self._outputs.aclose()
-
-    async def _last(self) -> RequestOutput:
-        (last,) = [one async for one in self._grow(RequestOutputKind.FINAL_ONLY)]
-        return last

@@ -40,8 +40,8 @@ _NEEDS_EXTRA = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code.
 
-    The code is 0 for success, 2 for errors that the user can fix, 130 after an interrupt, and 141
-    if the reader of the output has closed the pipe.
+    The code is 0 for success, 1 if `info --check` finds a fault, 2 for errors that the user can
+    fix, 130 after an interrupt, and 141 if the reader of the output has closed the pipe.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
@@ -149,12 +149,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
     parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices per replica"
-    )
-    parser.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="replicas of the model"
-    )
+    arguments.add_devices(parser)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:

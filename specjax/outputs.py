@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the target, and its rank (1 is the most likely)."""
+    """A token's log-probability in the target's distribution, and its rank (1: most likely)."""
 
     logprob: float
     rank: int
@@ -66,7 +66,7 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: Hashable  # a string by default; any id given by the user
+    request_id: Hashable  # the id that the user gave; by default a number, as a string
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None  # its first entry is None

@@ -19,10 +19,10 @@ LAYERS = [
     ["specjax.host", "specjax.host.grammar", "specjax.host.residents", "specjax.device"],
     ["specjax.engine", "specjax.text"],
     ["specjax.serving"],
-    ["specjax.llm", "specjax.engine_args"],
+    ["specjax.llm", "specjax.engine_args", "specjax.following"],
     ["specjax.async_llm", "specjax.inspect", "specjax.train"],
     ["specjax.rl", "specjax.bench"],
-    ["specjax.server"],
+    ["specjax.ray", "specjax.server"],
     ["specjax.commands"],
     ["specjax.cli", "specjax.__main__", "specjax"],
 ]

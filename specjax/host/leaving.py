@@ -41,9 +41,9 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """Start a thread that calls `tell` with a reason if the exit waits for threads that compile.
+    """Start a thread that calls `tell` if threads still compile when the process ends.
 
-    During this wait, Ctrl-C ends the process at once.
+    While the process then waits for these threads, Ctrl-C ends it at once.
     """
     if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()

@@ -1,11 +1,12 @@
 """Passes outputs from the engine's thread to callers on event loops."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 from typing import Any
 
 from specjax.outputs import RequestOutput
+from specjax.sampling_params import RequestOutputKind
 from specjax.text.completions import Outputs, Shown
 
 
@@ -52,6 +53,33 @@ class OutputStream:
     def fail(self, error: BaseException) -> None:
         self._error = error
         self._has_news.set()
+
+
+class Generation:
+    """A request that starts when it is iterated or awaited.
+
+    Iterating yields the outputs of the request. Awaiting returns its last output.
+    """
+
+    def __init__(
+        self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
+    ):
+        self._grow = grow
+        self._outputs = grow(None)
+
+    def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
+        return self._outputs
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self._last().__await__()
+
+    async def aclose(self) -> None:
+        """Abort the request if it has been iterated and has not finished."""
+        await self._outputs.aclose()
+
+    async def _last(self) -> RequestOutput:
+        (last,) = [one async for one in self._grow(RequestOutputKind.FINAL_ONLY)]
+        return last
 
 
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:

@@ -16,7 +16,8 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model, save_model
 from specjax.device.weights.matrix import Dense
-from specjax.device.weights.scaled import Scaled, dequantise
+from specjax.device.weights.scaled import Scaled
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.rl.weights import stage_target
 from specjax.serving.memory import weight_bytes
@@ -161,7 +162,7 @@ def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rew
     assert whole.shape == (3, qkv.num_out)
     first = qkv.start("k")
     np.testing.assert_array_equal(qkv.multiply_from(x, first), whole[:, first:])
-    refusal(lambda: stage_target({}, model, params), "float8", "layers.0.attention.out")
+    refusal(lambda: stage_target({}, model, params), "8 or 4 bits", "layers.0.attention.out")
     save_model(mixed / "saved", model, params, mixed)
     loaded, expected = (load_model(one, FLOAT32)[1] for one in (mixed / "saved", plain))
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)

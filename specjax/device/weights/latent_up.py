@@ -15,7 +15,7 @@ from specjax.device.weights.weight import Weight, weight
 class LatentUp(Weight):
     """A matrix [R, D_n + D_v] for each of H heads, stored transposed.
 
-    The first D_n columns give the head's keys, and the others give its values.
+    The first D_n columns give the head's keys, and the other columns give its values.
     """
 
     values: jax.Array  # [H (D_n + D_v), R]
@@ -53,6 +53,6 @@ class LatentUp(Weight):
 
 
 def latent_up(name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> Any:
-    """Return the specs of a tensor [H (D_n + D_v), R] that holds all heads."""
+    """Return a `LatentUp`, as the `TensorSpec` of a tensor [H (D_n + D_v), R] of all heads."""
     shape = num_heads * (key_dim + value_dim), rank
     return LatentUp(stored([name], shape, rows="heads"), num_heads, key_dim)
