@@ -55,6 +55,17 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
     return jax.tree.map(of, specs, is_leaf=is_weight)
 
 
+def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
+    """Return the names of quantised tensors that are unpacked while they are loaded.
+
+    The arguments are those of `as_stored`.
+    """
+    leaves = jax.tree.leaves(as_stored(specs, files, rename))
+    plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
+    names = dict.fromkeys(rename(name) for spec in plain for name in spec.names)
+    return [name for name in names if type(files.tensors.get(name)) in FORMS]
+
+
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
     """Return the specs of the columns of adjacent tensors, which have the same form."""
     own = slice(at[0], at[-1] + 1)
