@@ -77,7 +77,7 @@ def test_two_processes_give_what_one_gives(checkpoints):
         },
         {
             "folder": mtp,
-            "updated": mtp,
+            "updated": None,
             "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
         },
     ]
