@@ -1,0 +1,62 @@
+"""Every implementation of the grouped product with 8-bit numbers, by the definition in f64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
+
+# Sizes of groups, then depth, columns and block; the last two have edges everywhere.
+CASES = {
+    "one-row": ((0, 0, 1), (128, 128), (128, 128)),
+    "blocks": ((5, 0, 17, 2, 0), (256, 192), (64, 128)),
+    "edges": ((0, 7, 65, 0, 129, 1), (200, 150), (64, 128)),
+    "outputs": ((16, 15, 1, 0, 480), (100, 90), (1, 100)),
+    "no-rows": ((0, 0), (128, 64), (128, 128)),
+}
+
+
+def arguments(name, dtype, kind="float8_e4m3fn"):
+    """x, values and scales; NaN among the scales of groups without rows."""
+    sizes, (depth, columns), block = CASES[name]
+    rng, num_groups = np.random.default_rng(0), len(sizes)
+    values = rng.integers(0, 127, (num_groups, columns, depth)).astype(np.uint8)
+    values |= rng.integers(0, 2, values.shape).astype(np.uint8) << 7
+    blocks = [-(-size // side) for size, side in zip((columns, depth), block, strict=True)]
+    scales = rng.uniform(0.01, 0.1, (num_groups, *blocks)).astype(np.float32)
+    scales[np.array(sizes) == 0] = np.nan
+    x = rng.normal(size=(sum(sizes), depth)).astype(jnp.dtype(dtype))
+    return x, values.view(kind), scales, np.array(sizes, np.int32), block
+
+
+def by_definition(x, values, scales, sizes, block):
+    places = [np.arange(n) // side for n, side in zip(values.shape[1:], block, strict=True)]
+    wide = values.astype(np.float64) * scales.astype(np.float64)[:, places[0]][:, :, places[1]]
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    products = [wide[g] @ row for g, row in zip(groups, x.astype(np.float64), strict=True)]
+    return np.reshape(products, (len(x), values.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "name, dtype, kind",
+    [
+        *((name, "float32", "float8_e4m3fn") for name in CASES),
+        ("edges", "bfloat16", "float8_e4m3fn"),
+        ("outputs", "bfloat16", "int8"),
+    ],
+)
+def test_matches_the_definition(kernels, name, dtype, kind):
+    """With rows from and to any places, and as they are."""
+    x, values, scales, sizes, block = arguments(name, dtype, getattr(ml_dtypes, kind, kind))
+    given = *map(jnp.array, (values, scales)), block, jnp.array(sizes)
+    multiply = jax.jit(lambda x, *to: grouped_scaled_matmul(x, *given, *to, kernels=kernels))
+    expected = by_definition(x, values, scales, sizes, block)
+    sources, targets = (np.random.default_rng(i).permutation(len(x)) for i in range(2))
+    placed = multiply(x[np.argsort(sources)], sources, targets)[targets]
+    for out in multiply(x), placed:
+        assert out.dtype == dtype
+        rtol = 1e-5 if dtype == "float32" else 2**-7
+        scale = np.abs(expected).max(initial=1)
+        np.testing.assert_allclose(np.float64(out), expected, rtol=rtol, atol=rtol * scale)
