@@ -16,7 +16,7 @@ def grouped_scaled_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_scaled_matmul`. Only used matrices are read, and one at a time is dequantised."""
+    """See `grouped_scaled_matmul`. One used matrix at a time is dequantised, and no unused one."""
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
         own = values[group], scales[group]

@@ -15,6 +15,7 @@ from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
+from specjax.device.weights.mxfp4_experts import packed_experts
 from specjax.device.weights.packed import packed_specs
 from specjax.device.weights.scaled import scaled_specs
 from specjax.device.weights.scaled_experts import scaled_experts
@@ -76,6 +77,8 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
 def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
     """Return the specs of experts; `x` if their tensors have no common form."""
     spec: Any = x.values
+    if spec.is_packed:
+        return packed_experts(spec)
     are_scaled = all(isinstance(one, ScaledTensor) for one in found)
     return (scaled_experts(spec, found) if are_scaled else None) or x
 
