@@ -170,14 +170,18 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return float8_e4m3fn numbers as bf16, four at a time; NaN becomes 480.
+    """Return float8_e4m3fn or int8 numbers as bf16, four at a time; NaN becomes 480.
 
-    Moved to their places in bf16, the bits of a number mean 2^-120 times the number.
+    Moved to their places in bf16, the bits of a float8 number mean 2^-120 times the number. In the
+    last bits of 128, the lower seven bits of an integer make 128 plus these bits, and the sign bit
+    makes 128 or 256; the integer is the difference.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)
     (found,) = plt.elementwise_inline_asm(
-        """{
+        _OF_INT8
+        if x.dtype == jnp.int8
+        else """{
         .reg .b32 a, b, s, t, scale, zero;
         mov.b32 scale, 0x7b807b80;
         mov.b32 zero, 0x80008000;
@@ -200,6 +204,20 @@ def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
     )
     return found
+
+
+_OF_INT8 = """{
+    .reg .b32 a, b, s, t, minus;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 a, $2, 0, 0x4140;
+    prmt.b32 b, $2, 0, 0x4342;
+    lop3.b32 s, a, 0x00800080, 0x43004300, 0xea;
+    lop3.b32 t, b, 0x00800080, 0x43004300, 0xea;
+    lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 b, b, 0x007f007f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, s, minus, a;
+    fma.rn.bf16x2 $1, t, minus, b;
+}"""
 
 
 def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.packed_matmul.reference import packed_matmul_reference
-from pallas_kernels.packed_matmul.triton import packed_matmul_triton
+from pallas_kernels.packed_matmul.triton import MAX_HALF, packed_matmul_triton
 
 IMPLEMENTATIONS = {"triton": packed_matmul_triton, "reference": packed_matmul_reference}
-MAX_HALF = 64
 
 
 def half(group: int) -> int:

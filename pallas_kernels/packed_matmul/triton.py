@@ -19,7 +19,7 @@ from pallas_kernels.scaled_matmul.triton import MAX_ROWS, ScaledMatmulTuning, wi
 from pallas_kernels.triton_call import dot, load, store, triton_call, widen_nibbles
 
 DTYPES = "bfloat16", "float32"
-MIN_HALF = 16  # the depth of a tensor core's product
+MIN_HALF, MAX_HALF = 16, 64  # bytes of a run; a tensor core's product has a depth of 16
 
 # Keys are the maximum of rows. The depth of a tile follows from the group, the splits from the
 # matrix.
@@ -124,8 +124,9 @@ def _kernel(
     columns = column_block * config.block_columns + jnp.arange(config.block_columns)
     outputs = first + columns
     is_row, is_column = rows < num_rows, outputs < num_outputs
-    num_runs = pl.cdiv(num_bytes // half, config.num_splits)
-    first_run = split * num_runs
+    unroll = config.unroll * MAX_HALF // half  # runs that are loaded together
+    num_steps = pl.cdiv(num_bytes // half, unroll * config.num_splits)
+    first_run = split * num_steps * unroll
     # The lower and the upper numbers of a run may be in different groups.
     starts = (0,) if group % (2 * half) == 0 else (0, half)
 
@@ -139,36 +140,42 @@ def _kernel(
             found.append(load(ref.at[places], mask=mask, other=other))
         return found
 
-    def accumulate(i, carry):
-        total, scales = carry
-        following = of_groups(scales_ref, i + 1, 0.0)  # on their way while this run is computed
-        run = first_run + i
-        byte = run * half + jnp.arange(half)[None]
-        is_inside = byte < num_bytes
-        stored = load(
-            values_ref.at[outputs[:, None], byte], mask=is_column[:, None] & is_inside, other=0
-        )
-        halves = widen_nibbles(stored, x_ref.dtype, interpret=interpret)
-        if has_zeros:
-            zeros = of_groups(zeros_ref, i, 8)
-            shifts = [zeros[0], zeros[-1]]
-            halves = [
-                part - (shift.astype(jnp.int32) - 8).astype(part.dtype)[:, None]
-                for part, shift in zip(halves, shifts, strict=True)
-            ]
+    def numbers_of(run):
+        """Return the numbers [columns, half] in the lower and in the upper bits, less the zeros."""
+        byte = (first_run + run) * half + jnp.arange(half)[None]
+        mask = is_column[:, None] & (byte < num_bytes)
+        stored = load(values_ref.at[outputs[:, None], byte], mask=mask, other=0)
+        parts = widen_nibbles(stored, x_ref.dtype, interpret=interpret)
+        if zeros_ref is None:
+            return parts
+        shifts = (zero.astype(jnp.int32) - 8 for zero in of_groups(zeros_ref, run, 8))
+        first, *others = [shift.astype(x_ref.dtype)[:, None] for shift in shifts]
+        return parts[0] - first, parts[1] - (others[0] if others else first)
+
+    def products_of(run):
+        """Return the products with each group of the run."""
         products = []
-        for start, part in zip((0, half), halves, strict=True):
-            k = run * 2 * half + start + jnp.arange(half)[None]
+        for start, part in zip((0, half), numbers_of(run), strict=True):
+            k = (first_run + run) * 2 * half + start + jnp.arange(half)[None]
             x = load(x_ref.at[rows[:, None], k], mask=is_row[:, None] & (k < depth), other=0.0)
             products.append(dot(x, part, trans_b=True, precision="highest"))
-        if len(starts) == 1:
-            products = [products[0] + products[1]]
-        for product, scale in zip(products, scales, strict=True):
-            total = total + product * scale.astype(jnp.float32)[None]
+        return products if len(starts) == 2 else [products[0] + products[1]]
+
+    def of_step(function, step):
+        return [function(step * unroll + i) for i in range(unroll)]
+
+    def scales_of(run):
+        return of_groups(scales_ref, run, 0.0)
+
+    def accumulate(step, carry):
+        total, scales = carry
+        following = of_step(scales_of, step + 1)  # on their way while this step is computed
+        for products, of_runs in zip(of_step(products_of, step), scales, strict=True):
+            for product, scale in zip(products, of_runs, strict=True):
+                total = total + product * scale.astype(jnp.float32)[None]
         return total, following
 
     zero = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
-    carry = zero, of_groups(scales_ref, 0, 0.0)
-    total, _ = jax.lax.fori_loop(0, num_runs, accumulate, carry)
+    total, _ = jax.lax.fori_loop(0, num_steps, accumulate, (zero, of_step(scales_of, 0)))
     mask = is_row[:, None] & is_column[None]
     store(out_ref.at[split, rows[:, None], columns[None]], total.astype(out_ref.dtype), mask=mask)

@@ -159,8 +159,9 @@ def _kernel(
         is_inside = k < depth
         x = load(x_ref.at[rows[:, None], k], mask=is_row[:, None] & is_inside, other=0.0)
         at = values_ref.at[outputs[:, None], k]
-        stored = load(at, mask=is_column[:, None] & is_inside, other=0.0)
-        if x.dtype == jnp.bfloat16 and stored.dtype != jnp.int8:
+        other = 0 if values_ref.dtype == jnp.int8 else 0.0
+        stored = load(at, mask=is_column[:, None] & is_inside, other=other)
+        if x.dtype == jnp.bfloat16:
             matrix = widen(stored, interpret=interpret)
         else:
             matrix = stored.astype(x.dtype)
