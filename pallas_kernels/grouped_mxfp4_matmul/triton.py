@@ -1,7 +1,6 @@
 """The grouped product with MXFP4 on tensor cores: one program per block of rows of a group.
 
-A program widens numbers in registers, multiplies the numbers of a block of inputs, and applies the
-block's scales to the product.
+A program widens numbers in registers and multiplies them by their scales, which is exact in bf16.
 """
 
 from functools import partial
@@ -25,7 +24,7 @@ DTYPES = "bfloat16", "float32"
 
 # Keys are explained in `fitting`. The depth of a tile is a multiple of a run.
 BFLOAT16 = {
-    16: GroupedMatmulTuning(16, 64, 128, 4, 4),
+    16: GroupedMatmulTuning(16, 64, 128, 4, 6),
     64: GroupedMatmulTuning(64, 128, 128, 4, 3),
     None: GroupedMatmulTuning(128, 128, 64, 8, 3),
 }
@@ -89,9 +88,8 @@ def _product(
             found.append(_power(bits.astype(jnp.int32)))
         return found
 
-    def products_of(step):
-        """Return the products with the numbers of a step's blocks."""
-        found = []
+    def add(step, scales, total):
+        """Return `total` plus the products with the numbers of a step's blocks."""
         for run in range(blocks_per_step // 2):
             first = step * config.block_depth // 2 + run * BLOCK
             byte = (first + jnp.arange(BLOCK))[None]
@@ -101,15 +99,14 @@ def _product(
                 k = (2 * first + i * BLOCK + jnp.arange(BLOCK))[None]
                 mask = tile.is_row & (k < depth)
                 x = load(x_ref.at[tile.sources, k], mask=mask, other=0.0)
-                found.append(dot(x, part, trans_b=True, precision="highest"))
-        return found
+                matrix = part * scales[2 * run + i].astype(part.dtype)[:, None]  # exact
+                total = total + dot(x, matrix, trans_b=True, precision="highest")
+        return total
 
     def accumulate(step, carry):
         total, scales = carry
         following = scales_of(step + 1)  # on their way while this step is computed
-        for product, scale in zip(products_of(step), scales, strict=True):
-            total = total + product * scale[None]
-        return total, following
+        return add(step, scales, total), following
 
     zero = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
     num_steps = pl.cdiv(2 * num_bytes, config.block_depth)

@@ -107,7 +107,8 @@ def _product(
         is_inside = k < depth
         x = load(x_ref.at[tile.sources, k], mask=tile.is_row & is_inside, other=0.0)
         at = values_ref.at[tile.group, tile.columns[:, None], k]
-        stored = load(at, mask=is_column[:, None] & is_inside, other=0)
+        nothing = jnp.zeros((), values_ref.dtype)
+        stored = load(at, mask=is_column[:, None] & is_inside, other=nothing)
         if x.dtype == jnp.bfloat16 and stored.dtype != jnp.int8:
             matrix = widen(stored, interpret=interpret)
         else:
