@@ -261,7 +261,7 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
     bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        whole = x.astype(jnp.int32)
+        whole = x.astype(jnp.uint32)
         return e2m1(whole & 15).astype(dtype), e2m1(whole >> 4).astype(dtype)
 
     def widened(shift: int) -> jax.Array:
@@ -295,10 +295,11 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
 
 
 def e2m1(bits: jax.Array) -> jax.Array:
-    """Return the numbers f32 that i32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, or -0, ..."""
+    """Return the numbers f32 that u32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
     exponent, mantissa = (bits >> 1) & 3, bits & 1
-    twice = jnp.where(exponent > 0, (2 + mantissa) << jnp.maximum(exponent - 1, 0), mantissa)
-    return jnp.where(bits > 7, -0.5, 0.5) * twice.astype(jnp.float32)
+    doubled = (2 + mantissa) << jnp.maximum(exponent, 1) >> 1
+    twice = jnp.where(exponent > 0, doubled, mantissa).astype(jnp.float32)
+    return jnp.where(bits > 7, -0.5, 0.5) * twice
 
 
 # These replace inline assembly in the text of a Triton function.

@@ -2,10 +2,10 @@
 
     out[targets[n], o] = sum_i x[sources[n], i] numbers[g, o, i] 2^(exponents[g, i / 32, o] - 127)
 
-where g is the group of row n, and a number is a float of 4 bits (e2m1): one of 0, 0.5, 1, 1.5, 2, 3, 4, 6, or its negative. Two
-numbers share a byte. The inputs are divided into runs of 64: byte j of a run has the numbers of
-inputs j (in the lower bits) and j + 32. The last run may be padded. `grouped_matmul` explains
-groups, sources and targets.
+where g is the group of row n, and a number is a float of 4 bits (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4, 6
+or the negative of one of these. Two numbers share a byte. The inputs are divided into runs of 64:
+byte j of a run has the numbers of inputs j (in the lower bits) and j + 32. The last run may be
+padded. `grouped_matmul` explains groups, sources and targets.
 """
 
 import jax

@@ -39,5 +39,5 @@ def unpacked(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Array:
     blocks = jnp.stack([runs & 15, runs >> 4], axis=-2)
     blocks = blocks.reshape(*values.shape[:-1], -1, BLOCK)[..., : exponents.shape[-2], :]
     powers = exponents.swapaxes(-1, -2).astype(jnp.int32)[..., None] - 127
-    numbers = jnp.ldexp(e2m1(blocks.astype(jnp.int32)), powers)
+    numbers = jnp.ldexp(e2m1(blocks.astype(jnp.uint32)), powers)
     return numbers.astype(dtype).reshape(*values.shape[:-1], -1)

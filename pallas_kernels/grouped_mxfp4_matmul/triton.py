@@ -59,7 +59,7 @@ def grouped_mxfp4_matmul_triton(
         raise UnsupportedError(f"x must have a dtype of {', '.join(DTYPES)}; got {x.dtype}")
     config = config or choose_config(num_rows, num_groups, x.dtype)
     return multiply_tiles(
-        partial(_product, config=config, interpret=interpret),
+        partial(_product_kernel, config=config, interpret=interpret),
         (x, values, exponents),
         group_sizes,
         sources,
@@ -71,7 +71,7 @@ def grouped_mxfp4_matmul_triton(
     )
 
 
-def _product(
+def _product_kernel(
     tile: Tile, x_ref, values_ref, exponents_ref, *, config: GroupedMatmulTuning, interpret: bool
 ):
     depth, (_, num_columns, num_bytes) = x_ref.shape[1], values_ref.shape

@@ -23,11 +23,11 @@ def grouped_scaled_matmul(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
-    block: tuple[int, int],
     group_sizes: jax.Array,
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
     *,
+    block: tuple[int, int],
     kernels: str = "auto",
 ) -> jax.Array:
     """Return the products [N, O] in x's dtype, accumulated in f32.
@@ -36,8 +36,8 @@ def grouped_scaled_matmul(
         x: the rows [N, I], or [M, I] with `sources`.
         values: float8_e4m3fn[G, O, I] or int8[G, O, I].
         scales: f32[G, ceil(O / rows), ceil(I / columns)].
-        block: the size of a block, (rows, columns).
         group_sizes: i32[G]; see `grouped_matmul`, which also explains `sources` and `targets`.
+        block: the size of a block, (rows, columns).
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
@@ -50,5 +50,5 @@ def grouped_scaled_matmul(
     if scales.shape != expected:
         raise ValueError(f"scales must be {expected} for blocks of {block}; got {scales.shape}")
     check_rows(x, len(values), group_sizes, sources, targets)
-    given = x, values, scales, block, group_sizes, sources, targets
-    return run("grouped_scaled_matmul", kernels, IMPLEMENTATIONS, *given)
+    given = x, values, scales, group_sizes, sources, targets
+    return run("grouped_scaled_matmul", kernels, IMPLEMENTATIONS, *given, block=block)

@@ -11,10 +11,11 @@ def grouped_scaled_matmul_reference(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
-    block: tuple[int, int],
     group_sizes: jax.Array,
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
+    *,
+    block: tuple[int, int],
 ) -> jax.Array:
     """See `grouped_scaled_matmul`. One used matrix at a time is dequantised, and no unused one."""
 

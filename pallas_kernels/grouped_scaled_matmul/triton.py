@@ -42,11 +42,11 @@ def grouped_scaled_matmul_triton(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
-    block: tuple[int, int],
     group_sizes: jax.Array,
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
     *,
+    block: tuple[int, int],
     config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -68,7 +68,7 @@ def grouped_scaled_matmul_triton(
             f"block {block} must have a multiple of {config.block_depth} columns, or all {depth}"
         )
     return multiply_tiles(
-        partial(_product, block=block, config=config, interpret=interpret),
+        partial(_product_kernel, block=block, config=config, interpret=interpret),
         (x, values, scales.astype(jnp.float32)),
         group_sizes,
         sources,
@@ -80,7 +80,7 @@ def grouped_scaled_matmul_triton(
     )
 
 
-def _product(
+def _product_kernel(
     tile: Tile,
     x_ref,
     values_ref,
@@ -107,9 +107,9 @@ def _product(
         is_inside = k < depth
         x = load(x_ref.at[tile.sources, k], mask=tile.is_row & is_inside, other=0.0)
         at = values_ref.at[tile.group, tile.columns[:, None], k]
-        nothing = jnp.zeros((), values_ref.dtype)
-        stored = load(at, mask=is_column[:, None] & is_inside, other=nothing)
-        if x.dtype == jnp.bfloat16 and stored.dtype != jnp.int8:
+        other = 0 if values_ref.dtype == jnp.int8 else 0.0
+        stored = load(at, mask=is_column[:, None] & is_inside, other=other)
+        if x.dtype == jnp.bfloat16:
             matrix = widen(stored, interpret=interpret)
         else:
             matrix = stored.astype(x.dtype)

@@ -1,15 +1,14 @@
 """Grouped products with float8 and MXFP4, and steps of models that have them, as for an H200."""
 
-import json
+from functools import partial
 
 import jax
-import numpy as np
 import pytest
 
 from pallas_kernels.grouped_mxfp4_matmul.triton import grouped_mxfp4_matmul_triton
 from pallas_kernels.grouped_scaled_matmul.triton import grouped_scaled_matmul_triton
 
-# Rows, groups, depth, columns of Qwen3-30B-A3B and DeepSeek-V3 (in blocks, per output), gpt-oss-20b.
+# Rows, groups, depth and columns of Qwen3-30B-A3B and DeepSeek-V3; below of gpt-oss-20b.
 FLOAT8 = [
     (8, 128, 2048, 1536),
     (512, 128, 768, 2048),
@@ -34,9 +33,7 @@ def product(kind, rows, groups, depth, columns, block):
         of_block = (128, 128) if block == "128" else (1, depth)
         sizes = [-(-n // side) for n, side in zip((columns, depth), of_block, strict=True)]
         arrays = x, ((groups, columns, depth), "float8_e4m3fn"), ((groups, *sizes), "float32")
-
-        def run(x, values, scales, *places):
-            return grouped_scaled_matmul_triton(x, values, scales, of_block, *places)
+        run = partial(grouped_scaled_matmul_triton, block=of_block)
 
     args = tuple(jax.ShapeDtypeStruct(*one) for one in (*arrays, *places))
     return jax.jit(run), args, {}
@@ -47,5 +44,4 @@ def test_products_run_on_tensor_cores_and_do_not_spill(compile_for_h200, fitting
     cases = {case: ("product", dict(zip(names, case, strict=True))) for case in CASES}
     for case, report in compile_for_h200(__file__, cases, resources=True).items():
         (kernel,) = fitting_kernels(report).values()
-        print(case, kernel)
         assert {one.split()[1] for one in kernel.products} == {"bf16"}, case

@@ -50,8 +50,9 @@ def by_definition(x, values, scales, sizes, block):
 def test_matches_the_definition(kernels, name, dtype, kind):
     """With rows from and to any places, and as they are."""
     x, values, scales, sizes, block = arguments(name, dtype, getattr(ml_dtypes, kind, kind))
-    given = *map(jnp.array, (values, scales)), block, jnp.array(sizes)
-    multiply = jax.jit(lambda x, *to: grouped_scaled_matmul(x, *given, *to, kernels=kernels))
+    given = [*map(jnp.array, (values, scales, sizes))]
+    options = {"block": block, "kernels": kernels}
+    multiply = jax.jit(lambda x, *to: grouped_scaled_matmul(x, *given, *to, **options))
     expected = by_definition(x, values, scales, sizes, block)
     sources, targets = (np.random.default_rng(i).permutation(len(x)) for i in range(2))
     placed = multiply(x[np.argsort(sources)], sources, targets)[targets]

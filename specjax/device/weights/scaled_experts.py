@@ -37,8 +37,8 @@ class ScaledExperts(ExpertWeights):
         kernels: str,
     ) -> jax.Array:
         """See `ExpertWeights`."""
-        given = x, self.values, self.scales, self.block, sizes, sources, targets
-        return grouped_scaled_matmul(*given, kernels=kernels)
+        given = x, self.values, self.scales, sizes, sources, targets
+        return grouped_scaled_matmul(*given, block=self.block, kernels=kernels)
 
     def plain(self, dtype: Any) -> ExpertMatrices:
         """See `Weight`."""
