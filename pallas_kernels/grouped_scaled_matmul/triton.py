@@ -4,6 +4,7 @@ A program widens numbers in registers, multiplies a tile of the matrix, and appl
 scales to the product.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from pallas_kernels.triton_call import dot, load, widen
 
 DTYPES = "bfloat16", "float16", "float32"
 STORED = "float8_e4m3fn", "int8"
+MIN_DEPTH = 16  # of a product of tensor cores
 
 # Keys are explained in `fitting`.
 BFLOAT16 = {
@@ -32,10 +34,34 @@ BFLOAT16 = {
 FLOAT32 = {16: GroupedMatmulTuning(16, 32, 32, 4, 2), None: GroupedMatmulTuning(64, 32, 32, 4, 2)}
 
 
-def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """Return the tile sizes for `num_rows` rows in `num_groups` groups."""
+def choose_config(
+    num_rows: int, num_groups: int, dtype: Any, block: tuple[int, int], depth: int
+) -> GroupedMatmulTuning:
+    """Return the tile sizes for `num_rows` rows in `num_groups` groups.
+
+    If a matrix [outputs, depth] has several blocks of columns, no tile spans two of them.
+    """
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
-    return fitting(configs, num_rows, num_groups)
+    config = fitting(configs, num_rows, num_groups)
+    if block[1] >= depth:
+        return config
+    return replace(config, block_depth=min(config.block_depth, block[1] & -block[1]))
+
+
+def check(
+    x: jax.Array, values: jax.Array, block: tuple[int, int], config: GroupedMatmulTuning
+) -> None:
+    """Raise an UnsupportedError unless the kernel supports the dtypes and the size of a block."""
+    if x.dtype not in DTYPES or values.dtype not in STORED:
+        raise UnsupportedError(
+            f"x must have a dtype of {', '.join(DTYPES)} and values one of {', '.join(STORED)}; "
+            f"got {x.dtype} and {values.dtype}"
+        )
+    depth = x.shape[-1]
+    if config.block_depth < MIN_DEPTH or (block[1] < depth and block[1] % config.block_depth):
+        raise UnsupportedError(
+            f"block {block} must have a multiple of {MIN_DEPTH} columns, or all {depth}"
+        )
 
 
 def grouped_scaled_matmul_triton(
@@ -57,18 +83,10 @@ def grouped_scaled_matmul_triton(
     """
     num_groups, num_columns, depth = values.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]
-    if x.dtype not in DTYPES or values.dtype not in STORED:
-        raise UnsupportedError(
-            f"x must have a dtype of {', '.join(DTYPES)} and values one of {', '.join(STORED)}; "
-            f"got {x.dtype} and {values.dtype}"
-        )
-    config = config or choose_config(num_rows, num_groups, x.dtype)
-    if block[1] < depth and block[1] % config.block_depth:
-        raise UnsupportedError(
-            f"block {block} must have a multiple of {config.block_depth} columns, or all {depth}"
-        )
+    config = config or choose_config(num_rows, num_groups, x.dtype, block, depth)
+    check(x, values, block, config)
     return multiply_tiles(
-        partial(_product_kernel, block=block, config=config, interpret=interpret),
+        partial(product_kernel, block=block, config=config, interpret=interpret),
         (x, values, scales.astype(jnp.float32)),
         group_sizes,
         sources,
@@ -80,7 +98,7 @@ def grouped_scaled_matmul_triton(
     )
 
 
-def _product_kernel(
+def product_kernel(
     tile: Tile,
     x_ref,
     values_ref,
@@ -90,6 +108,7 @@ def _product_kernel(
     config: GroupedMatmulTuning,
     interpret: bool,
 ):
+    """Return a tile f32[rows, columns] of the product with the tile's matrix of several."""
     depth = x_ref.shape[1]
     is_column = tile.columns < values_ref.shape[1]
     is_scaled_after = block[1] >= depth

@@ -18,6 +18,7 @@ from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.scaled_experts import ScaledExperts
+from specjax.device.weights.scaled_latent_up import ScaledLatentUp
 from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.rl.weights import stage_target
@@ -43,6 +44,10 @@ FORMS = {
     "block": (
         {"quant_method": "fp8", "weight_block_size": list(BLOCK), "fmt": "e4m3"},
         ("_scale_inv", BLOCK, None),
+    ),
+    "tall": (
+        {"quant_method": "fp8", "weight_block_size": [32, 12]},
+        ("_scale_inv", (32, 12), None),
     ),
     "blocks": (compressed("block", block_structure=list(BLOCK)), ("_scale", BLOCK, None)),
     "channel": (compressed("channel"), ("_scale", (1, None), None)),
@@ -149,6 +154,23 @@ def test_the_same_tokens_with_and_without_drafts(folders_of):
         with make_llm(folder, method, dtype="float32") as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
+
+
+def test_latents_stay_in_float8(folders_of):
+    """Of heads that begin within a block. Seeds draw the tokens of the plain weights."""
+    folders = folders_of("deepseek_v3", "tall", qk_nope_head_dim=32, v_head_dim=16)
+    (_, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
+    assert {type(layer.attention.up) for layer in params.layers} == {ScaledLatentUp}
+    jax.tree.map(np.testing.assert_array_equal, dequantise(params, FLOAT32), expected)
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
+    hf = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    np.testing.assert_allclose(causal_logits(folders[0], tokens), hf_logits(hf, tokens), atol=1e-4)
+    prompts, params = random_prompts(5, 20, vocab_size=96), SamplingParams(seed=3, max_tokens=20)
+    made = []
+    for folder, method in (folders[0], None), (folders[0], "mtp"), (folders[1], None):
+        with make_llm(folder, method, dtype="float32") as llm:
+            made.append(generate_tokens(llm, prompts, params))
+    assert made[0] == made[1] == made[2]
 
 
 def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rewrite_tensors):

@@ -1,4 +1,10 @@
-"""Every implementation of the grouped product with 8-bit numbers, by the definition in f64."""
+"""Every implementation of products with several 8-bit matrices, by the definition in f64.
+
+Rows choose their matrices in `grouped_scaled_matmul`, and have all of them in
+`batched_scaled_matmul`.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 
 # Sizes of groups, then depth, columns and block; the last two have edges everywhere.
@@ -57,7 +64,26 @@ def test_matches_the_definition(kernels, name, dtype, kind):
     sources, targets = (np.random.default_rng(i).permutation(len(x)) for i in range(2))
     placed = multiply(x[np.argsort(sources)], sources, targets)[targets]
     for out in multiply(x), placed:
-        assert out.dtype == dtype
-        rtol = 1e-5 if dtype == "float32" else 2**-7
-        scale = np.abs(expected).max(initial=1)
-        np.testing.assert_allclose(np.float64(out), expected, rtol=rtol, atol=rtol * scale)
+        check(out, expected, dtype)
+
+
+def check(out, expected, dtype):
+    assert out.dtype == dtype
+    rtol = 1e-5 if dtype == "float32" else 2**-7
+    scale = np.abs(expected).max(initial=1)
+    np.testing.assert_allclose(np.float64(out), expected, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("num_rows, block", [(0, (64, 64)), (1, (16, 32)), (130, (128, 96))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_with_every_matrix(kernels, num_rows, block, dtype):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_rows, 3, 96)).astype(jnp.dtype(dtype))
+    values = rng.normal(size=(3, 50, 96)).astype(ml_dtypes.float8_e4m3fn)
+    blocks = [-(-size // side) for size, side in zip((50, 96), block, strict=True)]
+    scales = rng.uniform(0.1, 1, (3, *blocks)).astype(np.float32)
+    out = jax.jit(partial(batched_scaled_matmul, block=block, kernels=kernels))(x, values, scales)
+    sizes = np.full(3, num_rows)
+    rows = x.swapaxes(0, 1).reshape(-1, 96)
+    expected = by_definition(rows, values, scales, sizes, block).reshape(3, num_rows, 50)
+    check(out, expected.swapaxes(0, 1), dtype)

@@ -10,6 +10,7 @@ import pytest
 from support.kernels_delta_rule import EPS, Sizes
 from support.refusals import label
 
+from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import (
@@ -53,6 +54,14 @@ def rope(qkv, bias, q_norm, k_norm, cos, kv, page_table, positions, **others):
 POOL = {"page_table": (2, 5), "positions": (2, 3)}
 # Each operation with arguments that fit: a tuple is an array's shape, all else a value.
 OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "batched_scaled_matmul": (
+        partial(batched_scaled_matmul, block=(64, 32)),
+        {
+            "x": (5, 3, 80),
+            "values": jax.ShapeDtypeStruct((3, 90, 80), "float8_e4m3fn"),
+            "scales": (3, 2, 3),
+        },
+    ),
     "draw_tokens": (
         draw,
         {

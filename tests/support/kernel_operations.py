@@ -15,6 +15,7 @@ from support import kernels_paged_attention
 from support.kernels_delta_rule import LAYER, Serving, Sizes, Streams
 from support.kernels_paged_attention import Case
 
+from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import Heads
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -125,9 +126,12 @@ OPERATIONS: dict[str, Operation] = {
     "draw_tokens/ids": draw(has_ids=True),
     "rope_write": rope(),
     "truncation": truncation(),
-    "grouped_matmul": of(
-        grouped_matmul, normal(24, 40), normal(5, 40, 24), GROUPS
+    "batched_scaled_matmul": of(
+        partial(batched_scaled_matmul, block=(64, 32)),
+        *(normal(20, 3, 80) / 8, normal(3, 90, 80, dtype="float8_e4m3fn")),
+        np.square(normal(3, 2, 3)),
     ),
+    "grouped_matmul": of(grouped_matmul, normal(24, 40), normal(5, 40, 24), GROUPS),
     "grouped_mxfp4_matmul": of(
         grouped_mxfp4_matmul,
         *(normal(24, 96), np.random.default_rng(0).integers(0, 256, (5, 40, 64), np.uint8)),

@@ -13,12 +13,14 @@ from specjax.checkpoint.quantised.packed import PackedTensor
 from specjax.checkpoint.quantised.scaled import ScaledTensor
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.latent_up import LatentUp
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.mxfp4_experts import packed_experts
 from specjax.device.weights.packed import packed_specs
 from specjax.device.weights.scaled import scaled_specs
 from specjax.device.weights.scaled_experts import scaled_experts
+from specjax.device.weights.scaled_latent_up import scaled_latent_up
 from specjax.device.weights.weight import is_weight
 
 # By class of the stored tensors: a function that returns the specs of the matrix that merges them.
@@ -83,9 +85,15 @@ def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
     return (scaled_experts(spec, found) if are_scaled else None) or x
 
 
+def _latent_up(x: LatentUp, found: Sequence[Any]) -> Any:
+    (tensor,) = found
+    return scaled_latent_up(x, tensor) if isinstance(tensor, ScaledTensor) else x
+
+
 # By class of plain weights: a function that takes the specs of one, and its stored tensors (None
 # for those that do not exist). It returns the specs of the weight with the stored numbers.
 STORED: dict[type, Callable[[Any, Sequence[Any]], Any]] = {
     Dense: _matrix,
     ExpertMatrices: _experts,
+    LatentUp: _latent_up,
 }
