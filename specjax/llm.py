@@ -1,6 +1,5 @@
 """Contains `LLM`, the public entry point, which continues prompts."""
 
-import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from specjax.engine.progress import progress
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
+from specjax.messages.chat import Chat, with_effort
+from specjax.messages.tools import read_tool_choice
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
@@ -23,13 +24,14 @@ from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
 from specjax.serving.vllm_methods import VllmMethods
-from specjax.text.chat import render_conversations
 from specjax.text.completions import Growing, Outputs, samples_of
 from specjax.text.prompts import (
     Prompt,
     RequestMaker,
     as_prompt_list,
+    free_numbers,
     one_each,
+    params_each,
     prompt_text,
     refuse_lora,
     truncated,
@@ -206,9 +208,16 @@ class LLM(VllmMethods):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        response_template: str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
+
+        Each sample's `message` has its content, reasoning and tool calls; see docs/tools.md.
 
         Args:
             messages: each message's content is a text, or a list of {"type": "text", "text": ...}.
@@ -219,6 +228,9 @@ class LLM(VllmMethods):
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
+            tool_choice: "auto", "none", "required", or a function that has to be called.
+            parallel_tool_calls, reasoning_effort: as in OpenAI's API.
+            response_template: how responses are read, see docs/tools.md; None for the checkpoint's.
             options: further arguments of `generate`.
 
         Raises:
@@ -226,17 +238,21 @@ class LLM(VllmMethods):
             CheckpointError: there is no chat template.
         """
         self._check_open()
-        prompts = render_conversations(
+        chat = Chat.of(
             self.get_tokenizer(),
             messages,
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
             content_format=chat_template_content_format,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            choice=read_tool_choice(tools, tool_choice, parallel_tool_calls),
             tools=tools,
-            variables=chat_template_kwargs or {},
+            variables=with_effort(chat_template_kwargs, reasoning_effort),
+            response_template=response_template,
         )
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **options)
+        outputs = self.generate(chat.prompts, chat.params, use_tqdm, lora_request, **options)
+        return chat.read(outputs)
 
     def make_request(
         self,
@@ -254,7 +270,7 @@ class LLM(VllmMethods):
         where = "prompt" if request_id is None else f"request {request_id!r}"
         with self._lock:
             self._check_awake()
-            (number,) = self._free_numbers(1)
+            (number,) = free_numbers(self._next_id, self.engine.unfinished_ids, 1)
             request = self.request_maker.make(
                 prompt, sampling_params, number, where, request_id=request_id, priority=priority
             )
@@ -395,13 +411,11 @@ class LLM(VllmMethods):
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if tokenization_kwargs:
             given = truncated(given, tokenization_kwargs)
-        all_params = one_each("sampling_params", given, len(listed))
-        if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
-            raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
+        all_params = params_each(given, len(listed))
         priorities = one_each("priority", 0 if priority is None else priority, len(listed))
         with self._lock:
             self._check_awake()
-            numbers = self._free_numbers(len(listed))
+            numbers = free_numbers(self._next_id, self.engine.unfinished_ids, len(listed))
             requests = [
                 self.request_maker.make(
                     prompt, params, numbers[i], f"prompt {i}", priority=priorities[i]
@@ -410,12 +424,6 @@ class LLM(VllmMethods):
             ]
             self._next_id = max(numbers, default=self._next_id - 1) + 1
         return [(one, prompt_text(prompt)) for one, prompt in zip(requests, listed, strict=True)]
-
-    def _free_numbers(self, count: int) -> list[int]:
-        """Return the next `count` numbers that are not ids of unfinished requests."""
-        taken = self.engine.unfinished_ids
-        free = (number for number in itertools.count(self._next_id) if str(number) not in taken)
-        return list(itertools.islice(free, count))
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:

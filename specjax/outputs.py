@@ -42,7 +42,7 @@ class ToolCall:
 class ChatMessage:
     """An output of `LLM.chat`, divided into the parts of an assistant's message."""
 
-    content: str | None  # None if there is no text beside tool calls
+    content: str | None  # None if there is no text apart from tool calls
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 

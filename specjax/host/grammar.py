@@ -276,7 +276,7 @@ def _as_lark(name: str, value: Any) -> str:
     if name == "grammar":
         return value
     if name == "json":
-        return f"start: %json {_styled_schema(value)}"
+        return f"start: %json {styled_schema(value)}"
     if name == "choice":
         value = "|".join("".join(map(_as_regex, text)) for text in value)
     import llguidance
@@ -288,7 +288,12 @@ def _as_regex(char: str) -> str:
     return char if char.isalnum() or ord(char) > 127 else f"\\x{{{ord(char):x}}}"
 
 
-def _styled_schema(schema: Any) -> str:
+def styled_schema(schema: Any) -> str:
+    """Return a JSON schema as text, with the style of `json.dumps` as its default.
+
+    Raises:
+        ValueError: it is not a schema.
+    """
     schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}

@@ -170,7 +170,7 @@ def cast(text: Any, schema: Any) -> Any:
     """
     if not isinstance(text, str):
         return text
-    for name in _types(schema):
+    for name in schema_types(schema):
         try:
             return _CASTS[name](text)
         except (KeyError, ValueError):
@@ -178,13 +178,14 @@ def cast(text: Any, schema: Any) -> Any:
     return text
 
 
-def _types(schema: Any) -> list[str]:
+def schema_types(schema: Any) -> list[str]:
+    """Return the types that a JSON schema names for a value, in order."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")
     types = [declared] if isinstance(declared, str) else list(declared or ())
     for name in "anyOf", "oneOf":
-        types += [one for choice in schema.get(name) or () for one in _types(choice)]
+        types += [one for choice in schema.get(name) or () for one in schema_types(choice)]
     return [*types, *(["null"] if schema.get("nullable") else [])]
 
 

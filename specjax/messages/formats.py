@@ -55,6 +55,10 @@ class ResponseFormat:
     template: Mapping[str, Any]
     form: CallForm | None
 
+    def fits(self, chat_template: str) -> bool:
+        """Return whether a chat template has all signs of this format."""
+        return all(sign in chat_template for sign in self.signs)
+
     @cached_property
     def parsed(self) -> ResponseTemplate:
         """The template, ready for a parser."""
@@ -62,7 +66,7 @@ class ResponseFormat:
 
 
 QWEN3 = ResponseFormat(
-    signs=("<|im_start|>", "<tool_call>", '{"name": '),
+    signs=("<|im_start|>", "<tool_call>"),
     template={
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
@@ -77,9 +81,7 @@ QWEN3 = ResponseFormat(
             "content": {"close": ["<|im_end|>", "<|endoftext|>"]},
         },
     },
-    form=CallForm(
-        ('<tool_call>\n{"name": "', '", "arguments": '), "}\n</tool_call>", between="\n"
-    ),
+    form=CallForm(('<tool_call>\n{"name": "', '", "arguments": '), "}\n</tool_call>", between="\n"),
 )
 QWEN3_CODER = ResponseFormat(
     signs=("<|im_start|>", "<function=", "<parameter="),
@@ -150,7 +152,7 @@ HARMONY = ResponseFormat(
                 "join": "\n",
             },
             "tool_calls": {
-                # The recipient stands before or after the channel.
+                # The recipient is before or after the channel.
                 "open_pattern": _TURN
                 + rf"(?:{_RECIPIENT}<\|channel\|>\w+|<\|channel\|>\w+{_RECIPIENT})"
                 + _KIND,
@@ -211,7 +213,7 @@ MISTRAL_LIST = ResponseFormat(
         },
     },
     form=CallForm(
-        ('{"name": "', '", "arguments": '), "}", first="[TOOL_CALLS][", between=", ", last="]"
+        ('{"name": "', '", "arguments": '), "}", first="[TOOL_CALLS] [", between=", ", last="]"
     ),
 )
 LLAMA3 = ResponseFormat(
@@ -233,6 +235,31 @@ LLAMA3 = ResponseFormat(
         },
     },
     form=CallForm(('{"name": "', '", "parameters": '), "}", between=None),
+)
+DEEPSEEK_V3 = ResponseFormat(
+    signs=("<｜tool▁sep｜>", "```json"),
+    template={
+        "start_anchor": ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"],
+        "fields": {
+            "reasoning": _THINK,
+            "tool_calls": {
+                "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function"
+                r"<｜tool▁sep｜>(?P<name>[^\s<]+)\s+```json\n",
+                "close_pattern": r"\n```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {"close": ["</think>", "<｜end▁of▁sentence｜>"]},
+        },
+    },
+    form=CallForm(
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
+        "\n```<｜tool▁call▁end｜>",
+        first="<｜tool▁calls▁begin｜>",
+        between="\n",
+        last="<｜tool▁calls▁end｜>",
+    ),
 )
 DEEPSEEK_V31 = ResponseFormat(
     signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
@@ -288,6 +315,7 @@ FORMATS: Mapping[str, ResponseFormat] = {
     "mistral": MISTRAL,
     "mistral_list": MISTRAL_LIST,
     "llama3": LLAMA3,
+    "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "gemma4": GEMMA4,
 }

@@ -43,8 +43,8 @@ class CallShape:
         is_mapping = isinstance(transform, Mapping)
         function = transform.get("function", transform) if is_mapping else transform
         if isinstance(function, Mapping):
-            paths = [_path(function.get(key), where, key) for key in ("name", "arguments")]
-            return cls(*paths, is_list)
+            name, arguments = function.get("name"), function.get("arguments")
+            return cls(_path(name, where, "name"), _path(arguments, where, "arguments"), is_list)
         whole = _path(function, where, "function")
         return cls((*whole, "name"), (*whole, "arguments"), is_list)
 

@@ -63,6 +63,11 @@ class ResponseParser:
         """The part of the message to which the next text belongs, as far as it is known."""
         return None if self._field is None else self._field.part
 
+    @property
+    def has_prefix(self) -> bool:
+        """Whether the prompt has the beginning of the response."""
+        return self._num_given > 0
+
     def feed(self, text: str) -> MessageDelta:
         """Return what the message gains by more text."""
         self._text += text

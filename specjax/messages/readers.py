@@ -15,7 +15,7 @@ from specjax.messages.deltas import Calls
 from specjax.messages.stripped import Stripped
 
 _PIECES = regex.compile(r'[^"\\{}\[\]:,]+|.', regex.DOTALL)
-_BETWEEN = " \t\r\n[],;}"  # what may stand between calls, and a bracket too many
+_BETWEEN = " \t\r\n[],;}"  # may occur between calls; the last is a bracket too many
 _OPENING, _CLOSING = frozenset("{["), frozenset("}]")
 
 
@@ -57,7 +57,7 @@ class JsonArguments:
 class JsonObjects:
     """Each JSON object in the text is a call, with its name and its arguments under two keys.
 
-    Objects may stand in a list, or after each other. Arguments are passed on as written; if they
+    Objects may be in a list, or follow each other. Arguments are passed on as written; if they
     are a JSON text within a string, as that text.
     """
 

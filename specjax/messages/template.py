@@ -76,7 +76,9 @@ class ResponseTemplate:
             raise ValueError(f"{where}.fields={fields!r} must be a mapping of names to fields")
         read = [_read_field(name, one, f"{where}.fields.{name}") for name, one in fields.items()]
         if sum(field.open is None for field in read) > 1:
-            raise ValueError(f"{where}.fields: only one field may have neither open nor open_pattern")
+            raise ValueError(
+                f"{where}.fields: only one field may have neither open nor open_pattern"
+            )
         parts = [field.part for field in read]
         if len(set(parts)) < len(parts):
             raise ValueError(f"{where}.fields: a part has two fields, under several names: {parts}")
@@ -87,10 +89,9 @@ class ResponseTemplate:
         kept = (field for field in self.fields if field.part != CALLS)
         return replace(self, fields=tuple(kept))
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether the template says how tool calls are written."""
-        return any(field.part == CALLS for field in self.fields)
+    def has_part(self, part: str) -> bool:
+        """Return whether the template says how a part of a message is written."""
+        return any(field.part == part for field in self.fields)
 
 
 def _check_keys(given: Mapping[str, Any], known: set[str], where: str) -> None:
