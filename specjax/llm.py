@@ -1,5 +1,6 @@
 """Contains `LLM`, the public entry point, which continues prompts."""
 
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,7 @@ from specjax.engine.progress import progress
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
-from specjax.messages.chat import Chat, with_effort
-from specjax.messages.tools import read_tool_choice
+from specjax.messages.chat import Chat, ChatOptions
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
@@ -29,7 +29,6 @@ from specjax.text.prompts import (
     Prompt,
     RequestMaker,
     as_prompt_list,
-    free_numbers,
     one_each,
     params_each,
     prompt_text,
@@ -208,11 +207,6 @@ class LLM(VllmMethods):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        tool_choice: str | Mapping[str, Any] = "auto",
-        parallel_tool_calls: bool = True,
-        reasoning_effort: str | None = None,
-        response_template: str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
@@ -228,28 +222,25 @@ class LLM(VllmMethods):
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
-            tool_choice: "auto", "none", "required", or a function that has to be called.
-            parallel_tool_calls, reasoning_effort: as in OpenAI's API.
-            response_template: how responses are read, see docs/tools.md; None for the checkpoint's.
-            options: further arguments of `generate`.
+            options: tool_choice, parallel_tool_calls, reasoning_effort and response_template (see
+                `ChatOptions`), and further arguments of `generate`.
 
         Raises:
             ValueError: messages cannot be rendered, or as for `generate`.
             CheckpointError: there is no chat template.
         """
         self._check_open()
+        chosen, options = ChatOptions.split({"tools": tools, **options})
         chat = Chat.of(
             self.get_tokenizer(),
             messages,
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            chosen,
             content_format=chat_template_content_format,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            choice=read_tool_choice(tools, tool_choice, parallel_tool_calls),
-            tools=tools,
-            variables=with_effort(chat_template_kwargs, reasoning_effort),
-            response_template=response_template,
+            variables=chat_template_kwargs,
         )
         outputs = self.generate(chat.prompts, chat.params, use_tqdm, lora_request, **options)
         return chat.read(outputs)
@@ -270,7 +261,7 @@ class LLM(VllmMethods):
         where = "prompt" if request_id is None else f"request {request_id!r}"
         with self._lock:
             self._check_awake()
-            (number,) = free_numbers(self._next_id, self.engine.unfinished_ids, 1)
+            (number,) = self._free_numbers(1)
             request = self.request_maker.make(
                 prompt, sampling_params, number, where, request_id=request_id, priority=priority
             )
@@ -415,7 +406,7 @@ class LLM(VllmMethods):
         priorities = one_each("priority", 0 if priority is None else priority, len(listed))
         with self._lock:
             self._check_awake()
-            numbers = free_numbers(self._next_id, self.engine.unfinished_ids, len(listed))
+            numbers = self._free_numbers(len(listed))
             requests = [
                 self.request_maker.make(
                     prompt, params, numbers[i], f"prompt {i}", priority=priorities[i]
@@ -424,6 +415,12 @@ class LLM(VllmMethods):
             ]
             self._next_id = max(numbers, default=self._next_id - 1) + 1
         return [(one, prompt_text(prompt)) for one, prompt in zip(requests, listed, strict=True)]
+
+    def _free_numbers(self, count: int) -> list[int]:
+        """Return the next `count` numbers that are not ids of unfinished requests."""
+        taken = self.engine.unfinished_ids
+        free = (number for number in itertools.count(self._next_id) if str(number) not in taken)
+        return list(itertools.islice(free, count))
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:

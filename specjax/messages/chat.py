@@ -1,14 +1,14 @@
 """Decides how the responses of a chat are generated and read as messages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from specjax.messages.formats import FORMATS, CallForm
 from specjax.messages.grammar import CallGrammar
 from specjax.messages.parser import ResponseParser
 from specjax.messages.template import CALLS, ResponseTemplate
-from specjax.messages.tools import ToolChoice
+from specjax.messages.tools import ToolChoice, read_tool_choice
 from specjax.outputs import CompletionOutput, RequestOutput
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 from specjax.text.chat import render_conversations
@@ -135,6 +135,63 @@ class ChatFormat:
         return replace(response, params=forced)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What a chat allows in responses, and how they are read.
+
+    Attributes:
+        tools: functions that the model may call, in OpenAI's form; None for none.
+        tool_choice: "auto", "none", "required", or a function that has to be called, in OpenAI's
+            form.
+        parallel_tool_calls: whether there may be several calls.
+        reasoning_effort: a variable of the chat template, like "low"; None for its default.
+        response_template: see `ChatFormat`.
+
+    Raises:
+        ValueError: an option is malformed, or they contradict each other.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    response_template: str | Mapping[str, Any] | None = None
+    choice: ToolChoice = field(init=False)
+
+    def __post_init__(self):
+        choice = read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
+        object.__setattr__(self, "choice", choice)
+        effort = self.reasoning_effort
+        if effort is not None and (not isinstance(effort, str) or not effort):
+            raise ValueError(
+                f"reasoning_effort={effort!r} must be a text that the chat template knows, like "
+                "'low', 'medium' or 'high'"
+            )
+
+    @classmethod
+    def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
+        """Return the options that are in a mapping, and the rest of the mapping."""
+        names = {one.name for one in fields(cls) if one.init}
+        rest = {name: value for name, value in given.items() if name not in names}
+        return cls(**{name: value for name, value in given.items() if name in names}), rest
+
+    def variables(self, given: Any) -> Any:
+        """Return the variables `given` for a chat template, with the effort.
+
+        Raises:
+            ValueError: they have another effort.
+        """
+        effort = self.reasoning_effort
+        if effort is None or not isinstance(given, Mapping):
+            return {} if given is None else given
+        if given.get("reasoning_effort", effort) != effort:
+            raise ValueError(
+                f"reasoning_effort={effort!r}, and chat_template_kwargs has "
+                f"{given['reasoning_effort']!r}; leave one out"
+            )
+        return {**given, "reasoning_effort": effort}
+
+
 @dataclass(frozen=True)
 class Chat:
     """Conversations as prompts, and how the response to each is generated and read."""
@@ -148,31 +205,40 @@ class Chat:
         tokenizer: ChatTokenizer,
         messages: Any,
         sampling_params: Any,
+        options: ChatOptions,
         *,
-        choice: ToolChoice,
-        response_template: str | Mapping[str, Any] | None = None,
-        tools: Any = None,
+        variables: Any,
         chat_template: str | None = None,
-        **options: Any,
+        **rendering: Any,
     ) -> "Chat":
         """Render conversations, and decide how responses are read.
 
         Args:
             sampling_params: one for all conversations, or a list with one for each.
-            response_template: see `ChatFormat`.
-            options: further arguments of `render_conversations`.
+            variables: further variables of the chat template; None for none.
+            rendering: further arguments of `render_conversations`.
 
         Raises:
             ValueError: an argument cannot be served.
             CheckpointError: there is no chat template.
         """
+        tools = options.tools
         prompts = render_conversations(
-            tokenizer, messages, tools=tools, chat_template=chat_template, **options
+            tokenizer,
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            variables=options.variables(variables),
+            **rendering,
         )
         template = tokenizer.find_template(chat_template, has_tools=tools is not None)
-        known = ChatFormat(tokenizer, template, response_template)
-        each = zip(prompts, params_each(sampling_params, len(prompts)), strict=True)
-        responses = [known.response(one.get("prompt", ""), params, choice) for one, params in each]
+        known = ChatFormat(tokenizer, template, options.response_template)
+        params = params_each(sampling_params, len(prompts))
+        texts = [prompt.get("prompt", "") for prompt in prompts]
+        responses = [
+            known.response(text, one, options.choice)
+            for text, one in zip(texts, params, strict=True)
+        ]
         return cls(prompts, responses)
 
     @property
@@ -183,27 +249,3 @@ class Chat:
     def read(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Return outputs whose samples have messages."""
         return [one.read(output) for one, output in zip(self.responses, outputs, strict=True)]
-
-
-def with_effort(
-    variables: Mapping[str, Any] | None, reasoning_effort: str | None
-) -> Mapping[str, Any]:
-    """Return the variables of a chat template, with `reasoning_effort` unless it is None.
-
-    Raises:
-        ValueError: the effort is not a text, or `variables` has another one.
-    """
-    found = {} if variables is None else variables
-    if reasoning_effort is None:
-        return found
-    if not isinstance(reasoning_effort, str) or not reasoning_effort:
-        raise ValueError(
-            f"reasoning_effort={reasoning_effort!r} must be a text that the chat template knows, "
-            "like 'low', 'medium' or 'high'"
-        )
-    if found.get("reasoning_effort", reasoning_effort) != reasoning_effort:
-        raise ValueError(
-            f"reasoning_effort={reasoning_effort!r}, and chat_template_kwargs has "
-            f"{found['reasoning_effort']!r}; leave one out"
-        )
-    return {**found, "reasoning_effort": reasoning_effort}

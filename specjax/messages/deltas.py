@@ -60,9 +60,7 @@ class Calls:
         """Begin the next call."""
         self.num_begun += 1
         if self._is_over_limit:
-            _LOG.warning(
-                "parallel_tool_calls=False: the model's further call of %s is left out", name
-            )
+            _LOG.warning("parallel_tool_calls=False: a further call, of %s, is left out", name)
         else:
             self._new.append(CallDelta(self.num_begun - 1, "", new_call_id(), name))
 

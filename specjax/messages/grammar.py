@@ -10,7 +10,7 @@ from specjax.messages.contents import schema_types
 from specjax.messages.formats import CallForm
 from specjax.messages.tools import Function
 
-_SPACE = r"/[ \n]{0,4}/"  # models write line breaks before calls
+_SPACE = r"/\n{0,2}/"  # models write line breaks before calls
 
 
 class CallGrammar:

@@ -131,9 +131,11 @@ class ResponseParser:
         if self._reader is not None:
             self._reader.feed(self._text[self._position : end])
         elif self._field is not None:
-            text, start = self._texts[self._field.part], max(self._position, self._num_given)
-            text.feed(self._text[self._position : start])  # of the prompt
-            self._new[self._field.part] += text.feed(self._text[start:end])
+            text = self._texts[self._field.part]
+            text.feed(self._text[self._position : min(end, self._num_given)])  # of the prompt
+            self._new[self._field.part] += text.feed(
+                self._text[max(self._position, self._num_given) : end]
+            )
         self._position = max(self._position, end)
 
     def _enter(self, field: Field, found: Found) -> None:

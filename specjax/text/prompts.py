@@ -3,9 +3,8 @@
 Errors name the prompt, the value and the remedy.
 """
 
-import itertools
 import sys
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NotRequired, TypedDict
@@ -110,12 +109,6 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
             f"{name} has {len(given)} entries for {count} prompts; give one, or one per prompt"
         )
     return list(given)
-
-
-def free_numbers(first: int, taken: Container[Hashable], count: int) -> list[int]:
-    """Return the next `count` numbers, from `first` on, that are not ids in `taken`."""
-    free = (number for number in itertools.count(first) if str(number) not in taken)
-    return list(itertools.islice(free, count))
 
 
 def params_each(given: Any, count: int) -> list[SamplingParams]:
