@@ -26,6 +26,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "EngineArgs",
@@ -38,6 +39,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
 ]
 
 _MODULES = {
@@ -46,9 +48,11 @@ _MODULES = {
     "AsyncEngineArgs": "specjax.engine_args",
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
+    "ChatMessage": "specjax.outputs",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
     "Logprob": "specjax.outputs",
+    "ToolCall": "specjax.outputs",
     "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",

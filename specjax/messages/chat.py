@@ -181,9 +181,9 @@ class ChatOptions:
         Raises:
             ValueError: they have another effort.
         """
-        effort = self.reasoning_effort
+        effort, given = self.reasoning_effort, {} if given is None else given
         if effort is None or not isinstance(given, Mapping):
-            return {} if given is None else given
+            return given
         if given.get("reasoning_effort", effort) != effort:
             raise ValueError(
                 f"reasoning_effort={effort!r}, and chat_template_kwargs has "

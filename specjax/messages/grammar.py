@@ -1,11 +1,9 @@
 """Writes grammars, in llguidance's Lark, that force a model to call functions."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.host.grammar import styled_schema
+from specjax.host.lark import LarkWriter
 from specjax.messages.contents import schema_types
 from specjax.messages.formats import CallForm
 from specjax.messages.tools import Function
@@ -17,15 +15,11 @@ class CallGrammar:
     """The grammar of a response that calls functions, in a form.
 
     Args:
-        special_ids: the ids of the tokenizer's special tokens, which llguidance does not treat as
-            text.
+        special_ids: see `LarkWriter`.
     """
 
     def __init__(self, form: CallForm, special_ids: Mapping[str, int]):
-        self._form, self._special_ids = form, special_ids
-        names = sorted(special_ids, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
-        self._rules: list[str] = []
+        self._form, self._writer = form, LarkWriter(special_ids)
 
     def write(
         self, functions: Sequence[Function], *, is_parallel: bool, is_reasoning: bool | None
@@ -38,38 +32,24 @@ class CallGrammar:
             is_reasoning: True if the response begins within reasoning, False if it may have none,
                 None if it may begin with reasoning.
         """
-        form = self._form
-        self._rules = []
+        form, text = self._form, self._writer.text
         opening, closing = form.reasoning
-        thought = f"{self._until(closing)} {_SPACE}"
-        before = {True: thought, False: "", None: f"({self._text(opening)} {thought})?"}
+        thought = f"{self._writer.until(closing)} {_SPACE}"
+        before = {True: thought, False: "", None: f"({text(opening)} {thought})?"}
         calls = "call"
         if is_parallel and form.between is not None:
-            calls = f"call ({self._text(form.between)} call)*"
-        parts = _SPACE, self._text(form.first), calls, self._text(form.last)
-        named = [self._rule("function", self._call(function)) for function in functions]
+            calls = f"call ({text(form.between)} call)*"
+        named = [self._writer.rule("function", self._call(function)) for function in functions]
+        start = before[is_reasoning], _SPACE, text(form.first), calls, text(form.last)
         return "\n".join(
-            (
-                f"start: {before[is_reasoning]} {' '.join(parts)}",
-                f"call: {' | '.join(named)}",
-                *self._rules,
-            )
+            (f"start: {' '.join(start)}", f"call: {' | '.join(named)}", *self._writer.rules)
         )
-
-    def _rule(self, kind: str, body: str, options: str = "") -> str:
-        """Add a rule, and return its name."""
-        name = f"{kind}_{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
 
     def _call(self, function: Function) -> str:
         before, after = self._form.name
-        opening = self._text(before + function.name + after)
-        arguments = self._tags if self._form.parameter else self._json
-        return f"{opening} {arguments(function.parameters)} {self._text(self._form.end)}"
-
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return self._rule("json", f"%json {styled_schema(schema)}")
+        opening = self._writer.text(before + function.name + after)
+        arguments = self._tags if self._form.parameter else self._writer.json
+        return f"{opening} {arguments(function.parameters)} {self._writer.text(self._form.end)}"
 
     def _tags(self, schema: Mapping[str, Any]) -> str:
         """Return the arguments as texts around keys and values, in the order of the schema."""
@@ -79,37 +59,14 @@ class CallGrammar:
         required, parts = schema.get("required", ()), []
         for key, value in schema.get("properties", {}).items():
             value = {} if isinstance(value, bool) else value
-            part = f"{self._text(before + key + middle)} {self._value(value, shared, after)}"
+            part = f"{self._writer.text(before + key + middle)} {self._value(value, shared, after)}"
             parts.append(part if key in required else f"({part})?")
         return " ".join(parts)
 
     def _value(self, schema: Mapping[str, Any], shared: Mapping[str, Any], after: str) -> str:
-        types, choices = schema_types(schema), schema.get("enum")
+        types, choices, text = schema_types(schema), schema.get("enum"), self._writer.text
         if choices and all(isinstance(choice, str) for choice in choices):
-            return f"({' | '.join(map(self._text, choices))}) {self._text(after)}"
+            return f"({' | '.join(map(text, choices))}) {text(after)}"
         if types and "string" not in types:
-            return f"{self._json({**schema, **shared})} {self._text(after)}"
-        return self._until(after)
-
-    def _text(self, text: str) -> str:
-        """Return a text that the response has, with special tokens by their ids."""
-        return " ".join(self._pieces(text))
-
-    def _pieces(self, text: str) -> list[str]:
-        split = [text] if self._special is None else self._special.split(text)
-        return [
-            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece)
-            for piece in split
-            if piece
-        ]
-
-    def _until(self, end: str) -> str:
-        """Return any text up to the first occurrence of `end`, including it."""
-        first = next(iter(self._pieces(end)))
-        if not first.startswith('"'):  # a special token ends any text
-            return f"/(?s:.*)/ {self._text(end)}"
-        text = json.loads(first)
-        pattern = "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02x}" for c in text)
-        return (
-            f"{self._rule('until', f'/(?s:.*){pattern}/', '[lazy]')} {self._text(end[len(text) :])}"
-        )
+            return f"{self._writer.json({**schema, **shared})} {text(after)}"
+        return self._writer.until(after)

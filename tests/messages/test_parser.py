@@ -224,9 +224,7 @@ STANDARD = {
             "close": ["</call>", "</call>!"],
             "repeats": True,
             "content": "json",
-            "transform": {
-                "function": {"name": "{content.fn.name}", "arguments": "{content.args}"}
-            },
+            "transform": {"function": {"name": "{content.fn.name}", "arguments": "{content.args}"}},
         },
         '<call>{"fn": {"name": "f"}, "args": {"a": 1}}</call>!<call>oops</call>',
     ),

@@ -108,8 +108,8 @@ RESPONSES: dict[str, list[tuple[str, ChatMessage]]] = {
     ],
     "gemma4": [
         (
-            "<|channel>thought\nhm\n<channel|><|tool_call>call:f{a:<|\"|>b: \"c\", {d:1}<|\"|>,"
-            "n:-3,l:[<|\"|>x<|\"|>,{k:true}]}<tool_call|><|tool_call>call:g{}<tool_call|>",
+            '<|channel>thought\nhm\n<channel|><|tool_call>call:f{a:<|"|>b: "c", {d:1}<|"|>,'
+            'n:-3,l:[<|"|>x<|"|>,{k:true}]}<tool_call|><|tool_call>call:g{}<tool_call|>',
             ChatMessage(
                 None,
                 "hm",
