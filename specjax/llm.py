@@ -16,6 +16,7 @@ from specjax.engine.progress import progress
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
+from specjax.messages.chat import Chat, ChatOptions
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
@@ -23,13 +24,13 @@ from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
 from specjax.serving.vllm_methods import VllmMethods
-from specjax.text.chat import render_conversations
 from specjax.text.completions import Growing, Outputs, samples_of
 from specjax.text.prompts import (
     Prompt,
     RequestMaker,
     as_prompt_list,
     one_each,
+    params_each,
     prompt_text,
     refuse_lora,
     truncated,
@@ -220,6 +221,8 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
 
+        Each sample's `message` has its content, reasoning and tool calls; see docs/tools.md.
+
         Args:
             messages: each message's content is a text, or a list of {"type": "text", "text": ...}.
             chat_template: a Jinja template, or the name of a template in the checkpoint.
@@ -229,24 +232,28 @@ class LLM(VllmMethods):
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
-            options: further arguments of `generate`.
+            options: tool_choice, parallel_tool_calls, reasoning_effort and response_template (see
+                `ChatOptions`), and further arguments of `generate`.
 
         Raises:
             ValueError: messages cannot be rendered, or as for `generate`.
             CheckpointError: there is no chat template.
         """
         self._check_open()
-        prompts = render_conversations(
+        chosen, options = ChatOptions.split({"tools": tools, **options})
+        chat = Chat.of(
             self.get_tokenizer(),
             messages,
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            chosen,
             content_format=chat_template_content_format,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
-            variables=chat_template_kwargs or {},
+            variables=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **options)
+        outputs = self.generate(chat.prompts, chat.params, use_tqdm, lora_request, **options)
+        return chat.read(outputs)
 
     def make_request(
         self,
@@ -405,9 +412,7 @@ class LLM(VllmMethods):
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if tokenization_kwargs:
             given = truncated(given, tokenization_kwargs)
-        all_params = one_each("sampling_params", given, len(listed))
-        if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
-            raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
+        all_params = params_each(given, len(listed))
         priorities = one_each("priority", 0 if priority is None else priority, len(listed))
         with self._lock:
             self._check_awake()

@@ -60,7 +60,6 @@ STRUCTURED: Mapping[str, Taken] = {
     "disable_any_whitespace": Taken((False,), "a grammar can exclude whitespace"),
     "disable_additional_properties": Taken((False,), 'say "additionalProperties": false'),
     "whitespace_pattern": Taken((None,), "a grammar can define whitespace"),
-    "structural_tag": Taken((None,), "a grammar can have text around JSON"),
 }
 SPECULATION: Mapping[str, Taken] = {
     **dict.fromkeys(
