@@ -149,7 +149,7 @@ class SpeculativeConfig:
         where = "speculative_config.prompt_lookup"
         named = {f"{where}_min": low, f"{where}_max": high}
         check_positive(**{name: value for name, value in named.items() if value is not None})
-        # If only one of them is given, it is both, as in vLLM.
+        # If only one of them is given, the other gets the same value, as in vLLM.
         if low is None and high is None:
             low, high = 2, 5
         low, high = high if low is None else low, low if high is None else high
@@ -281,9 +281,9 @@ class EngineConfig:
         kernels: implementation of the GPU operations.
         collectives: how several GPUs exchange sums: "auto" (XLA's choice), "nccl" (the library), or
             "graph" (NCCL inside of CUDA graphs). See `collective_options`.
-        async_scheduling: plan and launch a step before reading the one before it.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         compile_ahead: compile every shape before the first request instead of in the background.
-        exact: run every step in one shape, so that results depend only on the request.
+        exact: one shape for chunks and one for rounds, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.
@@ -395,7 +395,7 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
     def _usual_batches(self) -> tuple[int, ...]:
-        """Return powers of two up to max_num_seqs."""
+        """Return max_num_seqs and the powers of two below it. In exact mode, return one size."""
         if self.exact:
             return (max(self.max_num_seqs, EXACT_BATCH),)
         return growing(1, self.max_num_seqs, 2)
@@ -403,8 +403,8 @@ class EngineConfig:
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
         """Return chunk shapes. Widths double up to the budget, each for 1, 4, 16, ... prompts.
 
-        A padding row costs as much as a token, and a full engine mostly runs a few short chunks
-        next to a round. Padding takes at most three quarters of a batch.
+        So a batch has less than four times as many rows as chunks. This matters because a padding
+        row takes as long as a chunk. In exact mode, there is one shape.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)

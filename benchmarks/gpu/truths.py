@@ -127,6 +127,15 @@ def scaled_matmul(x: Array, values: Array, scales: Array, block: tuple[int, int]
     return f64(x) @ (f64(values) * f64(scales)[np.ix_(*numbers)]).T
 
 
+def packed_matmul(x: Array, values: Array, scales: Array, zeros: Array, group: int) -> Array:
+    """Return the products with a matrix of 4-bit numbers; see the kernel's docstring."""
+    size, depth = math.gcd(group, 64), x.shape[1]
+    runs = values.reshape(len(values), -1, size)
+    numbers = np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(values), -1)[:, :depth]
+    groups = np.arange(depth) // group
+    return f64(x) @ ((numbers - f64(zeros)[groups].T) * f64(scales)[groups].T).T
+
+
 def route(
     logits: Array, num_chosen: int, rule: Rule, correction: Array | None, is_padding: Array
 ) -> tuple[Array, ...]:

@@ -1,10 +1,12 @@
 """Attention over latents in two Triton kernels.
 
 The first is a flash kernel, in which several programs may divide a request's context. The second
-kernel combines their results. A program of the first kernel computes up to `block_rows` of a
-request's T H rows. It reads every `num_splits`-th block of `block_tokens` tokens in the request's
-context. An entry is read once, and used both as key and as value. As in paged attention, a row's
-bits depend neither on other requests nor on other rows of its request.
+kernel combines their results.
+
+A program of the first kernel computes up to `block_rows` of a request's T H rows. It reads every
+`num_splits`-th block of `block_tokens` tokens in the request's context. An entry is read once, and
+used both as key and as value. As in paged attention, a row's bits depend neither on other requests
+nor on other rows of its request.
 """
 
 import functools
@@ -259,9 +261,9 @@ def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of its splits' results [splits, rank].
+    """Write one row of the output, the weighted sum of the results of parts of its context.
 
-    A split's weight follows from the maximum of its scores.
+    The weight of a part's result [rank] follows from the maximum of the part's scores.
     """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]

@@ -1,11 +1,13 @@
 """Paged attention in two Triton kernels.
 
 The first is a flash kernel, in which several programs may divide a request's context. The second
-kernel combines their results. A program of the first kernel computes up to `block_rows` of the T G
-rows of one request and key head. It reads every `num_splits`-th block of `block_tokens` tokens in
-the request's context. So a block's number alone determines which program adds the block, and in
-which order. Blocks that a row does not attend to add exactly 0. A row's bits thus depend neither on
-other requests nor on other rows of its request.
+kernel combines their results.
+
+A program of the first kernel computes up to `block_rows` of the T G rows of one request and key
+head. It reads every `num_splits`-th block of `block_tokens` tokens in the request's context. So a
+block's number alone determines which program processes it, and in which order results are added.
+Blocks that a row does not attend to add exactly 0. A row's bits thus depend neither on other
+requests nor on other rows of its request.
 """
 
 import functools
@@ -251,9 +253,9 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of its splits' results [splits, D].
+    """Write one row of the output, the weighted sum of the results of parts of its context.
 
-    A split's weight follows from the maximum of its scores.
+    The weight of a part's result [D] follows from the maximum of the part's scores.
     """
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]

@@ -1,4 +1,4 @@
-"""One Triton kernel for all operations between the projection of q, k and v and attention."""
+"""A Triton kernel for all operations after the projection of q, k and v and before attention."""
 
 import functools
 from dataclasses import dataclass

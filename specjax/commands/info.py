@@ -202,10 +202,10 @@ class Described:
         return cls(plan, *models, plan.num_drafts, page_size, windows)
 
     def slot(self, dtype: str) -> dict[str, int] | None:
-        """Return the bytes per request that the target keeps outside pages, by part.
+        """Return the bytes per request that the target keeps outside pages, by name.
 
-        The parts are "state" and the inputs that are needed to advance the state. Return None if
-        the target is not recurrent.
+        The names are "state" and names of inputs that are needed to advance the state. Return None
+        if the target is not recurrent.
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
@@ -226,18 +226,18 @@ class Described:
         )
 
     def needs(self, dtype: str) -> Needs:
-        """Return the memory that is needed with one recurrent state per request.
+        """Return the memory for weights and requests.
 
-        An accepted token advances the state in the next round.
+        Each request of a recurrent target has one recurrent state.
         """
         own, drafter = self.plan.cache_bytes(dtype)
         weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the memory that is needed with K + 1 snapshots per request instead of one state.
+        """Return the memory for weights and requests if each request had K + 1 recurrent states.
 
-        The snapshots are the states after each token of a round. Return None if the target is not
+        Some engines keep the state after each token of a round. Return None if the target is not
         recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
@@ -297,7 +297,7 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
     """Return the bytes of the cache per token and per request.
 
-    For comparison, the result includes the bytes that snapshots of recurrent states would need.
+    For comparison, they include the bytes that K + 1 recurrent states per request would need.
     """
     (own, drafter), has_drafter = setup.plan.cache_bytes(dtype), setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
@@ -357,10 +357,10 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 def describe_gpu(
     setup: Described, each: Described, config: EngineConfig, gpu: GPU
 ) -> dict[str, Any]:
-    """Return the longest request and the largest batches that fit in bf16.
+    """Return the longest request that fits in bf16, and how many requests of some lengths fit.
 
-    The largest batches are numbers of requests, for several lengths of a request. `each` is `setup`
-    divided over GPUs of this kind.
+    `setup` describes the models on one device. `each` describes them on each of several GPUs over
+    which they are divided.
     """
     whole, needs = setup.needs("bfloat16"), each.needs("bfloat16")
     snapshots = each.needs_with_snapshots("bfloat16")

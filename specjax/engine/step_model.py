@@ -40,7 +40,7 @@ def step_model(
 def sizes_of_windows(
     config: EngineConfig, model: StepModel, max_drafts: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return a pair (window, number of pages) for each window whose layers have separate pages."""
+    """Return a pair (window, number of pages) for each sliding window that has separate pages."""
     return tuple((one, window_pages(config, one, max_drafts)) for one in model.windows)
 
 

@@ -3,24 +3,29 @@
     verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
     draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
     observe = W_o + S_d B T                       W_o: weights of the drafter's keys and values
-            = F B                                 if a later program observes, F: features of a row
+            = F B                                 if a later program observes, F: a row's features
     step   = verify + draft + observe
 
-These formulas are for B requests of c tokens, with T = K + 1 rows per request. The target has L
-attention layers, whose keys and values take S bytes per token and layer. Its recurrent states take
-R bytes per request. The drafter's cache takes S_d bytes per token. Drafting makes P passes over the
-drafter's weights: K passes, or one pass for all drafts.
+The step has B requests, each with c tokens of context and T = K + 1 rows. Weights and features are
+in bytes. The other symbols are:
 
-Weights are read once. States are read once and written once. Keys and values are read once per pass
-and written once; a layer with a window reads only the last tokens of the context. If a row uses k
-experts of a mixture, at most B T k experts are read, or B k in a pass that drafts one token. Each
-draft pass reads the context. Each draft pass but the first writes a new row to the cache.
+- S: the bytes of the target's keys and values, per token and layer, for L attention layers;
+- R: the bytes of the target's recurrent states, per request, which are read and written once;
+- S_d: the bytes of the drafter's cache, per token;
+- P: the number of passes over the drafter's weights: K, or 1 if one pass makes all drafts. Each
+  pass except the first writes a new row to the cache.
 
-W_o are the weights from which keys and values are computed. If the observed rows of a head give its
-first draft, W_o are all weights of the head, and observing also reads the context. A draft model
-counts like a target in each pass, and observes nothing. Activations are not counted, except in
-`Moved.with_activations`, which includes the embedded rows, and new keys and values that are read
-back.
+Some models differ from these formulas:
+
+- A layer with a window reads only the last tokens of the context.
+- If a row uses k experts of a mixture, at most B T k experts are read, or B k in a pass that drafts
+  one token.
+- If the observed rows of a head give its first draft, W_o are all weights of the head, and
+  observing also reads the context.
+- A draft model counts like a target in each pass, and observes nothing.
+
+Activations are not counted, except in `Moved.with_activations`, which includes the embedded rows,
+and new keys and values that are read back.
 """
 
 import math
@@ -50,7 +55,7 @@ _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 
 @dataclass(frozen=True)
 class Minimum:
-    """The minimum number of bytes of a step, by part."""
+    """The minimum number of bytes that a step moves, by purpose."""
 
     weights: int  # the target's weights, read once
     keys_and_values: int  # the target's keys and values, read once, and new rows, written once
@@ -158,7 +163,7 @@ def _cache_bytes(
     """Return three numbers of bytes for a target's caches.
 
     They are the keys and values that a new token writes, the keys and values that a request of
-    `context` tokens reads, and a request's recurrent states without rings.
+    `context` tokens reads, and a request's recurrent states, without its buffers of recent inputs.
     """
     new = read = state = 0
     for kind in target.cache_kinds:
@@ -198,10 +203,11 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
     """Return the bytes of a weight that are read.
 
-    Of the experts' matrices, only the experts that rows can use are read.
+    Of the experts' matrices and scales, only the experts that rows can use are read.
     """
     experts = getattr(target, "experts", None)
-    if experts is None or names[-1] not in ("gate_up", "down") or len(leaf.shape) != 3:
+    is_of_experts = {*names[-2:]} & {"gate_up", "down"} and len(leaf.shape) == 3
+    if experts is None or not is_of_experts:
         return _size(leaf)
     used = min(experts.num_experts, num_rows * experts.num_chosen)
     return _size(leaf) // experts.num_experts * used

@@ -32,6 +32,7 @@ from specjax.inspect import hlo_text, step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
 from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import Launch
+from specjax.inspect.kept import Kept
 from specjax.inspect.minimum import Minimum, minimum_bytes
 from specjax.inspect.resources import Resources
 
@@ -210,7 +211,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """The number of kernels of the step and of each part; "settle" excludes "observe"."""
+        """The number of kernels of the step and of each of `PARTS`, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -231,15 +232,15 @@ class StepReport:
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels that run for a batch that uses every optional part of a step.
+        """The kernels that run for a batch that uses all optional work of a step.
 
-        These parts are temperature, penalties, truncation, bias, bad words and log-probabilities.
+        This is temperature, penalties, truncation, bias, bad words and log-probabilities.
         """
         return [one for one in self.launches if one.is_taken_by(1)]
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The number of bytes moved by the step and by each part."""
+        """The number of bytes that the step and each of `PARTS` move, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes
@@ -273,9 +274,15 @@ def compile_step(
 
 
 def compile_steps(
-    requests: Sequence[StepRequest], *, resources: bool = False, timeout: float = 1800
+    requests: Sequence[StepRequest],
+    *,
+    resources: bool = False,
+    timeout: float = 1800,
+    kept: Kept | None = None,
 ) -> list[StepReport]:
     """Compile several steps in one process; return a report for each step.
+
+    See `compile_functions` for the keyword arguments.
 
     Raises:
         ValueError: a request does not describe a step, or the tools are missing.
@@ -299,7 +306,7 @@ def compile_steps(
         if (count := _max_deferred(request, part))
     }
     asked += [asked[i] | {"function": "observe_step"} for i in deferred]
-    made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout)
+    made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout, kept=kept)
     later = {
         i: _observed_later(count, one)
         for (i, count), one in zip(deferred.items(), made[len(requests) :], strict=True)

@@ -29,9 +29,9 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a step.
+    """The models of a step. The leaves of `params` are shapes instead of arrays.
 
-    The leaves of `params` are shapes. With several devices, some are shapes of divided arrays.
+    With several devices, some of them are shapes of divided arrays.
     """
 
     target: Model
@@ -42,7 +42,7 @@ class Parts:
 
     @property
     def local(self) -> "Parts":
-        """The components that each device runs, with the shapes of its parameters."""
+        """The models that each device runs, with the shapes of its parameters."""
         params = jax.tree.map(local_shape, self.params)
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 

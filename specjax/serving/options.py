@@ -38,6 +38,11 @@ class LLMOptions(TypedDict, total=False):
     max_logprobs: int
     logprobs_mode: str
     tensor_parallel_size: int
+    nnodes: int
+    node_rank: int | None
+    master_addr: str
+    master_port: int
+    distributed_timeout_seconds: int | None
     data_parallel_size: int
     enable_expert_parallel: bool
     kernels: str
@@ -71,6 +76,11 @@ DEFAULTS: LLMOptions = {
     "max_logprobs": 20,
     "logprobs_mode": "raw",
     "tensor_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": None,
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
+    "distributed_timeout_seconds": None,
     "data_parallel_size": 1,
     "enable_expert_parallel": False,
     "kernels": "auto",

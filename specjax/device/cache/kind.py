@@ -1,7 +1,7 @@
-"""The interface of cache kinds, which define a cache's arrays and how a layer's rows use them.
+"""The interface of cache kinds. A cache kind defines a cache's arrays, and how layers use them.
 
 A model lists its cache kinds, and each kind has one pytree of arrays. The step, the engine and the
-memory planning iterate over this list, and do not depend on specific kinds.
+memory planning iterate over this list. They do not depend on specific kinds.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -16,15 +16,15 @@ class CacheSizes(NamedTuple):
     """The capacity of a cache."""
 
     num_slots: int  # maximum number of resident requests
-    num_pages: int  # number of pages of layers without separate window pages
+    num_pages: int  # pages of all layers that have no separate `window_pages`
     page_size: int  # tokens per page
-    max_rows: int  # maximum number of rows per request in a step; some may be rejected
+    max_rows: int  # maximum number of rows per request in a step
     num_snapshots: int = 0  # number of snapshots of recurrent states
-    window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers with separate pages
+    window_pages: tuple[tuple[int, int], ...] = ()  # (window, number of its pages)
     page_format: PageFormat | None = None  # of 8-bit pages; None: pages have the model's dtype
 
     def pages(self, window: int | None) -> int:
-        """Return the number of pages of layers with this `window`."""
+        """Return the number of pages for layers with this `window` (None for no window)."""
         return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 
@@ -48,8 +48,8 @@ class CacheKind(Protocol):
     def is_recurrent(self) -> bool:
         """Whether requests have a state in addition to pages.
 
-        If so, the tokens of reused pages can be skipped only if a snapshot of the state is restored
-        as well.
+        If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
+        these tokens is restored.
         """
         ...
 
@@ -77,7 +77,7 @@ class CacheKind(Protocol):
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Create an empty cache for a model with `dtype`."""
+        """Return an empty cache. `dtype` is the model's dtype."""
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
@@ -90,7 +90,7 @@ class CacheKind(Protocol):
         """Copy the states of `slots` i32[B] to the snapshots `ids` i32[B]; return the snapshots.
 
         `ends` i32[B] is the number of tokens that each state includes. The states must include all
-        tokens in the caches, so that no tokens are pending. Out-of-range ids are ignored.
+        tokens in the caches. Out-of-range ids are ignored.
         """
         ...
 
@@ -104,7 +104,7 @@ class CacheKind(Protocol):
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run `rows` (`CachedRows`) on the cache; return the output [N, ...] and the new cache."""
+        """Run the layer on `rows` (`CachedRows`); return the output [N, ...] and the new cache."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
@@ -112,16 +112,16 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run one more step of drafting, in which every row of the sequences gets one more draft.
+        """In training, return one more drafting step's output, and `kept` with the step's entry.
 
-        Return the output, and `kept` with this step's entry. `kept` holds the entries of the
-        previous steps; it is () at first.
+        A drafting step makes one more draft after every row of the sequences. `kept` holds the
+        entries of the previous steps; it is () at first.
         """
         ...
 
 
 class PagesOnly:
-    """The base class of cache kinds whose only state is pages."""
+    """The base class of cache kinds that store everything in pages."""
 
     num_layers: int
     window: Any
@@ -171,10 +171,10 @@ class PagesOnly:
     def take(
         self, snapshots: None, ids: jax.Array, cache: Pages, slots: jax.Array, ends: jax.Array
     ) -> None:
-        """Return None: the pages themselves are kept."""
+        """Return None: pages need no snapshots."""
 
     def restore(
         self, cache: Pages, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
     ) -> Pages:
-        """Return the cache unchanged: the page table refers to the kept pages."""
+        """Return the cache unchanged: pages need no snapshots."""
         return cache

@@ -15,7 +15,7 @@ from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.latent_prompt import attend_plainly, head_dim
 from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
-from specjax.device.weights.latent_up import LatentUp
+from specjax.device.weights.latent_up import LatentProjection
 
 NORM_EPS = 1e-6  # of the latent norm; fixed, independent of the model's rms_norm_eps
 # Number of products that a GPU computes in the time that it takes to move one 16-bit number: 184
@@ -29,7 +29,7 @@ class ProjectedLatents(NamedTuple):
     q: jax.Array  # [N, H (D_n + D_r)]
     latent: jax.Array  # [N, R + D_r], the latent, then the key part shared by all heads
     norm: jax.Array  # [R], norm of the latent
-    up: LatentUp
+    up: LatentProjection
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles, f32[N, D_r / 2]
 
     def of_rows(self, part: slice) -> "ProjectedLatents":
@@ -45,10 +45,11 @@ class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
     A head's key is (W_k c, r) and its value is W_v c, where c is the latent and r is the rotated
-    part, which all heads share. The cache's pages hold c and r, and have the shape [layers, pages,
-    page_size, R + D_r]. Scales of tokens have the shape [layers, pages, page_size, 2], for c and
-    for r. Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to the
-    output, so that latents need not be expanded. Wide prefill chunks take the plain form, in which
+    part, which all heads share. The cache's pages [layers, pages, page_size, R + D_r] hold c and r.
+    Scales of tokens have the shape [layers, pages, page_size, 2], for c and for r.
+
+    Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to the output,
+    so that latents need not be expanded. Wide prefill chunks take the plain form, in which
     recomputing keys and values takes fewer operations.
     """
 
@@ -91,9 +92,9 @@ class LatentAttention(PagesOnly):
     def plain_width(self) -> float:
         """The estimated number of rows in a chunk above which the plain form is faster.
 
-        It does not depend on the context's length. For each context token and head, the operations
-        that the rows save must outweigh the additional work. This work is to project the token up,
-        to lay out its key and value, and to add outputs in f32.
+        It does not depend on the context's length. For each context token and head, the plain form
+        saves operations in every row, and adds work that does not depend on the rows: it projects
+        the token up, lays out its key and value, and adds outputs in f32.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim
@@ -153,8 +154,8 @@ class LatentAttention(PagesOnly):
         """Return the output [N, H, D_v] of one more drafting step, and `kept` with this step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
-        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
+        of the sequences. Row t of a later step is one more draft after row t of step 0. It attends
+        to rows 0 to t of step 0, and to row t of every later step up to its own, in one softmax.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))
@@ -192,8 +193,8 @@ class LatentAttention(PagesOnly):
     def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return x [N, heads, D_r] after rotation.
 
-        In the result, the first dimensions of all pairs come before the second dimensions. This
-        order does not affect scores, because queries and keys share it.
+        The result has the first dimensions of all pairs, and then the second dimensions. Scores do
+        not depend on this order, because queries and keys share it.
         """
         if self.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -123,8 +123,8 @@ class PagedAttention(PagesOnly):
         """Return the output [N, H, D_h] of one more drafting step, and `kept` with this step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
-        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
+        of the sequences. Row t of a later step is one more draft after row t of step 0. It attends
+        to rows 0 to t of step 0, and to row t of every later step up to its own, in one softmax.
         """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))
@@ -177,10 +177,11 @@ class PagedAttention(PagesOnly):
     ) -> jax.Array:
         """Return scaled and capped scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k.
 
-        k is [N, H_kv, D_h], N = B T, and H = H_kv G. Scores of hidden keys are -inf. Row t of q
-        sees rows 0 to t of k. If there is a window, it sees only keys among the last `window`
-        positions up to its own. Row t of q is at position t + `distance`, and row s of k is at
-        position s.
+        k is [N, H_kv, D_h], N = B T, and H = H_kv G. Row t of q sees rows 0 to t of k. Scores of
+        keys that a row does not see are -inf.
+
+        If there is a window, a row sees only keys among the last `window` positions up to its own.
+        Row t of q is at position t + `distance`, and row s of k is at position s.
         """
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
         scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))

@@ -1,11 +1,12 @@
 """Chain drafting: a one-layer head that runs once per draft, on its own previous output.
 
 At position p the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
-For verified rows, whose features come from the target, the head computes only keys and values. The
-keys and values of a row depend on no other row. A chain of drafts starts at the last verified row
-and continues with the head's own output. Rows written while drafting are overwritten when the same
-positions are verified, so the head's cache never needs a rollback (Li et al. 2024, EAGLE, section
-3).
+For verified rows, whose features come from the target, the head computes only keys and values. A
+chain of drafts starts at the last verified row and continues with the head's own output.
+
+The keys and values of a row depend on no other row. Rows written while drafting are overwritten
+when the same positions are verified. So the head's cache never needs a rollback (Li et al. 2024,
+EAGLE, section 3).
 """
 
 from collections.abc import Callable

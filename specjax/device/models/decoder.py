@@ -1,4 +1,4 @@
-"""The common parts of decoders: an embedding, layers on one residual stream, a norm, a head.
+"""The base of all decoders: an embedding, layers on one residual stream, a norm and a head.
 
 Each model family adds its sizes, its cache kinds, and the weights of a layer.
 """
@@ -74,7 +74,7 @@ class DecoderParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Base of decoders, which are hashable: a decoder can be a compiled step's static argument."""
+    """The base class of decoders. A decoder is hashable, so it can be a static argument of jit."""
 
     vocab_size: int
     hidden_size: int
@@ -194,7 +194,7 @@ class Decoder:
         )
 
     def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
-        """Return the fields with the numbers of heads of the model of one device."""
+        """Return one device's values of the fields that contain a number of heads."""
         raise NotImplementedError
 
     def attention_specs(self, prefix: str, kind: int) -> Any:
