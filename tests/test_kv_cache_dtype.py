@@ -21,6 +21,7 @@ from support.weights import rewrite
 from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax import SamplingParams
 from specjax.device.models.model import page_windows
+from specjax.host.speculation.policy import StaticPolicy
 from specjax.rl import RolloutEngine
 from specjax.serving.memory import target_cache_bytes
 
@@ -154,9 +155,10 @@ def test_exact_engines_agree_bit_by_bit_also_after_sleep(checkpoints):
         ]
 
     options = {"kv_cache_dtype": "int8", **EXACT}
-    with make_llm(folder, **options) as plain:
-        expected = results(plain)
     with make_llm(folder, "eagle3", config["model"], **options) as llm:
+        llm.engine.set_policy(StaticPolicy(0))
+        expected = results(llm)
+        llm.engine.set_policy(StaticPolicy(K))
         assert results(llm) == expected
         llm.sleep()
         llm.wake_up()
