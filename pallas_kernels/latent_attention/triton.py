@@ -212,7 +212,7 @@ def _attention_kernel(
             return load(pool_ref.at[at], mask=mask, other=zero_of(pool_ref.dtype)).astype(q.dtype)
 
         def scaled(x, part):  # x [R, C] times the scales of a part of the entries
-            if not has_token_scales:
+            if scales_ref is None or not has_token_scales:
                 return x if scales_ref is None else x * scales_ref[layer, part]
             at = (layer, page, within, jnp.int32(part))
             return x * load(scales_ref.at[at], mask=used, other=0.0)[None]

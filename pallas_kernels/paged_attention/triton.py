@@ -196,6 +196,7 @@ def _attention_kernel(
             )  # [C, D]
 
         def load_scales(which):
+            assert scale_ref is not None
             at = (layer, page, within, jnp.int32(which), kv_head)
             return load(scale_ref.at[at], mask=used, other=0.0)[None]  # [1, C]
 

@@ -43,10 +43,11 @@ def rope_write_reference(
     if not writes:
         return q, kv, scales
     page, page_size = pages_of(kv, page_table, positions), kv.shape[2]
-    has_layer_scales = scales is not None and scales.ndim == 2
-    of_layer = scales[layer][:, None] if has_layer_scales else None  # [2, 1]
+    of_layer = None
+    if scales is not None and scales.ndim == 2:
+        of_layer = scales[layer][:, None]  # [2, 1]
     rows, made = as_stored(jnp.stack([k, v], axis=2), kv.dtype, of_layer)  # [B, T, 2, H_kv, D]
-    if made is not None:
+    if made is not None and scales is not None:
         scales = scales.at[layer, page, positions % page_size].set(made, mode="drop")
     return q, kv.at[layer, page, positions % page_size].set(rows, mode="drop"), scales
 

@@ -103,8 +103,9 @@ def _layer_scales(source: ModelSource, log: Log) -> tuple[tuple[float, float], .
         return ()
     num = sum(scales != KVScales() for scales in found)
     log(f"{source.folder}: 8-bit keys and values have the checkpoint's scales in {num} layers")
-    kinds = [target.cache_kinds[kind] for kind in target.layer_kinds]
+    kinds: list[Any] = [target.cache_kinds[kind] for kind in target.layer_kinds]
+    parts = [("k", "v") if kind.token_shape == (0,) else kind.scaled_parts for kind in kinds]
     return tuple(
-        tuple(getattr(scales, part) for part in kind.scaled_parts)
-        for kind, scales in zip(kinds, found, strict=True)
+        (getattr(scales, one), getattr(scales, other))
+        for (one, other), scales in zip(parts, found, strict=True)
     )

@@ -232,7 +232,7 @@ def _write(
     entries = jnp.concatenate(parts, axis=-1)
     positions, page_size = rows.by_request(rows.positions), pool.shape[2]
     page = pages_of(pool, rows.page_table, positions)
-    if made[0] is not None:
+    if scales is not None and made[0] is not None:
         new = rows.by_request(jnp.stack(made, axis=-1))
         scales = scales.at[layer, page, positions % page_size].set(new, mode="drop")
     entries = rows.by_request(entries)

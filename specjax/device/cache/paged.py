@@ -76,7 +76,7 @@ class PagedAttention(PagesOnly):
         """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
-        q, *pages = rope_write(
+        q, values, scales = rope_write(
             rows.by_request(inputs.qkv),
             inputs.weights,
             (cos, sin),
@@ -91,7 +91,7 @@ class PagedAttention(PagesOnly):
             writes=rows.writes,
             kernels=rows.kernels,
         )
-        cache = Pages(*pages)
+        cache = Pages(values, scales)
         if not rows.attends:
             return jax.lax.collapse(q, 0, 2), cache
         scales = inputs.query_scales

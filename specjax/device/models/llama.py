@@ -48,7 +48,7 @@ class Llama(Decoder):
     @property
     def attention(self) -> PagedAttention:
         """The only cache kind, if all layers have the same window or all have no window."""
-        (kind,) = self.cache_kinds
+        (kind,) = self.own_kinds
         return kind
 
     @property
