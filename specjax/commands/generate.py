@@ -15,7 +15,7 @@ from specjax import vllm_names
 from specjax.checkpoint.demo import NAMES
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
-from specjax.commands.arguments import read_object
+from specjax.commands.arguments import read_devices, read_object
 from specjax.commands.speculation import read_speculation
 from specjax.llm import LLM, Prompt
 from specjax.outputs import CompletionOutput, RequestOutput
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             page_size=args.page_size,
-            tensor_parallel_size=args.tensor_parallel_size,
-            data_parallel_size=args.data_parallel_size,
+            kv_cache_dtype=args.kv_cache_dtype,
+            **read_devices(args),
         ) as llm:
             given = prompts if conversations is None else render(llm, conversations)
             for output in llm.generate_stream(given, params, use_tqdm=True):

@@ -10,8 +10,8 @@ the static arguments. Each dict of the list is a request, which may have more ke
 - "mesh": for several GPUs, the name of the mesh's axis and the number of GPUs. NAME then takes a
   further argument `mesh`, and args may have a `NamedSharding` on any mesh with this axis;
 - "options": XLA compiler options by name;
-- "passes_over": the arguments of `hlo.passes_over`;
-- "traffic": an argument of `report`.
+- "passes_over": the argument `over` of `report`;
+- "traffic": the argument `traffic` of `report`.
 
 Nothing runs, so GEMMs keep the configuration that XLA chooses without autotuning. XLA reads its
 flags once per process, so a separate process, python -m specjax.inspect.compile, compiles the
@@ -163,7 +163,7 @@ def configure(dump: Path, *, resources: bool = False) -> None:
 
 
 def mesh_of(gpu: GPU, axis: str, num_devices: int) -> Any:
-    """Return a mesh of GPUs that need not be present."""
+    """Return a mesh of `num_devices` GPUs on one axis. The GPUs need not be present."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -191,7 +191,7 @@ def compile_for(
     resources: bool = False,
     kept: Kept | None = None,
 ) -> Compiled:
-    """Compile `jitted` for a `mesh_of` GPUs and for arguments with the shapes of `args`.
+    """Compile `jitted` for the GPUs of `mesh` (see `mesh_of`) and for the shapes of `args`.
 
     `dump` is the folder that `configure` was called with. `options` are XLA's compiler options,
     such as {"xla_gpu_enable_triton_gemm": False}. If `kept` has the function, return that one.
@@ -286,7 +286,7 @@ def report(
     over: Mapping[str, int] | None = None,
     traffic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the values that tests assert on, as JSON-compatible types.
+    """Return what is known about a compiled function, as JSON-compatible types.
 
     "num_passes" has two counts. The first is for runs in which every conditional takes branch 0,
     and the second for branch 1.

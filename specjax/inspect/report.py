@@ -15,8 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import (
     COLLECTIVES,
+    KV_CACHE_DTYPES,
     METHODS,
     OWN_SHAPE,
     SpeculativeConfig,
@@ -55,6 +57,7 @@ class StepRequest:
             and "eagle" uses a head of the model's own shape.
         num_layers: the number of the target's first layers to compile; None for all layers.
         page_size: the number of tokens per page.
+        kv_cache_dtype: dtype of the target's and the drafter's pages, see `LLM`.
         tensor_parallel_size: the number of GPUs over which the model is divided.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
     """
@@ -68,6 +71,7 @@ class StepRequest:
     drafter: str | None = None
     num_layers: int | None = None
     page_size: int = 16
+    kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     collectives: str = "auto"
     target: str = "h200"
@@ -82,6 +86,7 @@ class StepRequest:
                 f"gemm={self.gemm!r} is not supported; choose one of {', '.join(GEMMS)}"
             )
         check_choice("collectives", self.collectives, COLLECTIVES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_positive(
             batch_size=self.batch,
             context=self.context,
@@ -121,6 +126,7 @@ class StepRequest:
             "num_layers": self.num_layers,
             "page_size": self.page_size,
             "dtype": DTYPE,
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
 
     @property
@@ -205,7 +211,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """The number of kernels of the step and of each part; "settle" excludes "observe"."""
+        """The number of kernels of the step and of each of `PARTS`, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -226,15 +232,15 @@ class StepReport:
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels that run for a batch that uses every optional part of a step.
+        """The kernels that run for a batch that uses all optional work of a step.
 
-        These parts are temperature, penalties, truncation, bias, bad words and log-probabilities.
+        This is temperature, penalties, truncation, bias, bad words and log-probabilities.
         """
         return [one for one in self.launches if one.is_taken_by(1)]
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The number of bytes moved by the step and by each part."""
+        """The number of bytes that the step and each of `PARTS` move, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes
@@ -339,8 +345,8 @@ def _open(request: StepRequest) -> step.Parts:
 
 
 def _fit(request: StepRequest, parts: step.Parts) -> Any:
-    sizes = request.batch, request.k, request.context, request.page_size
-    return step.fit_engine(parts.target, *sizes, DTYPE)
+    sizes = request.batch, request.k, request.context, DTYPE
+    return step.fit_engine(parts.target, *sizes, request.page_size, request.kv_cache_dtype)
 
 
 def _max_deferred(request: StepRequest, parts: step.Parts) -> int:
@@ -405,6 +411,7 @@ def _report(
             k=request.k,
             context=request.context,
             dtype=DTYPE,
+            page_format=PAGE_FORMATS.get(request.kv_cache_dtype),
             is_deferred=observed_later is not None,
         ),
         resources=resources,

@@ -173,8 +173,9 @@ class OnlineDistiller:
         Later refits are bitwise equal to an uninterrupted run with the same settings.
 
         Raises:
-            ValueError: there is no checkpoint, it belongs to other models or to another version of
-                specjax, or the engine's weights are newer.
+            ValueError: there is no checkpoint, it belongs to other models or another version of
+                specjax, or the engine's weights are newer or differ although their version is the
+                same.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())

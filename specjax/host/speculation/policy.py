@@ -16,12 +16,12 @@ from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expect
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
-HYSTERESIS = 0.02  # to replace the current K, a K must have better goodput by this fraction
-LONG_LED = 50  # or a K must be better for this number of rounds in a row
+HYSTERESIS = 0.02  # the current K is replaced by a K whose goodput is better by this fraction
+LONG_LED = 50  # it is also replaced if it was not the best for this number of rounds in a row
 PROBE_BUDGET = 0.005  # fraction of the time that may be lost by trying Ks that look worse
 PROBE_EVERY = 200  # maximum number of rounds between two tries
 FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and of rounds between them
-DOUBT = 2.0  # a K may be faster than it seems by this number of standard deviations
+DOUBT = 2.0  # a K is tried if it could be best with a time this many standard deviations shorter
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
 PARKED_VERDICTS = 16  # number of outcomes (one per request and round) that a try should yield
 CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
@@ -111,7 +111,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape are ready. `time` measures and returns milliseconds."""
+        """Note that rounds of this shape can run. `time()` measures and returns milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -177,8 +177,8 @@ class StaticPolicy(PolicyRule):
 class TablePolicy(PolicyRule):
     """A policy with a table [[lo, hi, K], ...] of the K for each number of sequences.
 
-    The table has the form of vLLM #32374. Numbers of sequences without an entry have the K of the
-    entry before them.
+    The table has the form of vLLM #32374. A number of sequences that is in no range has the K of
+    the range before it.
     """
 
     weighs_requests = False
@@ -200,12 +200,11 @@ class GoodputPolicy:
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
 
     AL is the mean acceptance length (see `acceptance`), and a request's limit is its maximum number
-    of useful drafts. `chunks` is the recent mean time of prefill chunks per round. This time is the
-    same for every K, so the larger it is, the more drafts pay off. A learning policy changes K only
-    for a gain of `HYSTERESIS`, or for a smaller gain that lasts. From time to time, it tries
-    neighbours of the best K. While K = 0 is best, the policy sometimes tries drafting, because
-    rounds without drafts do not show acceptance. The time between such tries doubles until another
-    K is best.
+    of useful drafts. `chunks` is the recent mean time of prefill chunks per round, the same for
+    every K. A learning policy changes K only for a gain of `HYSTERESIS`, or for a smaller gain
+    that lasts. From time to time, it tries neighbours of the best K. While K = 0 is best, it
+    sometimes tries a larger K, because rounds without drafts do not show acceptance. The time
+    between such tries doubles until another K is best.
     """
 
     weighs_requests = True
@@ -220,7 +219,7 @@ class GoodputPolicy:
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
     ):
-        """If `cost` is None, replays of rounds in the engine measure the times.
+        """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         In the first `warm_up_rounds` rounds with drafts, the acceptance rates are the priors of
         `acceptance`.
@@ -255,12 +254,12 @@ class GoodputPolicy:
         return self._cost
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Measure the times of rounds, unless they were given."""
+        """Measure the times of rounds, unless the policy was built with times."""
         if self._cost is None:
             self._cost = replay()
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Measure the time of this shape, unless times were given."""
+        """Measure the time of this shape, unless the policy was built with times."""
         if self._is_replayed:
             self.cost.add(batch, k, time())
 
@@ -276,10 +275,10 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Return the current K, after replacing it with `best` if one of two conditions holds.
+        """Return the current K, which is first replaced by `best` in two cases.
 
-        Either `best` is clearly better than the current K, or the current K has long not been the
-        best.
+        Either `best` is clearly better than the current K, or the current K has not been the best
+        for many rounds.
         """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0

@@ -100,7 +100,7 @@ class MLP:
         return mlp(self, x, model.activation)
 
     def feed_part(self, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
-        """Return this device's part of the output (see `Weight.total`)."""
+        """Return the output [N, D] before `Weight.total`, which adds up the devices' results."""
         return self.down.multiply_part(activation(self.inner.multiply(x)))
 
 
