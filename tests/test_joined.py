@@ -13,6 +13,8 @@ from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, Round
 from specjax.host.speculation.step_cost import StepCost
 
+pytestmark = pytest.mark.usefixtures("small_test")
+
 LENGTHS = (40, 3, 70, 1, 33, 20, 9, 50)  # of prompts: up to three chunks
 
 

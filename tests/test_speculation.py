@@ -52,7 +52,7 @@ SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("mtp", *PARA
 
 
 @pytest.fixture(scope="module", params=["eagle3", *SLOW])
-def pair(request, checkpoints):
+def pair(request, checkpoints, process):
     """An engine with drafts, and one of the same target without."""
     method, head = request.param, None
     if method == "eagle3":
@@ -64,6 +64,7 @@ def pair(request, checkpoints):
     snapshots = {"num_snapshots": NUM_SNAPSHOTS}
     with make_llm(folder, method, head, **snapshots) as llm, make_llm(folder, **snapshots) as plain:
         yield llm, plain
+    process.keep_small()
 
 
 @pytest.fixture

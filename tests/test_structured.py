@@ -26,6 +26,7 @@ from support.shared_models import EOS, eagle3, llama, prepare_everything, withou
 from specjax import SamplingParams
 
 pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("small_test")
 
 SCHEMA = {
     "type": "object",

@@ -25,6 +25,8 @@ from specjax.train.context import CausalRows
 from specjax.train.data import CHAT_TEMPLATE
 from specjax.train.target import demo_llama
 
+pytestmark = pytest.mark.usefixtures("small_test")
+
 K = 3
 
 

@@ -28,6 +28,7 @@ from specjax.serving.source import open_model
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
+pytestmark = pytest.mark.usefixtures("small_test")
 FLOAT32 = np.dtype(np.float32)
 BLOCK = (8, 12)  # divides some of the sizes and not others
 

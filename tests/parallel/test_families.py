@@ -56,7 +56,10 @@ PARAMS = [
 
 
 # Of a kind that others have, too.
-VARIETIES = "llama 2 on 3", "qwen2", "glm4_moe", "deepseek_v3 without q_lora", "qwen3_5_text on 4"
+VARIETIES = (
+    *("llama 2 on 3", "qwen2", "glm4_moe", "glm4_moe_lite", "deepseek_v3 without q_lora"),
+    "qwen3_5_text on 4",
+)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,13 @@ def rounded(logprobs):
     ]
 
 
-@pytest.mark.parametrize("verification", [None, *VERIFICATIONS])
+@pytest.mark.parametrize(
+    "verification",
+    [
+        pytest.param(one, marks=[pytest.mark.nightly] * (one == "synthetic"))
+        for one in (None, *VERIFICATIONS)
+    ],
+)
 def test_options(pair, verification):
     """Every option of a request, and a user's logits processor, with every verification."""
     arguments, prompts, params = pair
