@@ -128,7 +128,7 @@ def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "",
         return sum(1 for _ in stream)
 
 
-def edit(token_ids: Any, logits: Any) -> Any:
+def edit(token_ids: Any, length: Any, logits: Any) -> Any:
     """A logits processor."""
     return logits
 
