@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specjax.following import follow
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
+    from specjax.ray.llm import RayLLM
     from specjax.sampling_params import (
         RequestOutputKind,
         SamplingParams,
@@ -27,10 +28,12 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "EngineArgs",
     "Logprob",
+    "RayLLM",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -39,6 +42,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
     "follow",
 ]
 
@@ -48,9 +52,12 @@ _MODULES = {
     "AsyncEngineArgs": "specjax.engine_args",
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
+    "RayLLM": "specjax.ray.llm",
+    "ChatMessage": "specjax.outputs",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
     "Logprob": "specjax.outputs",
+    "ToolCall": "specjax.outputs",
     "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",

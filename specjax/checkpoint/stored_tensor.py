@@ -23,10 +23,6 @@ class Readable(Protocol):
         """Return the tensor as a new NumPy or JAX array."""
         ...
 
-    def map(self) -> np.ndarray:
-        """Return a read-only array whose parts are read from the file when they are used."""
-        ...
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -39,7 +35,7 @@ class StoredTensor:
     strides: tuple[int, ...] | None = None  # in elements; None if C-contiguous
 
     def map(self) -> np.ndarray:
-        """See `Readable`."""
+        """Return a read-only array whose parts are read from the file when they are used."""
         if 0 in self.shape or self.strides not in (None, contiguous_strides(self.shape)):
             return self.read()
         try:
@@ -65,6 +61,11 @@ class StoredTensor:
             return flat.reshape(self.shape)
         byte_strides = [stride * flat.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(flat, self.shape, byte_strides).copy(order="C")
+
+
+def read_partly(tensor: Readable) -> Any:
+    """Return a tensor, mapped if a file stores it as it is, because only parts will be used."""
+    return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.stored_tensor import Readable, read_partly
 from specjax.device.placement import (
     DIVIDED,
     REPLICATED,
@@ -30,7 +31,7 @@ from specjax.device.placement import (
     place_numbers,
     with_other_parts,
 )
-from specjax.device.weights.scaled import as_stored
+from specjax.device.weights.stored import as_stored
 
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
@@ -42,7 +43,7 @@ def no_log(line: str) -> None:
 
 
 def keep_name(name: str) -> str:
-    """Return `name` unchanged. Use this as `rename` if the files have the names in the specs."""
+    """Return `name` unchanged. Use this as `rename` if the files have the `TensorSpec`s' names."""
     return name
 
 
@@ -62,19 +63,20 @@ def load_params(
 ) -> Any:
     """Return a tree of arrays in `dtype`, one for each `TensorSpec` of the tree `specs`.
 
-    Matrices of float8 tensors with scales become `Scaled`, and stay in float8.
+    Matrices of quantised tensors keep the numbers that are stored; see `as_stored`.
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
     Args:
         placement: Where arrays are placed; None for `default_device`.
-        rename: A function that maps a tensor's name in the specs to its name in the files.
+        rename: A function that maps a tensor's name in `specs` to its name in the files.
         ignore: A function that takes a tensor's name in the files, and returns whether the tensor
             may be unused.
 
     Raises:
-        CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
-            read. Or tensors have NaN or infinity. The message lists the tensors.
+        CheckpointError: Tensors are missing or unused, have a wrong shape or dtype, or have values
+            that are not finite in `dtype`. The message lists the tensors. All checks but the last
+            run before any tensor is read.
     """
     leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)
@@ -83,9 +85,14 @@ def load_params(
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
         place = DIVIDED if isinstance(spec, DividedSpec) else REPLICATED
         sharding = placement.sharding(place)
-        # Parts of other processes' devices are not read.
-        maps = place == DIVIDED and not sharding.is_fully_addressable
-        parts = spec.read(lambda name: files.tensor(rename(name)), maps=maps)
+
+        def find(name: str) -> Readable:
+            return files.tensor(rename(name))
+
+        if place == DIVIDED and not sharding.is_fully_addressable:
+            parts = [read_partly(find(name)) for name in spec.names]  # other processes have others
+        else:
+            parts = spec.read(find)
         parts = [_narrowed(part) for part in parts]
         array = lay_out(parts, spec, dtype, sharding)
         is_finite = all_finite(own_part(array))
@@ -108,7 +115,7 @@ def load_params(
 def lay_out(
     parts: Sequence[Any], spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> jax.Array:
-    """Return the array that a spec describes, in newly allocated memory.
+    """Return the array that a `TensorSpec` describes, in newly allocated memory.
 
     Args:
         parts: The spec's tensors in the files, as NumPy arrays, or JAX arrays on any device.

@@ -52,9 +52,10 @@ class Placement:
         return self.mesh.local_devices[0]
 
     def sharding(self, spec: PartitionSpec = REPLICATED) -> Sharding:
-        """Return the sharding of an array that every device has, or of one that is divided.
+        """Return the sharding for arrays that are `REPLICATED` or `DIVIDED`.
 
-        A `DIVIDED` array is [devices, ...], and each device holds its own [1, ...].
+        Every device has the whole of a replicated array. A divided array is [devices, ...], and
+        each device holds its row [1, ...].
         """
         memory = self.device.default_memory().kind  # a source array may be in host memory
         if self.mesh.size == 1:
@@ -63,7 +64,7 @@ class Placement:
         return NamedSharding(self.mesh, spec, memory_kind=memory)
 
     def put(self, tree: Any) -> Any:
-        """Return a tree of arrays that every device has.
+        """Return `tree` with its arrays on every device.
 
         NumPy arrays in `tree` must not be modified later.
         """
@@ -92,18 +93,18 @@ def is_divided(x: Any) -> bool:
 
 
 def divided_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape [devices, ...] of a divided array, without saying on which devices it is."""
+    """Return the shape and sharding of a divided array [devices, ...], on no particular devices."""
     mesh = AbstractMesh((shape[0],), (AXIS,))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, DIVIDED))
 
 
 def local_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape of the array of each device."""
+    """Return the shape of the array that each device holds."""
     return jax.ShapeDtypeStruct(x.shape[1:] if is_divided(x) else x.shape, x.dtype)
 
 
 def on_one(x: jax.Array) -> jax.Array:
-    """Return an array of one device, of which all devices hold the same values."""
+    """Return one row of a divided array whose rows are equal; return other arrays unchanged."""
     return x.addressable_shards[0].data[0] if is_divided(x) else x
 
 

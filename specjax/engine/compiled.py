@@ -1,6 +1,7 @@
 """Implements `Programs`, the interface between an engine and a device, with JAX.
 
-JAX compiles one program per shape and variant, before the program is needed.
+JAX compiles one program per shape and variant (the extra work that requests need), before the
+program is needed.
 """
 
 import logging
@@ -245,7 +246,7 @@ class CompiledPrograms:
     def renew(self) -> None:
         """See `Programs`."""
         if self._placement.num_devices == 1:
-            with jax.default_device(self._placement.device):  # another may have no room
+            with jax.default_device(self._placement.device):  # another device may lack room
                 self.state = self._placement.put(self._empty_state())
             return
         own = jax.shard_map(
@@ -257,7 +258,7 @@ class CompiledPrograms:
         self.state = jax.jit(own)()
 
     def _empty_state(self) -> EngineState:
-        """Return the state of one device without requests."""
+        """Return the state that one device has before there are any requests."""
         return empty_state(self._config, self.model, self._max_drafts)
 
     def close(self) -> None:

@@ -81,15 +81,15 @@ class Programs(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until a program is ready, no program is left to compile, or the time is over."""
+        """Wait until another program is ready, or none is left to compile, or the time is over."""
         ...
 
     def run(self, program: Program, *arguments: Any) -> Any:
-        """Launch a program on the state without waiting for it. Compile it first if necessary.
+        """Launch a program on the state without waiting for its result. Compile it if necessary.
 
         `arguments` are results of other programs, or NumPy arrays that must not change afterwards.
-        Outputs have the methods `copy_to_host_async` and `is_ready`, and can be converted to NumPy
-        arrays.
+        Results for the host have the methods `copy_to_host_async` and `is_ready`, and can be
+        converted to NumPy arrays.
         """
         ...
 

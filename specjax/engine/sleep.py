@@ -34,10 +34,10 @@ class Sleep:
         self._homes: list[Sharding] = []  # shardings to restore, if the weights are on the host
 
     def change(self, change: Callable[[int, Any, Sharding], Any]) -> None:
-        """Replace the engine's weights array by array, also while it is asleep.
+        """Replace the engine's weights array by array. The engine may be asleep.
 
-        `change(i, array, sharding)` returns the array that replaces array number i. It must have
-        the given sharding, unless it is the same array.
+        `change(i, array, sharding)` returns the array that replaces array number i. A new array
+        must have the given sharding.
         """
 
         def changed(i: int, leaf: Any) -> Any:

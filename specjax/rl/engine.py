@@ -5,9 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from specjax.checks import check_choice, check_flags
 from specjax.config import SpeculativeConfig
@@ -17,6 +15,7 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.llm import LLM
+from specjax.rl.checksum import checksum
 from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
@@ -27,10 +26,10 @@ from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
     ArraySource,
     WeightUpdate,
-    checksum,
     copies,
     next_version,
     read_update,
+    replace_weights,
     stage_drafter,
     stage_target,
 )
@@ -142,8 +141,8 @@ class RolloutEngine:
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
-        verifications give tokens from the same distribution. A prompt's seed depends on the
-        engine's seed and on the number of earlier prompts.
+        methods give tokens from the same distribution. A prompt's seed depends on the engine's seed
+        and on the number of earlier prompts.
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
@@ -247,12 +246,12 @@ class RolloutEngine:
         arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`; nested mappings or an nnx.State with its paths; a
-                mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
-                `read_weights`), which is read before anything is changed. At the first update,
-                the layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers
-                such as `e_score_correction_bias` may be absent, and then keep their values. With
-                an MTP drafter, tensors mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State of the same paths;
+                a mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
+                `read_weights`), which is read before anything is changed. At the first update, the
+                layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers such
+                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                drafter, tensors mtp.* update the drafter as well.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
                 "wait" finishes them before the update. "keep" continues them after the update:
@@ -270,7 +269,7 @@ class RolloutEngine:
         named, own = read_update(weights, drafter, params, self.drafter)
         with self._turns:
             self._loop.check_open()
-            number = next_version(version, self.version)
+            number = next_version(self.version, version)
             target = stage_target(named, self.target, self._engine.params.target)
             staged = target, self._stage_drafter(own)
             stage_elsewhere(self._engine, weights, drafter)
@@ -415,26 +414,15 @@ class RolloutEngine:
         loop.hold(pause)
         loop.close_spans()
         self._freshness.close(self._mark())
-        num_target = len(jax.tree.leaves(engine.params.target))
-        sources = [
-            *(target or [None] * num_target),
-            *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
-        ]
 
-        def change(i: int, leaf: Any, home: Sharding) -> Any:
-            if (source := sources[i]) is None:
-                return leaf
-            new = source.copy(leaf.dtype, home)
-            loop.is_torn |= i < num_target  # until all arrays are replaced
-            return new
+        def tear() -> None:
+            loop.is_torn = True  # until all arrays are replaced
 
         replace_elsewhere(engine)
-        self._sleep.change(change)
+        replace_weights(engine, self._sleep, target, own, tear=tear)
         if version is not None:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
-        for one in engine.engines:
-            one.use(one.params, has_new_target=target is not None, has_new_drafter=own is not None)
         number = self.drafter_version if version is None else version
         sources = (target or []) + (own or [])
         return WeightUpdate.of(number, sources, time.perf_counter() - start)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from jax.sharding import Sharding
 
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
-from specjax.checkpoint.scaled import STORED
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
@@ -29,7 +27,9 @@ from specjax.device.models.registry import is_tied, is_unused, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 from specjax.device.parallel import specs_of
 from specjax.device.placement import own_part, own_sharding, with_other_parts
+from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
+from specjax.engine.sleep import SleepOfAll
 from specjax.rl.named import Weights, is_deleted, read_finite, read_named
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
@@ -42,11 +42,11 @@ _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The arrays of an update from which one of the engine's arrays is built."""
+    """The given arrays from which one of the engine's arrays is built."""
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
-    # If set, it divides the only part over devices, which may be divided already.
+    # If set, it divides the only part over devices. The part may be divided already.
     division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -61,6 +61,38 @@ class ArraySource:
             return lay_out([*tensors.values()], self.division, dtype, sharding)
         own = jax.device_put(own_part(whole), own_sharding(sharding), may_alias=False)
         return with_other_parts(own.astype(dtype), sharding)
+
+
+def replace_weights(
+    engine: Engine,
+    sleep: SleepOfAll,
+    target: Sequence[ArraySource] | None,
+    own: Sequence[ArraySource] | None,
+    *,
+    tear: Callable[[], None],
+) -> None:
+    """Replace weights between two steps, one array at a time.
+
+    `target` has the target's new arrays, and `own` the drafter's; None keeps the old arrays. `tear`
+    is called after each array of the target, from which on the weights mix two versions.
+    """
+    num_target = len(jax.tree.leaves(engine.params.target))
+    sources = [
+        *(target or [None] * num_target),
+        *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
+    ]
+
+    def change(i: int, leaf: Any, home: Sharding) -> Any:
+        if (source := sources[i]) is None:
+            return leaf
+        new = source.copy(leaf.dtype, home)
+        if i < num_target:
+            tear()
+        return new
+
+    sleep.change(change)
+    for one in engine.engines:
+        one.use(one.params, has_new_target=target is not None, has_new_drafter=own is not None)
 
 
 class WeightUpdate(NamedTuple):
@@ -80,7 +112,7 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Return the source of each new array of a target; see `stage`.
+    """Return an `ArraySource` for each of a target's arrays; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or have two different values for a tied embedding.
@@ -94,7 +126,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Return the source of each new array of a drafter; see `stage`.
+    """Return an `ArraySource` for each of a drafter's arrays; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -136,11 +168,11 @@ def read_update(
     return named, named if brings_module(named, drafter) else None
 
 
-def next_version(version: Any, current: int) -> int:
-    """Return the version after `current`: `version`, or the next integer if it is None.
+def next_version(current: int, version: Any) -> int:
+    """Return the version of new weights: `version`, or the next integer if it is None.
 
     Raises:
-        ValueError: the version is not an integer above `current`.
+        ValueError: `version` is not an integer above the version `current`.
     """
     if version is None:
         return current + 1
@@ -176,7 +208,7 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
-    """Return the source of each new array, in the order of the leaves of `current`.
+    """Return an `ArraySource` for each leaf of `current`, in the same order.
 
     Buffers that are not given keep their values. This is logged once.
 
@@ -193,10 +225,10 @@ def stage(
         ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
     places = paths(current)
-    if narrow := [path for path, leaf in places.items() if leaf.dtype == STORED]:
+    if narrow := [path for path, leaf in places.items() if leaf.dtype.itemsize == 1]:
         raise ValueError(
-            f"the engine keeps {_listed(narrow)} in float8, as its checkpoint does, and takes no "
-            f"{name}; build it from a checkpoint in bfloat16"
+            f"the engine keeps {_listed(narrow)} in 8 or 4 bits, as its checkpoint does, and takes "
+            f"no {name}; build it from a checkpoint in bfloat16"
         )
     has_paths = any(tensor in places for tensor in given)
     specs: dict[str, Any] = paths(
@@ -364,40 +396,6 @@ def copies(params: Any) -> Any:
         return jax.device_put(np.array(leaf))
 
     return jax.tree.map(copy, as_arrays(params, "params"))
-
-
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    """Return two checksums u32[2] of an array, which depend on its words and on their order."""
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
-    place = jnp.arange(words.size, dtype=jnp.uint32)
-    mixed = (words ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(3266489917)
-    return jnp.stack([jnp.sum(words * (2 * place + 1)), jnp.sum(mixed ^ (mixed >> 13))])
-
-
-def checksum(params: Any) -> str:
-    """Return a digest of the bits, shapes and paths of a tree's arrays.
-
-    The arrays have 8, 16 or 32 bits per element. The digest is equal on all devices. Each array is
-    summed on its own device, so that no weights are transferred. The digest is not cryptographic:
-    it detects mistakes, not forgeries.
-
-    Raises:
-        NotImplementedError: other processes have some of the arrays.
-    """
-    leaves = paths(params)
-    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves.values()):
-        raise NotImplementedError(
-            "checksum reads all weights, and other processes have some of them; compare the "
-            "folders that the weights were read from"
-        )
-    digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
-    whole = blake2b(digest_size=16)
-    for (path, leaf), digest in zip(leaves.items(), digests, strict=True):
-        whole.update(f"{path} {leaf.dtype}{list(leaf.shape)}".encode() + digest.tobytes())
-    return whole.hexdigest()
 
 
 def _is_float(dtype: Any) -> bool:

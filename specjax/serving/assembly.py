@@ -1,4 +1,4 @@
-"""Turns a model and options into everything that an engine needs."""
+"""Turns a model and the options of an LLM into everything from which its engine is built."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ from specjax.device.models.registry import load_weights
 from specjax.device.parallel import divide_params
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
-from specjax.device.weights.scaled import dequantise
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import second_form_bytes
 from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
@@ -53,6 +53,7 @@ from specjax.serving.memory import (
     usual_num_seqs,
     weight_bytes,
 )
+from specjax.serving.page_formats import choose_pages
 from specjax.serving.source import ModelSource, open_drafter, open_model
 from specjax.text.generation_config import read_default_params
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
@@ -60,7 +61,7 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """The model to serve, its drafter and the engine's sizes, before the target's weights exist."""
+    """The model to serve, its drafter and the engine's sizes, before weights are loaded."""
 
     source: ModelSource
     dtype: DtypeChoice
@@ -68,8 +69,8 @@ class Plan:
     speculation: SpeculativeConfig | None
     profile: Profile | None  # the profile from which K is chosen, if any
     drafter: Drafter
-    drafter_params: Any  # shapes if there are no weights
-    weights: int  # bytes of the target's weights that are not loaded yet
+    drafter_params: Any  # shapes if the drafter's weights are not known (see `open_drafter`)
+    weights: int  # bytes of weights that are not loaded yet, and of copies for kernels
     chooses_snapshots: bool = False  # whether num_snapshots depends on the free memory
 
     @property
@@ -77,15 +78,17 @@ class Plan:
         """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
-    def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches, and of the drafter's caches."""
-        target, sizes = (
-            self.source.target,
-            (self.config.page_size, self.num_drafts, self.dtype.name),
-        )
+    def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
+        """Return the bytes of the target's caches, and of the drafter's caches.
+
+        `dtype` is the dtype of pages without a format.
+        """
+        target, config = self.source.target, self.config
+        sizes = config.page_size, self.num_drafts, dtype
+        windows = page_windows(target, config)
         return (
-            target_cache_bytes(target, *sizes, page_windows(target, self.config)),
-            drafter_cache_bytes(self.drafter, *sizes),
+            target_cache_bytes(target, *sizes, windows, config.page_format),
+            drafter_cache_bytes(self.drafter, *sizes, config.draft_page_format),
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
@@ -94,7 +97,7 @@ class Plan:
         Raises:
             ValueError: `num_pages`, or a single request, does not fit.
         """
-        own, drafters = self.cache_bytes()
+        own, drafters = self.cache_bytes(self.dtype.name)
         cache, config, target = own + drafters, self.config, self.source.target
         needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
         if self.chooses_snapshots and needs.snapshots:
@@ -108,7 +111,7 @@ class Plan:
 
 
 class Replica(NamedTuple):
-    """The parts of an engine that differ between replicas."""
+    """What each replica of an engine has separately."""
 
     params: Params
     policy: Policy
@@ -169,6 +172,8 @@ def make_plan(
     max_num_seqs: int | None = None,
     num_pages: int | None = None,
     page_size: int = 16,
+    kv_cache_dtype: str = "auto",
+    kv_cache_dtype_skip_layers: Any = None,
     placement: Placement | None = None,
     log: Log = no_log,
     **sizes: Any,
@@ -186,6 +191,9 @@ def make_plan(
     speculation = profile = None
     if speculative_config is not None:
         speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
+    plain = source
+    pages = choose_pages(source, speculation, kv_cache_dtype, kv_cache_dtype_skip_layers, log)
+    source = pages.source
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     weights = 0 if source.params is not None else weight_bytes(source.specs, chosen.name)
@@ -200,6 +208,8 @@ def make_plan(
         num_pages=num_pages,
         page_size=page_size,
         dtype=chosen.name,
+        page_format=pages.target,
+        draft_page_format=pages.drafter,
         **sizes,
     )
     plan = Plan(source, chosen, config, speculation, profile, NoDrafter(), None, weights)
@@ -208,7 +218,7 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
-    drafter, params = open_drafter(speculation, source, chosen.name, placement, log)
+    drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)
     return replace(plan, drafter=drafter, drafter_params=params, weights=weights)

@@ -26,6 +26,8 @@ class LLMOptions(TypedDict, total=False):
     prefill_shapes: Sequence[tuple[int, int]] | None
     num_pages: int | None
     page_size: int
+    kv_cache_dtype: str
+    kv_cache_dtype_skip_layers: Sequence[int | str] | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     num_snapshots: int | None
@@ -62,6 +64,8 @@ DEFAULTS: LLMOptions = {
     "prefill_shapes": None,
     "num_pages": None,
     "page_size": 16,
+    "kv_cache_dtype": "auto",
+    "kv_cache_dtype_skip_layers": None,
     "gpu_memory_utilization": 0.9,
     "enable_prefix_caching": True,
     "num_snapshots": None,
