@@ -19,7 +19,7 @@ def start(rank: int, port: int, plan: list[dict[str, Any]]) -> subprocess.Popen:
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     given = json.dumps({"rank": rank, "port": port, "plan": plan})
     return subprocess.Popen(
-        [sys.executable, "-u", __file__, given],
+        [sys.executable, "-u", "-m", __name__, given],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
