@@ -36,7 +36,8 @@ def run(letters, script, **options):
 
 
 def test_they_are_the_options_of_the_llm():
-    documented = re.findall(r"^    (\w+): ", inspect.getdoc(LLM) or "", re.MULTILINE)
+    entries = re.findall(r"^    (\w+(?:, \w+)*): ", inspect.getdoc(LLM) or "", re.MULTILINE)
+    documented = [name for entry in entries for name in entry.split(", ")]
     types = get_type_hints(LLMOptions)
     assert list(types) == list(DEFAULTS) == [name for name in documented if name in types]
     assert not types.keys() - set(documented)

@@ -29,7 +29,7 @@ class Follower:
     Attributes:
         programs: the programs of this process.
         sleep: moves this process's weights to the host and back.
-        staged: weights that were read for an update, and are not in use yet.
+        staged: what `elsewhere` functions keep between two calls, such as weights for an update.
     """
 
     programs: CompiledPrograms
@@ -44,7 +44,8 @@ class Follower:
         make: Callable[..., CompiledPrograms],
     ):
         self.target, self.drafter = target, drafter
-        self.sleep, self.staged = Sleep(self), ()
+        self.sleep = Sleep(self)
+        self.staged: Any = ()
         self._hosts, self._params, self._placement, self._make = hosts, params, placement, make
         self._known: list[Program] = []
         self._results: dict[int, Any] = {}

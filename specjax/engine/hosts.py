@@ -13,8 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+
+import jax
 
 LEADER = 0
 POLL_SECONDS = 50e-6  # pause between two looks at results; a step takes milliseconds
@@ -33,7 +36,7 @@ class Hosts:
     While an engine is built, all processes call `gather` in the same order. Later, process 0 sends
     messages, and threads pass the other processes' messages to the function given to `listen`. A
     process that is lost ends the engine in all processes: `error` is set, and stays set. `seconds`
-    is the time limit for a step.
+    is the time limit for a step. `owns_jax` says whether the LLM initialised `jax.distributed`.
 
     Attributes:
         rank: the number of this process.
@@ -42,8 +45,10 @@ class Hosts:
         runs: whether programs have run, in which devices may wait for a lost process.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int):
+    def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int, *, owns_jax: bool):
         self.rank, self.peers, self._seconds = rank, peers, seconds
+        self._owns_jax = owns_jax
+        self._threads: list[threading.Thread] = []
         self.error: HostsError | None = None
         self.runs = False
         self._sending = threading.Lock()
@@ -142,8 +147,7 @@ class Hosts:
                 return  # `check` raises it
 
         self.runs = True
-        for rank in self.peers:
-            threading.Thread(target=read, args=[rank], name="specjax-hosts", daemon=True).start()
+        self._threads = [_started(read, rank) for rank in self.peers]
 
     def lose(self, rank: int, why: str) -> None:
         """Set `error`: the process `rank` is lost."""
@@ -160,21 +164,20 @@ class Hosts:
         if self.error is None:
             self.error = HostsError(f"this LLM has failed: {why}; start all processes again")
         self._say_last("failed", why)
+        self._await_exit()
 
     def close(self) -> None:
         """End the other processes' loops, and disconnect."""
         if not self._is_closed:
             self._is_closed = True
             self._say_last("end")
-            atexit.unregister(self._leave)
+            self._await_exit()
 
     def _say_last(self, *message: Any) -> None:
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for connection in self.peers.values():
-            try:
+            with suppress(OSError):  # it has ended already
                 connection.send_bytes(content)
-            except OSError:
-                pass  # it has ended already
 
     def check(self) -> None:
         """Raise the error that has ended the engine, if any."""
@@ -219,12 +222,50 @@ class Hosts:
         self.error.__cause__ = error
         return self.error
 
+    def _await_exit(self) -> None:
+        """Disconnect JAX when process 0 is about to exit. JAX would end this process otherwise."""
+        if self.leads or self._threads:
+            return
+
+        def wait() -> None:
+            with suppress(EOFError, OSError):
+                while pickle.loads(self.peers[LEADER].recv_bytes())[0] != "leave":
+                    pass
+                if self._owns_jax and jax.distributed.is_initialized():
+                    jax.distributed.shutdown()
+                self.peers[LEADER].close()
+
+        self._threads = [_started(wait)]
+
     def _leave(self) -> None:
-        """End the process at its exit, if a program may wait for a lost process forever."""
+        """Let the other processes disconnect before the exit of process 0.
+
+        If a program may wait for a lost process forever, end this process at once.
+        """
         if self.error is not None and self.runs:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(1)
+        self.close()
+        if self.leads:
+            self._say_last("leave")
+            peers = self.peers.values()
+            for thread in self._threads or [_started(_read_all, one) for one in peers]:
+                thread.join(ANSWER_SECONDS)
+
+
+def _started(do: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Return a new thread that runs `do`, and that ends with the process."""
+    thread = threading.Thread(target=do, args=arguments, name="specjax-hosts", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_all(connection: Connection) -> None:
+    """Read messages until the peer disconnects."""
+    with suppress(EOFError, OSError):
+        while True:
+            connection.recv_bytes()
 
 
 def _set_options(connection: Connection, seconds: int) -> None:

@@ -19,7 +19,7 @@ def start(rank: int, port: int, plan: list[dict[str, Any]]) -> subprocess.Popen:
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     given = json.dumps({"rank": rank, "port": port, "plan": plan})
     return subprocess.Popen(
-        [sys.executable, "-u", __file__, given],
+        [sys.executable, "-u", "-m", __name__, given],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -128,7 +128,7 @@ def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "",
         return sum(1 for _ in stream)
 
 
-def edit(token_ids: Any, logits: Any) -> Any:
+def edit(token_ids: Any, length: Any, logits: Any) -> Any:
     """A logits processor."""
     return logits
 
