@@ -238,12 +238,13 @@ def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Arr
 
 
 def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the lower and the upper four bits of each byte as bf16 or f32; they are E2M1 floats.
+    """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
 
-    Moved to their places in bf16, the bits of a number mean 2^-126 times the number.
+    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
+    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        low, high = (_of_e2m1(part).astype(dtype) for part in _halves(x))
+        low, high = (e2m1(part).astype(dtype) for part in _halves(x))
         return low, high
     code = """
         shl.b32 s, a, 12;
@@ -259,14 +260,6 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     whole = x.astype(jnp.uint32)
     return whole & 15, whole >> 4
-
-
-def _of_e2m1(code: jax.Array) -> jax.Array:
-    """Return the numbers f32 of codes u32, by integers: twice a number is a whole number."""
-    exponent, last = (code >> 1) & 3, code & 1
-    doubled = jnp.where(exponent == 0, last, (2 + last) << (jnp.maximum(exponent, 1) - 1))
-    number = doubled.astype(jnp.float32) * 0.5
-    return jnp.where(code < 8, number, -number)
 
 
 def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
@@ -292,6 +285,14 @@ def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) 
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
     )
     return found
+
+
+def e2m1(bits: jax.Array) -> jax.Array:
+    """Return the numbers f32 that u32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
+    exponent, mantissa = (bits >> 1) & 3, bits & 1
+    doubled = (2 + mantissa) << jnp.maximum(exponent, 1) >> 1
+    twice = jnp.where(exponent > 0, doubled, mantissa).astype(jnp.float32)
+    return jnp.where(bits > 7, -0.5, 0.5) * twice
 
 
 # These replace inline assembly in the text of a Triton function.

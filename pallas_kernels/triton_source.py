@@ -253,7 +253,7 @@ def _convert(writer: _Writer, eqn: Any, x: str) -> list[str]:
     (old,), (new,) = eqn.invars, eqn.outvars
     if old.aval.dtype == new.aval.dtype:
         return [x]
-    # Floats become integers by dropping the fraction. Numbers that do not fit are undefined.
+    # Floats become integers by dropping the fraction. They must fit.
     return [f"{x}.to({_dtype(new.aval.dtype)})"]
 
 

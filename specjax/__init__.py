@@ -28,6 +28,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "EngineArgs",
@@ -41,6 +42,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
     "follow",
 ]
 
@@ -51,9 +53,11 @@ _MODULES = {
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
     "RayLLM": "specjax.ray.llm",
+    "ChatMessage": "specjax.outputs",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
     "Logprob": "specjax.outputs",
+    "ToolCall": "specjax.outputs",
     "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",

@@ -18,7 +18,7 @@ def follow(model: str | Path, **options: Unpack[LLMOptions]) -> None:
 
     Args:
         model: this host's copy of the checkpoint.
-        options: as for `LLM`. Options that are left out are those of process 0.
+        options: as for `LLM`. For all other options, the values of process 0 are used.
 
     Raises:
         ValueError: this process differs from process 0, or the options do not fit.

@@ -60,7 +60,6 @@ STRUCTURED: Mapping[str, Taken] = {
     "disable_any_whitespace": Taken((False,), "a grammar can exclude whitespace"),
     "disable_additional_properties": Taken((False,), 'say "additionalProperties": false'),
     "whitespace_pattern": Taken((None,), "a grammar can define whitespace"),
-    "structural_tag": Taken((None,), "a grammar can have text around JSON"),
 }
 SPECULATION: Mapping[str, Taken] = {
     **dict.fromkeys(
@@ -74,7 +73,7 @@ SPECULATION: Mapping[str, Taken] = {
         ),
         _SAME,
     ),
-    "quantization": Taken((None,), "weights are used in the engine's dtype"),
+    "quantization": Taken((None,), "the checkpoint's config says how weights are quantised"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")

@@ -18,6 +18,7 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.outputs"],
     ["specjax.host", "specjax.host.grammar", "specjax.host.residents", "specjax.device"],
     ["specjax.engine", "specjax.text"],
+    ["specjax.messages"],
     ["specjax.serving"],
     ["specjax.llm", "specjax.engine_args", "specjax.following"],
     ["specjax.async_llm", "specjax.inspect", "specjax.train"],

@@ -19,15 +19,15 @@ def packed_matmul_reference(
     first: int,
 ) -> jax.Array:
     """See `packed_matmul`."""
-    of_outputs = (None if one is None else one[..., first:] for one in (scales, zeros, factors))
-    matrix = unpacked(values[first:], *of_outputs, form, x.shape[1], x.dtype)
+    given = values, scales, zeros, factors, form, x.shape[1], x.dtype
+    matrix = unpacked(*given)[first:]
     y = jnp.einsum("ni,oi->no", x, matrix, preferred_element_type=jnp.float32)
     return y.astype(dtype)
 
 
 def unpacked(
     values: jax.Array,
-    scales: Any,
+    scales: jax.Array,
     zeros: jax.Array | None,
     factors: jax.Array | None,
     form: Form,

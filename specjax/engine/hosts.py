@@ -1,8 +1,8 @@
 """Messages between the processes, usually one per host, that run an engine's programs together.
 
 Process 0 leads: it has the scheduler and the public interface. The other processes follow: they run
-the same programs in the same order. `jax.distributed` connects the devices. Beside it, process 0
-has a socket to each other process, for the calls and the packed arrays that it mirrors.
+the same programs in the same order. `jax.distributed` connects the devices. Process 0 also has a
+socket to each other process, for the calls and the packed arrays that it mirrors.
 """
 
 import atexit

@@ -213,7 +213,7 @@ class LeaderPrograms:
         if program.is_last:
             for argument in arguments:
                 self._forget(argument)
-            return jax.tree.map(lambda x: Outputs(x, self._hosts), result)
+            return jax.tree.map(lambda x: Awaited(x, self._hosts), result)
         if result is not None:
             self._open[named.number] = result
         return result
@@ -314,7 +314,7 @@ def _hear_by(leader: weakref.ref[LeaderPrograms], *message: Any) -> None:
         found._hear(*message)
 
 
-class Outputs:
+class Awaited:
     """A program's outputs for the host. Reading them fails instead of waiting forever."""
 
     def __init__(self, array: jax.Array, hosts: Hosts):

@@ -203,10 +203,11 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
     """Return the bytes of a weight that are read.
 
-    Of the experts' matrices, only the experts that rows can use are read.
+    Of the experts' matrices and scales, only the experts that rows can use are read.
     """
     experts = getattr(target, "experts", None)
-    if experts is None or names[-1] not in ("gate_up", "down") or len(leaf.shape) != 3:
+    is_of_experts = {*names[-2:]} & {"gate_up", "down"} and len(leaf.shape) == 3
+    if experts is None or not is_of_experts:
         return _size(leaf)
     used = min(experts.num_experts, num_rows * experts.num_chosen)
     return _size(leaf) // experts.num_experts * used

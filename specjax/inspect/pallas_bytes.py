@@ -11,7 +11,7 @@ outputs. Operands are recognized by shape, so that a kernel may have them in any
   [L, S, M, H_v, D_v] in place;
 - `gated_delta_rule_inputs` updates three rings in place: raw inputs [L, S, columns, C], keys
   [L, S, 2 M, H_k, D_k] and decays [L, S, 2 M, H_v];
-- expert weights have three axes, [E, K, N].
+- weights and scales of experts have three axes, [E, ...].
 """
 
 import math
@@ -87,7 +87,7 @@ def touched(name: str, call: Call, load: CachedContext) -> tuple[int, int]:
     If the operands do not have the expected shapes, whole operands and outputs count.
     """
     count = TOUCHED.get(name)
-    if name.startswith("grouped_matmul"):
+    if name.startswith("grouped_"):
         count = _grouped_matmul
     if name.startswith("paged_attention_window_"):
         window = int(name.rpartition("_")[2])
@@ -194,13 +194,13 @@ def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
 
     Padding rows use the experts of a real row; see `layers.moe.moe`.
     """
-    weights = max((one for one in call.others if len(one.shape) == 3), key=lambda one: one.size)
+    weights = [one for one in call.others if len(one.shape) == 3]  # numbers, and perhaps scales
     # Not the number of input rows: each row goes to several experts.
     products = max(one.shape[0] for one in (*call.outputs, *call.in_place) if len(one.shape) == 2)
-    num_used = min(weights.shape[0], _of_real_products(products, load))
-    others = _total(call.others) - weights.size
-    in_place = _total(call.in_place)
-    return others + num_used * weights.per(1), _total(call.outputs) + in_place
+    num_used = min(weights[0].shape[0], _of_real_products(products, load))
+    used = num_used * sum(one.per(1) for one in weights)
+    others = _total(call.others) - _total(weights)
+    return others + used, _total(call.outputs) + _total(call.in_place)
 
 
 def _of_real_products(products: int, load: CachedContext) -> int:

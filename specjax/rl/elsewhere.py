@@ -15,25 +15,32 @@ from specjax.rl.named import Weights, read_finite
 from specjax.rl.weights import read_update, stage_drafter, stage_target
 
 
+def check_folders(engine: Engine, *given: Weights) -> None:
+    """Check that weights are folders, or None, if the engine has other processes.
+
+    Raises:
+        ValueError: there are other processes, and weights have another form.
+    """
+    count = engine.engines[0].programs.num_processes
+    for weights in given:
+        if count > 1 and not isinstance(weights, str | Path | None):
+            raise ValueError(
+                f"weights as {type(weights).__name__} do not reach the other of nnodes={count} "
+                "processes; save them, and give the folder, which each process reads"
+            )
+
+
 def stage_elsewhere(engine: Engine, weights: Weights, drafter: Weights) -> None:
     """Let the engine's other processes, if any, read and check new weights.
 
     `weights` are for the target and `drafter` for the drafter; None to keep the old weights.
 
     Raises:
-        ValueError: there are other processes, and weights are not a folder.
         HostsError: a process cannot use its folder. Nothing has changed.
     """
     programs = engine.engines[0].programs
-    if programs.num_processes == 1:
-        return
-    for name, given in {"weights": weights, "drafter": drafter}.items():
-        if not isinstance(given, str | Path | None):
-            raise ValueError(
-                f"{name} must be a folder, because each of the {programs.num_processes} processes "
-                f"reads its part, not {type(given).__name__}; save the arrays where all can read"
-            )
-    programs.elsewhere(_stage, weights, drafter)
+    if programs.num_processes > 1:
+        programs.elsewhere(_stage, weights, drafter)
 
 
 def replace_elsewhere(engine: Engine) -> None:

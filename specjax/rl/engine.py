@@ -16,7 +16,7 @@ from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.llm import LLM
 from specjax.rl.checksum import checksum
-from specjax.rl.elsewhere import replace_elsewhere, stage_elsewhere
+from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
@@ -264,7 +264,9 @@ class RolloutEngine:
             CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
-        named, own = read_update(weights, drafter, self.params, self.drafter)
+        params = self.params
+        check_folders(self._engine, weights, drafter)
+        named, own = read_update(weights, drafter, params, self.drafter)
         with self._turns:
             self._loop.check_open()
             number = next_version(self.version, version)
@@ -286,7 +288,9 @@ class RolloutEngine:
                 changed.
         """
         check_choice("pause", pause, PAUSES)
-        own = read_finite(weights, self.params.drafter, "drafter's weights")
+        params = self.params
+        check_folders(self._engine, weights)
+        own = read_finite(weights, params.drafter, "drafter's weights")
         with self._turns:
             self._loop.check_open()
             staged = self._stage_drafter(own)

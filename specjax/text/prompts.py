@@ -111,6 +111,18 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
     return list(given)
 
 
+def params_each(given: Any, count: int) -> list[SamplingParams]:
+    """Return the sampling parameters of each of `count` prompts.
+
+    Raises:
+        ValueError: `given` is neither one for all nor one for each.
+    """
+    all_params = one_each("sampling_params", given, count)
+    if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
+        raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
+    return all_params
+
+
 @dataclass(frozen=True)
 class RequestMaker:
     """Validates requests, and resolves their parameters."""

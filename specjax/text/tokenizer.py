@@ -29,6 +29,7 @@ class ChatTokenizer(TokenizerNames):
     origin: str
     skips_special_tokens: bool = True  # default of `decode`
     named_templates: Mapping[str, str] = field(default_factory=dict)  # other chat templates
+    response_template: Any = None  # how responses are read; None if the checkpoint does not say
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -215,6 +216,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
         stored.special_tokens,
         str(folder),
         named_templates=named,
+        response_template=stored.config.get("response_template"),
     )
 
 

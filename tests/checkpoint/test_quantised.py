@@ -16,6 +16,7 @@ from specjax.checkpoint.quantised.registry import FORMATS
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.placement import Placement
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.packed import Packed
@@ -129,6 +130,18 @@ def test_the_same_tokens_with_and_without_drafts(folders_of):
         with make_llm(folder, method, dtype="float32") as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
+
+
+def test_what_is_unpacked_is_said(folders_of):
+    """Matrices that are divided over devices, with the numbers of the plain ones; and experts."""
+    loaded, lines, placement = [], [], Placement.on(*jax.devices()[:2])
+    for folder in folders_of("llama", "awq"):
+        loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
+    load_model(folders_of("deepseek_v3", "awq")[0], FLOAT32, log=lines.append)
+    said = [line for line in lines if "are unpacked to float32" in line]
+    assert "15 quantised" in said[0] and "self_attn.q_proj" in said[0]
+    assert len(said) == 2 and "kv_b_proj" in said[1]
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from support.host_processes import LIMIT, run_all, start
 from support.refusals import refusal
 from support.shared_models import eagle3, hybrid, llama
+from support.weights import rewrite
 
 from specjax import LLM, follow
 
@@ -46,8 +47,25 @@ def error_after(leader, do):
     return said(leader)["error"], time.monotonic() - start
 
 
+def with_own_half(checkpoints, folder, rank):
+    """A copy of a target in which the halves of projections that `rank` must not read are NaN."""
+    by_rows = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
+
+    def spoil(tensors):
+        for name, tensor in tensors.items():
+            if "_proj" in name:
+                axis = int(name.split(".")[-2] not in by_rows)
+                half = tensor.shape[axis] // 2
+                tensor.narrow(axis, (1 - rank) * half, half).fill_(float("nan"))
+        return tensors
+
+    made = checkpoints.copy(folder)
+    rewrite(made / "model.safetensors", spoil)
+    return str(made)
+
+
 def test_two_processes_give_what_one_gives(checkpoints):
-    """And a process that does not answer ends them."""
+    """Each reads only its parts of the weights. And a process that does not answer ends them."""
     target, head = llama(checkpoints), eagle3(checkpoints)
     mtp = str(hybrid(checkpoints))
     eagle = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 3}
@@ -59,11 +77,12 @@ def test_two_processes_give_what_one_gives(checkpoints):
         },
         {
             "folder": mtp,
-            "updated": mtp,
+            "updated": None,
             "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
         },
     ]
-    whole = [{**part, "then": "run all"} for part in plan]
+    halves = {str(i): {"folder": with_own_half(checkpoints, target.folder, i)} for i in range(2)}
+    whole = [{**plan[0], "own": halves, "then": "run all"}, {**plan[1], "then": "run all"}]
     with processes(*whole, {"folder": str(target.folder)}) as (leader, follower):
         for part in plan:
             expected = run_all(**part)

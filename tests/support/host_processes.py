@@ -28,9 +28,14 @@ def start(rank: int, port: int, plan: list[dict[str, Any]]) -> subprocess.Popen:
     )
 
 
-def run_all(folder: str, updated: str, **options: Any) -> dict[str, Any]:
-    """What an engine gives for everything that changes a step, as JSON has it."""
+def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
+    """What an engine gives for everything that changes a step, as JSON has it.
+
+    Without a folder of new weights, K and the weights stay, and it never sleeps.
+    """
+    import pytest
     from support.engines import SIZES, generate, give_pages, hold_pages, random_prompts
+    from support.refusals import refusal
 
     from specjax import SamplingParams
     from specjax.host.speculation.policy import StaticPolicy
@@ -50,12 +55,17 @@ def run_all(folder: str, updated: str, **options: Any) -> dict[str, Any]:
             logprobs = [[*map(rounded, each)] for each in (one.logprobs for one in outputs)]
             found[name] = [one.token_ids for one in outputs], logprobs
 
+        if engine.programs.num_processes > 1:
+            refusal(lambda: rl.update_weights(rl.params.target), "nnodes=2", "give the folder")
+            with pytest.raises(NotImplementedError, match="other processes have some"):
+                rl.checksum()
         note("first")
         metrics = llm.metrics()
         found["counts"] = metrics.num_draft_tokens, metrics.num_accepted_tokens
-        engine.set_policy(StaticPolicy(1))
-        note("with another K")
-        engine.set_policy(StaticPolicy(3))
+        if updated is not None:
+            engine.set_policy(StaticPolicy(1))
+            note("with another K")
+            engine.set_policy(StaticPolicy(3))
         compiled = len(engine.programs.ready)
         note("from the prefix cache")
         found["hits"] = llm.metrics().prefix_cache_hits
@@ -67,12 +77,13 @@ def run_all(folder: str, updated: str, **options: Any) -> dict[str, Any]:
         next(left)
         left.close()
         note("after an abort")
-        for level in 1, 2:
-            rl.sleep(level)
-            rl.wake_up()
-        note("after a sleep")
-        rl.update_weights(updated)
-        note("updated")
+        if updated is not None:
+            for level in 1, 2:
+                rl.sleep(level)
+                rl.wake_up()
+            note("after a sleep")
+            rl.update_weights(updated)
+            note("updated")
         assert len(engine.programs.ready) == compiled
         engine.programs.elsewhere(has_programs, compiled)
     return json.loads(json.dumps(found))
@@ -90,6 +101,7 @@ def rounded(entry: dict[int, Any]) -> list[tuple[int, float]]:
 
 def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "", **options: Any):
     """Build an LLM of both processes; `own` are options by rank. Return what happened."""
+    import pytest
     from support.engines import SIZES
 
     from specjax import LLM, SamplingParams, follow
@@ -106,11 +118,19 @@ def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "",
         return follow(folder, **given, **common)
     with LLM(folder, tensor_parallel_size=2, **{**SIZES, **given}, **common) as llm:
         params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+        edited = SamplingParams(logits_processors=[edit])
+        with pytest.raises(NotImplementedError, match="nnodes=2 processes run each step"):
+            llm.generate([[1]], edited, use_tqdm=False)
         stream = llm.generate_stream([[1, 2, 3]], params)
         next(stream)
         say(ready=True)
         sys.stdin.readline()
         return sum(1 for _ in stream)
+
+
+def edit(token_ids: Any, logits: Any) -> Any:
+    """A logits processor."""
+    return logits
 
 
 def say(**content: Any) -> None:

@@ -15,9 +15,12 @@ from support import kernels_paged_attention
 from support.kernels_delta_rule import LAYER, Serving, Sizes, Streams
 from support.kernels_paged_attention import Case
 
+from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import Heads
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.paged_attention import paged_attention
@@ -138,6 +141,7 @@ def delta_rule(heads: Heads, batch: int) -> Operation:
     return lambda kernels: partial(run, kernels)
 
 
+GROUPS = np.array([0, 17, 1, 0, 6], np.int32)  # their numbers of rows
 OPERATIONS: dict[str, Operation] = {
     "rms_norm": of(
         partial(add_rms_norm, eps=1e-6, is_centred=True),
@@ -149,8 +153,21 @@ OPERATIONS: dict[str, Operation] = {
     "rope_write/fp8": rope("float8_e4m3fn"),
     "rope_write/int8": rope("int8"),
     "truncation": truncation(),
-    "grouped_matmul": of(
-        grouped_matmul, normal(24, 40), normal(5, 40, 24), np.array([0, 17, 1, 0, 6], np.int32)
+    "batched_scaled_matmul": of(
+        partial(batched_scaled_matmul, block=(64, 32)),
+        *(normal(20, 3, 80) / 8, normal(3, 90, 80, dtype="float8_e4m3fn")),
+        np.square(normal(3, 2, 3)),
+    ),
+    "grouped_matmul": of(grouped_matmul, normal(24, 40), normal(5, 40, 24), GROUPS),
+    "grouped_mxfp4_matmul": of(
+        grouped_mxfp4_matmul,
+        *(normal(24, 96), np.random.default_rng(0).integers(0, 256, (5, 40, 64), np.uint8)),
+        *(np.random.default_rng(1).integers(120, 124, (5, 3, 40), np.uint8), GROUPS),
+    ),
+    "grouped_scaled_matmul": of(
+        partial(grouped_scaled_matmul, block=(64, 128)),
+        *(normal(24, 200) / 14, normal(5, 90, 200, dtype="float8_e4m3fn")),
+        *(np.square(normal(5, 2, 2)), GROUPS),
     ),
     "latent_attention": latents(),
     "latent_attention/int8": latents("int8"),

@@ -15,7 +15,7 @@ from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.latent_prompt import attend_plainly, head_dim
 from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
-from specjax.device.weights.latent_up import LatentUp
+from specjax.device.weights.latent_up import LatentProjection
 
 NORM_EPS = 1e-6  # of the latent norm; fixed, independent of the model's rms_norm_eps
 # Number of products that a GPU computes in the time that it takes to move one 16-bit number: 184
@@ -29,7 +29,7 @@ class ProjectedLatents(NamedTuple):
     q: jax.Array  # [N, H (D_n + D_r)]
     latent: jax.Array  # [N, R + D_r], the latent, then the key part shared by all heads
     norm: jax.Array  # [R], norm of the latent
-    up: LatentUp
+    up: LatentProjection
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles, f32[N, D_r / 2]
 
     def of_rows(self, part: slice) -> "ProjectedLatents":

@@ -14,7 +14,7 @@ from pallas_kernels.latent_attention.reference import dequantised
 from pallas_kernels.paged_attention import paged_attention_part
 from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
-from specjax.device.weights.latent_up import LatentUp
+from specjax.device.weights.latent_up import LatentProjection
 
 
 def attend_plainly(
@@ -23,7 +23,7 @@ def attend_plainly(
     layer: jax.Array,
     nope: jax.Array,
     rope: jax.Array,
-    up: LatentUp,
+    up: LatentProjection,
     scale: float,
 ) -> jax.Array:
     """Return the output [N, H, D_v] of attention. A row attends to all tokens up to itself.

@@ -64,7 +64,7 @@ class Packed(Matrix):
         return packed_matmul(*given, kernels=self.kernels)
 
     @property
-    def _arrays(self) -> tuple[Any, ...]:
+    def _arrays(self) -> tuple[Any, Any, Any, Any]:
         return self.values, self.scales, self.zeros, self.factors
 
 

@@ -19,7 +19,7 @@ from specjax.device.models.layers.mlp import (
 )
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
-from specjax.device.weights.experts import ExpertMatrices, expert_matrices, fused_expert_matrices
+from specjax.device.weights.experts import ExpertWeights, expert_matrices, fused_expert_matrices
 from specjax.device.weights.matrix import Matrix, dense
 
 
@@ -56,8 +56,8 @@ class MoE:
     """
 
     router: Any  # weights of `Experts.router`
-    gate_up: ExpertMatrices  # [E, D, 2 F]
-    down: ExpertMatrices  # [E, F, D]
+    gate_up: ExpertWeights  # [E, D, 2 F]
+    down: ExpertWeights  # [E, F, D]
     shared: MLP | None = None
     shared_gate: Matrix | None = None  # [D, 1]
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
