@@ -140,11 +140,11 @@ class AsyncLLM(Refusing):
         text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind, before)
         async with self._turns:
             self._check_open()  # it may have closed meanwhile
-            stream = OutputStream(asyncio.get_running_loop())
+            stream = OutputStream(asyncio.get_running_loop(), shown)
             added = self._call(lambda: self._add(stream, request, text, before))
             try:
                 await asyncio.wrap_future(added)
-                async for output in stream.read(shown):
+                async for output in stream.read():
                     yield output
             finally:
                 self._leave(stream)
@@ -171,7 +171,8 @@ class AsyncLLM(Refusing):
             RuntimeError: the AsyncLLM is closed, or asleep.
         """
         self._check_open()
-        streams = [OutputStream(asyncio.get_running_loop()) for _ in prompts]
+        loop, kind = asyncio.get_running_loop(), sampling_params.output_kind
+        streams = [OutputStream(loop, Shown(kind)) for _ in prompts]
         make = partial(self._llm.make_request, sampling_params=sampling_params, priority=priority)
 
         def add() -> None:
@@ -182,7 +183,7 @@ class AsyncLLM(Refusing):
 
         try:
             await asyncio.wrap_future(self._call(add))
-            yield [stream.read(Shown(sampling_params.output_kind)) for stream in streams]
+            yield [stream.read() for stream in streams]
         finally:
             for stream in streams:
                 self._leave(stream)
@@ -420,7 +421,7 @@ class AsyncLLM(Refusing):
         news: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
-            if stream is None or stream.outputs is None:
+            if stream is None or stream.outputs is None or not stream.is_due:
                 continue
             try:
                 output = stream.outputs.output()

@@ -30,7 +30,7 @@ def engine_options() -> dict[str, Any]:
 def vllm_options() -> list[str]:
     """Return vLLM's options that `LLM` ignores or refuses, and that the server lacks."""
     known = {*engine_options(), *(one.name for one in fields(ServerSettings))}
-    return sorted({*PASSED_OVER, *ONE_VALUE, *_ALWAYS} - known)
+    return sorted({*PASSED_OVER, *ONE_VALUE} - known)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine", "Options of LLM, which docs/api.md describes.")
     for name, hint in engine_options().items():
         _add(group, name, hint, DEFAULTS[name], "")
-    for name in vllm_options():
+    for name in *vllm_options(), *_ALWAYS:
         flag = name.replace("_", "-")
         options: Any = {"default": argparse.SUPPRESS, "dest": name, "help": argparse.SUPPRESS}
         parser.add_argument(f"--{flag}", nargs="?", const=True, type=_json_or_text, **options)

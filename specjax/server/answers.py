@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from specjax.outputs import CompletionOutput, RequestOutput
+from specjax.server.admission import RETRY_SECONDS
 from specjax.server.errors import INTERNAL, APIError
 from specjax.server.events import ClientStalledError, Events, together, unless_left
 from specjax.server.jobs import Job
@@ -65,8 +66,10 @@ class Answer:
                 streams = await stack.enter_async_context(queued)
             except ValueError as error:
                 raise self._refusal(error) from None
-            except RuntimeError as error:  # closed or asleep
-                raise APIError(503, str(error), retry_after=1) from None
+            except RuntimeError as error:
+                _LOG.warning("%s is refused: %s", job.id, error)
+                text = "the engine is asleep or has ended"
+                raise APIError(503, text, retry_after=RETRY_SECONDS) from None
             yield streams
 
     @contextmanager

@@ -122,7 +122,7 @@ def _num_logprobs(request: ChatRequest) -> int | None:
 
 
 class ChatForm:
-    """Choices of a chat; see `Form`.
+    """Choices of a chat; see `AnswerForm`.
 
     Args:
         make_parser: returns the parser of a sample.
@@ -143,12 +143,12 @@ class ChatForm:
         self._parsers = [make_parser() for _ in range(n)]
 
     def openings(self, prompt: int) -> Iterator[ChatDelta]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         for index in range(len(self._parsers)):
             yield ChatDelta(index, Delta(role="assistant", content=""))
 
     def parts(self, prompt: int, output: RequestOutput) -> Iterator[ChatDelta]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         for sample in output.outputs:
             parser, tokens = self._parsers[sample.index], sample.token_ids
             delta = parser.feed(sample.text or "", tokens)
@@ -165,7 +165,7 @@ class ChatForm:
             yield choice
 
     def wholes(self, prompt: int, output: RequestOutput) -> Iterator[ChatChoice]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         for sample in output.outputs:
             message, reason = self._parsers[sample.index].parse(
                 sample.text or "", sample.token_ids, sample.finish_reason
@@ -177,7 +177,7 @@ class ChatForm:
             yield choice
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         (output,) = outputs
         found: dict[str, Any] = {}
         if self._request.return_token_ids:

@@ -81,7 +81,7 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
 
 
 class CompletionForm:
-    """Choices of completions. Their indices count samples over all prompts; see `Form`."""
+    """Choices of completions. Their indices count samples over all prompts; see `AnswerForm`."""
 
     whole_object = chunk_object = "text_completion"
 
@@ -102,23 +102,23 @@ class CompletionForm:
         self._offsets: dict[int, int] = {}  # of the next token in its choice's text, by index
 
     def openings(self, prompt: int) -> Iterator[CompletionChoice]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         return iter(())
 
     def parts(self, prompt: int, output: RequestOutput) -> Iterator[CompletionChoice]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         for sample in output.outputs:
             yield self._choice(prompt, sample, output)
 
     def wholes(self, prompt: int, output: RequestOutput) -> Iterator[CompletionChoice]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         for choice in self.parts(prompt, output):
             if self._request.prompt_logprobs is not None and output.prompt_logprobs is not None:
                 choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
             yield choice
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """See `Form`."""
+        """See `AnswerForm`."""
         return {}
 
     def _choice(

@@ -14,7 +14,7 @@ from specjax.server.wire import GenerationFields
 from specjax.text.prompts import TokensPrompt
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """The shape of an answer: turns outputs into choices."""
 
     whole_object: str
@@ -46,7 +46,7 @@ class Job:
     prompts: list[TokensPrompt]
     params: SamplingParams
     request: GenerationFields
-    form: Form
+    form: AnswerForm
     prompt_field: str  # name of the field with the prompts, for errors
     asked_tokens: int | None  # max_tokens, if the request has it
     created: int = field(default_factory=lambda: int(time.time()))

@@ -13,8 +13,8 @@ from specjax.text.completions import Outputs, Shown
 class OutputStream:
     """Passes the latest output of a request from the engine's thread to the request's caller."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, shown: Shown):
+        self.loop, self._shown = loop, shown
         self.outputs: Outputs | None = None  # only the engine's thread uses this and `is_cancelled`
         self.is_cancelled = False
         self.is_finished = False
@@ -28,10 +28,15 @@ class OutputStream:
         samples = [c.sequence for c in self.outputs.completions] if self.outputs else []
         return all(sample.finish_reason not in (None, "abort") for sample in samples)
 
-    async def read(self, shown: Shown) -> AsyncGenerator[RequestOutput, None]:
+    @property
+    def is_due(self) -> bool:
+        """Whether the request has something to return now. Used on the engine's thread."""
+        return self.outputs is not None and self._shown.is_due(self.outputs)
+
+    async def read(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield the parts of growing outputs that `shown` selects, until the last."""
         while not self.is_finished:
-            output = shown.of(await self.take())
+            output = self._shown.of(await self.take())
             if output is not None:
                 yield output
 

@@ -2,14 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from support.engines import ANY_SHAPES
-from support.http import Served, served
 from support.scripts import TextScript
 from support.texts import simulated_llm
 
 from specjax import LLM
+
+# Nothing is collected where the server's packages are not installed.
+if not all(find_spec(name) for name in ("starlette", "msgspec", "openai", "hypothesis")):
+    collect_ignore_glob = ["test_*.py"]
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}answer:{% endif %}"
@@ -32,7 +37,9 @@ def simulated(chat_folder) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def server(simulated) -> Iterator[Served]:
+def server(simulated) -> Iterator[Any]:
     """A server with the usual settings."""
+    from support.http import served
+
     with served(simulated) as running:
         yield running

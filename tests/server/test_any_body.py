@@ -60,6 +60,7 @@ def requests(draw):
     max_examples=300,
     deadline=None,
     derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(requests())

@@ -106,7 +106,13 @@ def test_every_option_of_an_engine_is_a_flag():
 
 
 def test_flags_of_vllm_without_effect_are_accepted():
-    argv = ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-dtype", "auto"]
+    argv = [
+        "--enforce-eager",
+        "--enable-prompt-tokens-details",
+        "--no-enable-chunked-prefill",
+        "--kv-cache-dtype",
+        "auto",
+    ]
     with pytest.warns(UserWarning, match="enforce_eager"):
         read_engine_args(build_parser().parse_args(["serve", "m", *argv]))
 
