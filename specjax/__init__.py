@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
+    from specjax.following import follow
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
     from specjax.ray.llm import RayLLM
@@ -27,6 +28,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "EngineArgs",
@@ -40,6 +42,8 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
+    "follow",
 ]
 
 _MODULES = {
@@ -49,9 +53,11 @@ _MODULES = {
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
     "RayLLM": "specjax.ray.llm",
+    "ChatMessage": "specjax.outputs",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
     "Logprob": "specjax.outputs",
+    "ToolCall": "specjax.outputs",
     "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",
@@ -59,6 +65,7 @@ _MODULES = {
     "TextPrompt": "specjax.text.prompts",
     "TokensPrompt": "specjax.text.prompts",
     "SpeculativeConfig": "specjax.config",
+    "follow": "specjax.following",
 }
 
 

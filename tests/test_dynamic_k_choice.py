@@ -294,9 +294,9 @@ def test_chunks_are_timed_beside_the_rounds(slow_engine):
     for _ in range(8):
         slow_engine.step()
     alone = len(watched.rounds)
-    assert alone > 2 and not any(outcome.other_ms for outcome in watched.rounds[2:])
+    assert alone > 2 and not any(outcome.chunk_ms for outcome in watched.rounds[2:])
     serve(slow_engine, [second])
-    others = [outcome.other_ms for outcome in watched.rounds[alone:]]
+    others = [outcome.chunk_ms for outcome in watched.rounds[alone:]]
     assert 1 <= sum(ms > 0 for ms in others) <= 3
 
 

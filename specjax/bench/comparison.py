@@ -1,4 +1,4 @@
-"""Measures plain decoding, then each drafter. If it is interrupted, it keeps the results so far."""
+"""Measures plain decoding and drafters. An interrupted measurement keeps its results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from specjax.bench.screen import Screen
 from specjax.bench.settings import BenchSettings
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.engine.compile_progress import watch_compiling
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -81,7 +82,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations and plain decoding in turn.
+        """Measure the configurations `shown` and plain decoding in turn.
 
         If the measurement is interrupted, the figures so far are kept.
         """
@@ -165,9 +166,9 @@ def summarise_rounds(shown: Sequence[Configuration], rounds: Sequence[Round]) ->
 def load_workload(settings: BenchSettings) -> list[list[Request]]:
     """Return the prompts as batches of requests."""
     folder = resolve(settings.model)
+    check_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+    assert tokenizer is not None
     requests = make_requests(
         tokenize(read_questions()[: settings.num_prompts], tokenizer),
         max_tokens=settings.max_tokens,
@@ -181,7 +182,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load an `LLM` without or with a drafter, and compile every step of the measurement."""
+    """Load an `LLM` for a drafting method or for `PLAIN`, and compile all of its steps."""
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),

@@ -15,6 +15,7 @@ from specjax.bench.devices import Devices, set_policies, share_target
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.checks import check_positive, check_seed
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -43,7 +44,7 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
-    synthetic_rates: tuple[float, ...] | None = None  # acceptance rates that replace the drafter's
+    synthetic_rates: tuple[float, ...] | None = None  # accept drafts at these rates; None: verify
     devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self):
@@ -84,9 +85,9 @@ class Setup:
         """
         count = batch_size * self.devices.data_parallel_size
         folder = resolve(self.model)
+        check_tokenizer(folder)
         tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+        assert tokenizer is not None
         prompts = tokenize(read_questions(), tokenizer)
         return make_requests(
             [prompts[i % len(prompts)] for i in range(count)],
@@ -168,7 +169,7 @@ class Engines(NamedTuple):
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Load the models, and compile the steps of every K."""
+    """Yield an LLM without and an LLM with the drafter. The steps of every K are compiled."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work

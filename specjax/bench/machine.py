@@ -68,8 +68,8 @@ class CpuTime:
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
     """Return the time that threads ran, divided by the time that they ran or waited.
 
-    The divisor counts at most `num_cpus` processors at a time, because further threads wait for
-    each other. Return None if the times are unknown.
+    The divisor is at most `num_cpus` times the time that passed, because more threads than
+    processors must wait for each other. Return None if the times are unknown.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
@@ -82,7 +82,8 @@ class Machine:
 
     Attributes:
         load: mean number of processes that ran or waited, in the minute before the measurement.
-        num_processors: number of processors; this process may use `num_cpus` of them.
+        num_processors: number of processors of the machine.
+        num_cpus: number of processors that this process may use.
         cpu_share: CPU share while measuring (see the function `cpu_share`); None if unknown.
         num_gpu_processes: number of other processes on the GPUs in use; 0 without a GPU.
     """

@@ -1,4 +1,4 @@
-"""Times configurations, which decode the same prompts in turn in one process.
+"""Times configurations (a drafting method and K), which decode the same prompts in turn.
 
 A round runs one batch of prompts under every configuration, back to back, so that other load on the
 machine affects all of them equally. Only decoding is timed. It begins when every prompt of the
@@ -74,7 +74,7 @@ class Run:
         return self.ms_per_step * self.num_request_steps / self.num_tokens
 
 
-Round: TypeAlias = Mapping[Configuration, Run]  # of the same batch of prompts
+Round: TypeAlias = Mapping[Configuration, Run]  # all runs decode the same batch of prompts
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> Run:

@@ -19,7 +19,7 @@ from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.writing import check_writable
 from specjax.serving.drafters import parse_drafter
 
-FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually and with --full; prompts
+FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually, Ks with --full, prompts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
         screen.end(trial.lines(report))
         if args.json:
             print(text, flush=True)
-    return 130 if trial.is_interrupted else 0
+        if trial.is_interrupted:  # as engines close, a second interrupt ends the process at once
+            raise KeyboardInterrupt
+    return 0
 
 
 def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:

@@ -62,15 +62,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
-    """Measure every policy at every batch size, in turn. Return the JSON report."""
+    """Measure every policy at every batch size. The policies take turns. Return the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    workloads = {size: setup.make_requests(size) for size in setup.batch_sizes}
     with open_engines(setup, show_progress=show_progress) as engines, ExitStack() as stack:
         policies = make_policies(setup, profile, engines)
         names = [OFF, *policies]
         total = sum(num_rounds(setup, size) for size in setup.batch_sizes) * len(names)
         begin = stack.enter_context(stages(total, show_progress=show_progress))
-        for batch_size in setup.batch_sizes:
-            requests = setup.make_requests(batch_size)
+        for batch_size, requests in workloads.items():
             warm_up(engines.plain.engine, requests)
             for k in setup.ks:
                 set_policies(engines.drafting.engine, partial(StaticPolicy, k))
@@ -118,7 +118,7 @@ def make_policies(
 ) -> dict[str, Callable[[], Policy]]:
     """Return a factory for each policy, by the policy's name.
 
-    Each factory returns a new policy, in the state of a policy whose engine has just started.
+    Each factory returns a new policy, which knows no more than at the start of an engine.
     """
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured, *_ = set_policies(engine, partial(adaptive_policy, max_k))

@@ -12,24 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checkpoint.quantised.packed import E2M1
 from specjax.checkpoint.spec import TensorSpec, cut_rows
 
 BLOCK = 32  # numbers that share a scale
-_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # values of the lower three bits; the fourth bit is the sign
 
 
 @dataclass(frozen=True)
 class MXFP4Spec(TensorSpec):
-    """The spec of experts' weights [E, in, out] in MXFP4.
+    """The `TensorSpec` of experts' weights [E, in, out] in MXFP4.
 
     The file tensors are blocks u8[E, out, in / 32, 16] and scales u8[E, out, in / 32].
     """
@@ -49,7 +40,7 @@ class MXFP4Spec(TensorSpec):
         """Return the engine array in `dtype`, unpacked from `parts`: the blocks and the scales."""
         blocks, scales = parts
         halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        values = jnp.array([*_VALUES, *(-x for x in _VALUES)], jnp.float32)[halves]
+        values = jnp.array(E2M1, jnp.float32)[halves]
         values = values.reshape(*scales.shape, BLOCK)
         numbers = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
         return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(self.dtype or dtype)
@@ -64,7 +55,7 @@ def mxfp4_experts(
     rows: str | None = None,
     columns: str | None = None,
 ) -> Any:
-    """Return the spec of experts [E, in, out] stored as `name`_blocks and `name`_scales.
+    """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
     If the input axis may be divided over devices, `rows` is its name. If the output axis may be
     divided, `columns` is its name. At most one of the two is given. If one of them is given, the

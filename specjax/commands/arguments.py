@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from specjax.checkpoint.demo import TARGET
-from specjax.config import COLLECTIVES, DTYPES, METHODS, OWN_METHODS
+from specjax.config import COLLECTIVES, DTYPES, KV_CACHE_DTYPES, METHODS, OWN_METHODS
 
 DEVICE_OPTIONS = (
     *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "collectives"),
@@ -58,6 +58,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="numbers in pages; default: auto, those of --dtype",
+    )
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

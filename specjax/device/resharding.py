@@ -20,7 +20,8 @@ _PARTS, _COPIES = "parts", "copies"  # the axes of the trainer's devices
 def devices_of(arrays: Sequence[Any]) -> tuple[Device, ...]:
     """Return the devices over which all of the arrays are spread, in the order of their mesh.
 
-    Return () if an array is on one device or in host memory, or if the arrays have other devices.
+    Return () if an array is on one device, in host memory or spread over processes, or if the
+    arrays have other devices.
     """
     found = {_devices(array) for array in arrays}
     return found.pop() if len(found) == 1 else ()
@@ -28,6 +29,8 @@ def devices_of(arrays: Sequence[Any]) -> tuple[Device, ...]:
 
 def _devices(array: Any) -> tuple[Device, ...]:
     if not isinstance(array, jax.Array) or len(array.devices()) == 1:
+        return ()
+    if not array.is_fully_addressable:
         return ()
     devices = tuple(array.sharding.devices_indices_map(array.shape))
     is_near = array.sharding.memory_kind in (None, devices[0].default_memory().kind)

@@ -10,12 +10,11 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.sleep import SleepOfAll
 from specjax.llm import LLM
 from specjax.outputs import CompletionOutput, RequestOutput
-from specjax.rl.named import read_finite
 from specjax.rl.ray_worker import NotBuilt, WorkerFailed, WorkerState
 from specjax.rl.weights import (
     WeightUpdate,
-    brings_module,
     next_version,
+    read_update,
     replace_weights,
     stage_drafter,
     stage_target,
@@ -114,24 +113,20 @@ class RayWorker:
 
     def _update_weights(self, weights: Any, version: int, drafter: Any) -> WeightUpdate:
         number, start = next_version(self._version, version), time.perf_counter()
-        params = self._llm.apply(lambda llm: llm.engine.params).result()
-        named, own = read_finite(weights, params.target, "weights"), None
-        if drafter is not None:
-            own = read_finite(drafter, params.drafter, "drafter's weights")
+        engine = self._llm.apply(lambda llm: llm.engine).result()
+        named, own = read_update(weights, drafter, engine.params, engine.drafter)
 
         def replace(llm: LLM) -> WeightUpdate:
-            engine, is_torn = llm.engine, False
+            is_torn = False
 
             def tear() -> None:
                 nonlocal is_torn
                 is_torn = True
 
             target = stage_target(named, llm.target, engine.params.target)
-            module = named if brings_module(named, engine.drafter) else None
-            given = module if own is None else own
             drafts = None
-            if given is not None:
-                drafts = stage_drafter(given, engine.drafter, engine.params.drafter)
+            if own is not None:
+                drafts = stage_drafter(own, engine.drafter, engine.params.drafter)
             try:
                 replace_weights(engine, SleepOfAll(engine), target, drafts, tear=tear)
             except Exception as error:

@@ -34,7 +34,7 @@ class WorkerState:
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # weights of its last update; may be a target's with mtp.*
+    drafter: Any = None  # from its last update; perhaps a target's weights with mtp.*
     sleep_level: int = 0
 
 

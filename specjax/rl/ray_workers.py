@@ -1,4 +1,4 @@
-"""Generates rollouts on many engines at once.
+"""Generates rollouts on many engines.
 
 Each Ray actor has one engine, and all engines have the same weights. The driver splits prompts into
 small groups, which `ray_pool` distributes. The driver also assigns seeds, so that outputs do not
@@ -37,7 +37,7 @@ class RayRollouts:
         model: a folder or hub id that every worker can load.
         num_workers: the number of workers, each with one engine.
         ray_options: the Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
-        group_size: the maximum number of prompts that a worker gets at once. If None, it is half
+        group_size: the maximum number of prompts that a worker gets together. If None, it is half
             of a worker's average share of the prompts, but at most `max_num_seqs`.
         speculative_config, options: as for `RolloutEngine`.
 

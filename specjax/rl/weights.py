@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +17,10 @@ from jax.sharding import Sharding
 
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
-from specjax.checkpoint.scaled import STORED
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
-from specjax.device.drafters.drafter import Drafter
+from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.loading import copy_to, lay_out, lay_out_whole
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, is_unused, named_specs
@@ -32,7 +30,7 @@ from specjax.device.resharding import devices_of
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.sleep import SleepOfAll
-from specjax.rl.named import Weights, is_deleted, read_named
+from specjax.rl.named import Weights, is_deleted, read_finite, read_named
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
@@ -44,11 +42,11 @@ _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The arrays of an update from which one of the engine's arrays is built."""
+    """The given arrays from which one of the engine's arrays is built."""
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
-    # If set, it divides the only part over devices, which may be divided already.
+    # If set, it divides the only part over devices. The part may be divided already.
     division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -110,7 +108,7 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Return the source of each new array of a target; see `stage`.
+    """Return an `ArraySource` for each of a target's arrays; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or have two different values for a tied embedding.
@@ -124,7 +122,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Return the source of each new array of a drafter; see `stage`.
+    """Return an `ArraySource` for each of a drafter's arrays; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -149,11 +147,28 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     return sources
 
 
-def next_version(current: int, version: int | None) -> int:
+def read_update(
+    weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the new arrays of target and drafter by name; None if the drafter's arrays stay.
+
+    `weights` may include an MTP drafter. `params` are the engine's weights.
+
+    Raises:
+        ValueError: weights cannot be read, or are not finite.
+        CheckpointError: a folder has no weights, or they are damaged.
+    """
+    named = read_finite(weights, params.target, "weights")
+    if drafter_weights is not None:
+        return named, read_finite(drafter_weights, params.drafter, "drafter's weights")
+    return named, named if brings_module(named, drafter) else None
+
+
+def next_version(current: int, version: Any) -> int:
     """Return the version of new weights: `version`, or the next integer if it is None.
 
     Raises:
-        ValueError: `version` is not above the version `current`.
+        ValueError: `version` is not an integer above the version `current`.
     """
     if version is None:
         return current + 1
@@ -189,7 +204,7 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
-    """Return the source of each new array, in the order of the leaves of `current`.
+    """Return an `ArraySource` for each leaf of `current`, in the same order.
 
     Buffers that are not given keep their values. This is logged once.
 
@@ -206,10 +221,10 @@ def stage(
         ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
     places = paths(current)
-    if narrow := [path for path, leaf in places.items() if leaf.dtype == STORED]:
+    if narrow := [path for path, leaf in places.items() if leaf.dtype.itemsize == 1]:
         raise ValueError(
-            f"the engine keeps {_listed(narrow)} in float8, as its checkpoint does, and takes no "
-            f"{name}; build it from a checkpoint in bfloat16"
+            f"the engine keeps {_listed(narrow)} in 8 or 4 bits, as its checkpoint does, and takes "
+            f"no {name}; build it from a checkpoint in bfloat16"
         )
     has_paths = any(tensor in places for tensor in given)
     specs: dict[str, Any] = paths(
@@ -385,32 +400,6 @@ def copies(params: Any) -> Any:
         return jax.device_put(np.array(leaf))
 
     return jax.tree.map(copy, as_arrays(params, "params"))
-
-
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    """Return two checksums u32[2] of an array, which depend on its words and on their order."""
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
-    place = jnp.arange(words.size, dtype=jnp.uint32)
-    mixed = (words ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(3266489917)
-    return jnp.stack([jnp.sum(words * (2 * place + 1)), jnp.sum(mixed ^ (mixed >> 13))])
-
-
-def checksum(params: Any) -> str:
-    """Return a digest of the bits, shapes and paths of a tree's arrays.
-
-    The arrays have 8, 16 or 32 bits per element. The digest is equal on all devices. Each array is
-    summed on its own device, so that no weights are transferred. The digest is not cryptographic:
-    it detects mistakes, not forgeries.
-    """
-    leaves = paths(params)
-    digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
-    whole = blake2b(digest_size=16)
-    for (path, leaf), digest in zip(leaves.items(), digests, strict=True):
-        whole.update(f"{path} {leaf.dtype}{list(leaf.shape)}".encode() + digest.tobytes())
-    return whole.hexdigest()
 
 
 def _is_float(dtype: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Makes the policy of a speculative_config, and checks that its profile fits the model."""
+"""Builds the policy that chooses K for a speculative_config, and checks and saves profiles."""
 
 import hashlib
 import json
@@ -21,13 +21,13 @@ from specjax.host.speculation.methods import adaptive_policy, profile_policy, re
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile, mean_profile
 
-# Maximum size of an array that a fingerprint covers. Norms and biases are smaller, and training
+# Maximum size of a vector that a fingerprint covers. Norms and biases are smaller, and training
 # changes them.
 _LARGEST_LEAF = 2**16
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return the config with K filled in, and the profile that the config names, if any.
+    """Return the config with num_speculative_tokens set, and the profile that it names, or None.
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.
@@ -69,7 +69,7 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter: their architectures and small weight arrays."""
+    """Return a digest of a target and its drafter: their architectures and small weight vectors."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:
@@ -78,7 +78,7 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 
 
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
-    """Refuse a profile that was measured on another model than the one with fingerprint `model`.
+    """Refuse a profile of another model. `model` is the `fingerprint` of the model in use.
 
     Warn if the profile was measured on another kind of device. `dynamic_config_force` disables both
     checks.

@@ -45,7 +45,7 @@ class Profile:
         rates: the fractions of all steps that accept at least 1, 2, ... drafts; one entry per
             draft.
         max_drafts: the largest K.
-        is_online: whether rates are learned while serving, with `rates` as the prior.
+        is_online: whether a policy learns rates while serving, with `rates` as the prior.
         measured: a description of the measurement; None if it is unknown. "model" is the model's
             fingerprint, and "device" is the kind of device. If `step_ms` are times without context,
             "ms_per_context_token" is the time that each context token adds to a step.
@@ -83,9 +83,9 @@ class Profile:
 
     @classmethod
     def of(cls, content: Any, where: str) -> "Profile":
-        """Return the profile that `content`, a parsed JSON file, describes.
+        """Return the profile in `content`, a parsed JSON file.
 
-        `where` is the name of the profile in error messages.
+        `where` is the file's name in error messages.
 
         Raises:
             ValueError: an entry is invalid; the message names the entry.

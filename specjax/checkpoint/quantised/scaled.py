@@ -1,8 +1,9 @@
-"""Weights in float8 with scales: one per block, per output or per tensor.
+"""Weights in 8 bits with scales: one per block, per output, per group of inputs or per tensor.
 
-Next to a tensor X of float8_e4m3fn [..., O, I], a checkpoint has its scales X_scale_inv (DeepSeek,
-Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The tensors
-show whether there are scales, and for what. Only the size of a block is in the config.
+Next to a tensor X of float8_e4m3fn or int8 [..., O, I], a checkpoint has its scales X_scale_inv
+(DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The
+shape of the scales shows whether they are per block, output, group or tensor. Only the size of a
+block is in the config.
 """
 
 import math
@@ -20,10 +21,12 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.format import group_size, read_positive
 from specjax.checkpoint.spec import TensorSpec
 from specjax.checkpoint.stored_tensor import Readable
 
-STORED = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
+STORED = FLOAT8, INT8
 SUFFIXES = "_scale_inv", "_scale"
 # Scales of activations and of caches, which are not quantised here.
 _UNUSED = tuple(f".{name}_scale" for name in ("activation", "input", "output", *"qkv", "kv"))
@@ -32,7 +35,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A float8 tensor with its scales; `read` returns their product."""
+    """An 8-bit tensor with its scales; `read` returns their product."""
 
     weight: Readable
     scales: Readable
@@ -42,8 +45,13 @@ class ScaledTensor:
 
     @property
     def path(self) -> Path:
-        """The file of the float8 tensor."""
+        """The file of the 8-bit tensor."""
         return self.weight.path
+
+    @property
+    def form(self) -> tuple[np.dtype, int]:
+        """The dtype and the columns of a block, which merged matrices must share."""
+        return self.weight.dtype, self.block[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +59,7 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> jax.Array:
-        """Return the product, computed on JAX's default device, which is faster than the host."""
+        """Return the numbers times their scales, computed on JAX's default device for speed."""
         return _multiply(self.weight.read(), self.read_scales(), self.block, self.dtype)
 
     def read_scales(self) -> np.ndarray:
@@ -60,18 +68,13 @@ class ScaledTensor:
         Raises:
             CheckpointError: a scale is not a positive number.
         """
-        scales = np.asarray(self.scales.read(), np.float32)
-        if not (np.isfinite(scales) & (scales > 0)).all():
-            raise CheckpointError(
-                f"{self.scales.path}: {self.scales_name} has scales that are not positive numbers; "
-                "download or export the checkpoint again"
-            )
+        scales = np.asarray(read_positive(self.scales, self.scales_name), np.float32)
         return scales.reshape(_num_blocks(self.shape, self.block))
 
 
 @dataclass(frozen=True)
 class ValuesSpec(TensorSpec):
-    """The spec of the numbers of float8 tensors, as they are stored."""
+    """The `TensorSpec` of a matrix of 8-bit numbers, as they are stored."""
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`."""
@@ -80,16 +83,19 @@ class ValuesSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class ScalesSpec(TensorSpec):
-    """The spec of the scales f32[blocks of rows, blocks of columns] of a matrix of float8 tensors.
+    """The `TensorSpec` of an 8-bit matrix's scales, f32[blocks of rows, blocks of columns].
 
-    `file_shapes` are the shapes of the tensors with the numbers.
+    The matrix may merge several tensors. `file_shapes` are the shapes of their numbers.
     """
 
     blocks: tuple[Block, ...] = ()  # for each tensor, the rows and columns that share a scale
 
     @property
     def block(self) -> Block:
-        """The size of a block of the matrix: no tensor's block or part begins within one."""
+        """The size of the matrix's blocks.
+
+        No tensor, block of a tensor or part of a head begins within one of these blocks.
+        """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))
         within = [rows for (rows, _), size in zip(self.blocks, sizes, strict=True) if rows < size]
@@ -107,7 +113,7 @@ class ScalesSpec(TensorSpec):
         return [find(name).read_scales() for name in self.names]
 
     def join(self, parts: Any, dtype: np.dtype) -> jax.Array:
-        """Return the scales, from those of each tensor."""
+        """Return the scales of the merged matrix, given the scales of each tensor."""
         sizes = [shape[0] for shape in self.file_shapes]
         of_rows = [
             jnp.repeat(part, rows, axis=0)[:size]
@@ -119,10 +125,10 @@ class ScalesSpec(TensorSpec):
 
 
 def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> TensorFiles:
-    """Return a copy of `files`, in which a `ScaledTensor` replaces each float8 tensor with scales.
+    """Return a copy of `files`, in which a `ScaledTensor` replaces each 8-bit tensor with scales.
 
     Reading a `ScaledTensor` returns the product in `dtype`. `block` is the size of blocks that
-    share a scale; None if there are only scales of outputs and tensors.
+    share a scale; None if all scales are per output or per tensor.
 
     Raises:
         CheckpointError: scales have a wrong shape; the error names the tensor.
@@ -130,10 +136,10 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
     tensors = {name: x for name, x in files.tensors.items() if not name.endswith(_UNUSED)}
     for name, weight in files.tensors.items():
         scales = next((name + one for one in SUFFIXES if name + one in tensors), None)
-        if weight.dtype != STORED or scales is None:
+        if weight.dtype not in STORED or scales is None:
             continue
         found = tensors.pop(scales)
-        blocks = {_num_blocks(weight.shape, one): one for one in _possible(weight.shape, block)}
+        blocks = {_num_blocks(weight.shape, one): one for one in _possible(weight, found, block)}
         fitting = [one for shape, one in blocks.items() if _is_like(found.shape, shape)]
         if not fitting:
             what = f" in blocks of {list(block)}" if block else ""
@@ -146,9 +152,11 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
     return replace(files, tensors=tensors)
 
 
-def _possible(shape: tuple[int, ...], block: Block | None) -> list[Block]:
-    rows, columns = shape[-2:]
-    return [*([block] if block else []), (1, columns), (rows, columns)]
+def _possible(weight: Readable, scales: Readable, block: Block | None) -> list[Block]:
+    rows, columns = weight.shape[-2:]
+    group = group_size(columns, scales.shape[-1]) if weight.dtype == INT8 and scales.shape else None
+    groups = [(1, group)] if group else []
+    return [*([block] if block else []), *groups, (1, columns), (rows, columns)]
 
 
 def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
@@ -157,7 +165,7 @@ def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
 
 
 def _is_like(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether scales of shape `found` are scales of `shape`, with or without sides of 1."""
+    """Return whether the shapes are equal, ignoring axes of size 1 if `shape` has one column."""
     own = tuple(size for size in found if size > 1)
     return found == shape or (shape[-1] == 1 and own == tuple(n for n in shape if n > 1))
 
