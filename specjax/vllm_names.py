@@ -61,9 +61,10 @@ STRUCTURED: Mapping[str, Taken] = {
     "disable_additional_properties": Taken((False,), 'say "additionalProperties": false'),
     "whitespace_pattern": Taken((None,), "a grammar can define whitespace"),
 }
+_DRAFT_SIZES = "draft_tensor_parallel_size", "tensor_parallel_size"
 SPECULATION: Mapping[str, Taken] = {
     **dict.fromkeys(
-        ("draft_tensor_parallel_size", "tensor_parallel_size"),
+        _DRAFT_SIZES,
         Taken((None, 1), "a drafter is divided over devices like its target"),
     ),
     **dict.fromkeys(
@@ -120,6 +121,17 @@ def take_keys(
             f"{where} has unknown keys {unknown}; known keys are {sorted(known)}{hint}"
         )
     return kept
+
+
+def without_draft_size(config: Any, tensor_parallel_size: int) -> Any:
+    """Return a `speculative_config` without the drafter's number of devices if it is the target's.
+
+    A drafter is divided like its target. Other numbers are kept, and then refused.
+    """
+    if not isinstance(config, Mapping):
+        return config
+    known = dict.fromkeys(_DRAFT_SIZES, tensor_parallel_size).items()
+    return {name: value for name, value in config.items() if (name, value) not in known}
 
 
 def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from support.texts import VOCAB
 from specjax import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StructuredOutputs
 from specjax.checkpoint.demo import demo_folder
 from specjax.text.tokenizer import load_tokenizer
-from specjax.vllm_names import PAGE, SAMPLING, SPECULATION, STRUCTURED
+from specjax.vllm_names import PAGE, SAMPLING, SPECULATION, STRUCTURED, without_draft_size
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 TABLES = {
@@ -105,3 +105,11 @@ def test_the_tokenizer_answers_as_transformers():
     refusal(lambda: ours("a", return_tensors="pt"), "return_tensors='pt'", "leave it out")
     with pytest.raises(AttributeError):
         _ = ours.nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_drafters_number_of_devices_may_be_that_of_its_target():
+    given = {"method": "ngram", "draft_tensor_parallel_size": 2, "x": [2]}
+    assert without_draft_size(given, 2) == {"method": "ngram", "x": [2]}
+    assert without_draft_size(given, 4) == given and without_draft_size(None, 2) is None
+    with pytest.raises(ValueError, match="divided over devices like its target"):
+        SpeculativeConfig.of({**without_draft_size(given, 1), "num_speculative_tokens": 3})

@@ -196,7 +196,7 @@ class DividedSpec(TensorSpec):
         return jnp.stack([self.local.join(self.parts(parts, i, jnp), dtype) for i in devices])
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """See `TensorSpec`."""
+        """See `TensorSpec`. The array must be NumPy's."""
         shapes = zip(self.names, self.file_shapes, strict=True)
         whole = {name: np.empty(shape, array.dtype) for name, shape in shapes}
         places = [str(i) for i in range(len(self.local.names))]

@@ -36,12 +36,16 @@ def all_finite(array: Any) -> Any:
     dtype = np.dtype(array.dtype)
     if dtype not in _LIMITS:
         return True
-    if not isinstance(array, jax.Array) or _is_near(array):
+    if not isinstance(array, jax.Array):
         return _on_host(np.asarray(array))
-    return _on_device(array)
+    if not _is_near(array):
+        return _on_device(array)
+    shards = (shard for shard in array.addressable_shards if not shard.replica_id)
+    return all(_on_host(np.asarray(shard.data)) for shard in shards)
 
 
 def _is_near(array: jax.Array) -> bool:
+    """Return whether all shards are in the memory of this process's CPU."""
     return array.is_fully_addressable and all(d.platform == "cpu" for d in array.devices())
 
 

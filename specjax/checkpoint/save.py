@@ -111,5 +111,6 @@ def _tensors(
     for spec, array in pairs:
         # Copy, because JAX caches an array's host version as long as the array lives.
         kept = jnp.array(array, spec.dtype or dtype, copy=True)
-        yield from spec.split(np.asarray(kept)).items()
+        for name, tensor in spec.split(np.asarray(kept)).items():
+            yield name, np.ascontiguousarray(tensor)
     yield from extra.items()

@@ -109,14 +109,16 @@ class TensorSpec:
         """Whether the file tensors are bytes that `join` unpacks to numbers."""
         return False
 
-    def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the file tensors, by name, from which `join` would build `array`."""
+    def split(self, array: Any) -> dict[str, Any]:
+        """Return the file tensors, by name, from which `join` would build `array`.
+
+        They are arrays of the same kind as `array`, of NumPy or JAX.
+        """
         parts = zip(
             self.names, self.file_shapes, self._interleaved, self._places(array), strict=True
         )
         return {
-            name: np.ascontiguousarray(_interleave(place, sizes)).reshape(shape)
-            for name, shape, sizes, place in parts
+            name: _interleave(place, sizes).reshape(shape) for name, shape, sizes, place in parts
         }
 
     @property
@@ -128,8 +130,8 @@ class TensorSpec:
     def _interleaved(self) -> tuple[tuple[int, ...], ...]:
         return self.interleaved or ((),) * len(self.names)
 
-    def _places(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the part of `array` that belongs to each file tensor, as a list of views."""
+    def _places(self, array: Any) -> list[Any]:
+        """Return the part of `array` that belongs to each file tensor."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)
@@ -147,14 +149,15 @@ def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     return jnp.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
 
 
-def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+def _interleave(x: Any, sizes: tuple[int, ...]) -> Any:
     """Reorder rows of the engine's order to the file's order. Inverse of `_regroup`."""
     if not sizes:
         return x
+    xp = jnp if isinstance(x, jax.Array) else np
     num_groups = len(x) // sum(sizes)
-    parts = np.split(x, np.cumsum(sizes)[:-1] * num_groups)
+    parts = xp.split(x, np.cumsum(sizes)[:-1] * num_groups)
     groups = [part.reshape(num_groups, -1, *x.shape[1:]) for part in parts]
-    return np.concatenate(groups, axis=1).reshape(x.shape)
+    return xp.concatenate(groups, axis=1).reshape(x.shape)
 
 
 # These functions return Any, because specs replace arrays in a tree of parameters.

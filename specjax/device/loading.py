@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from specjax.checkpoint.division import DividedSpec
+from specjax.checkpoint.division import Cut, DividedSpec
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
@@ -23,6 +23,7 @@ from specjax.checkpoint.stored_tensor import Readable, read_partly
 from specjax.device.placement import (
     DIVIDED,
     REPLICATED,
+    Device,
     Placement,
     assemble,
     default_device,
@@ -31,6 +32,7 @@ from specjax.device.placement import (
     place_numbers,
     with_other_parts,
 )
+from specjax.device.resharding import automatic, devices_of, move, spread
 from specjax.device.weights.stored import as_stored
 
 Log = Callable[[str], object]  # takes a line
@@ -124,11 +126,15 @@ def lay_out(
         sharding: The devices on which the array is placed, and how it is split over them.
     """
     dtype, own = np.dtype(spec.dtype or dtype), own_sharding(sharding)
-    if spec.is_stored and parts[0].dtype == dtype:
+    devices = devices_of(parts)
+    if not devices and spec.is_stored and parts[0].dtype == dtype:
         whole = jax.device_put(parts[0], own, may_alias=False)
         return with_other_parts(whole, sharding)
     # Layers differ only in tensor names; without names, all share one compiled program.
     spec = replace(spec, names=("",) * len(parts))
+    if devices:
+        made = _join_afar(spec, dtype, devices)([automatic(part) for part in parts])
+        return move(made, sharding)
     if isinstance(spec, DividedSpec) and isinstance(own, NamedSharding):
         if own != sharding or all(isinstance(part, np.ndarray) for part in parts):
             each = zip(*(spec.parts(parts, i) for i in place_numbers(sharding)), strict=True)
@@ -136,6 +142,28 @@ def lay_out(
             return with_other_parts(_join_each(spec.local, dtype, own)(placed), sharding)
     on_device = tuple(jax.device_put(part, _whole(own)) for part in parts)
     return with_other_parts(_join(spec, dtype, own)(on_device), sharding)
+
+
+def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    """Return the divided array that a spec describes, in newly allocated memory.
+
+    `array` is the whole model's array. It may also be divided like the result; it then passes
+    through the host, where it loses what the devices pad it with.
+    """
+    devices = devices_of([array])
+    if devices and array.shape == spec.whole.shape:
+        spec = replace(spec, names=tuple(map(str, range(len(spec.names)))))
+        return move(_divide_afar(spec, dtype, devices)([automatic(array)]), sharding)
+    known = spec if array.shape == spec.shape else spec.whole
+    return lay_out([*known.split(np.asarray(array)).values()], spec, dtype, sharding)
+
+
+def copy_to(array: Any, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    """Return a copy of an array, which is on one device or on all devices of `sharding`."""
+    if devices := devices_of([array]):
+        return move(_cast_afar(dtype, devices)([automatic(array)]), sharding)
+    own = jax.device_put(own_part(array), own_sharding(sharding), may_alias=False)
+    return with_other_parts(own.astype(dtype), sharding)
 
 
 def _narrowed(tensor: Any) -> Any:
@@ -161,6 +189,39 @@ def _join(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     return jax.jit(partial(spec.join, dtype=dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=32)
+def _join_afar(
+    spec: TensorSpec, dtype: np.dtype, devices: tuple[Device, ...]
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Return a function that joins parts on the devices over which they are spread."""
+    cuts: tuple[Cut | None, ...] = (None,) * len(spec.names)
+    num_parts = 0
+    if isinstance(spec, DividedSpec):
+        cuts, num_parts = spec.tensor_cuts, spec.num_devices
+    axes = [None if cut is None else cut.axis for cut in cuts]
+    return spread(partial(spec.join, dtype=dtype), devices, axes, num_parts)
+
+
+@lru_cache(maxsize=32)
+def _divide_afar(
+    spec: DividedSpec, dtype: np.dtype, devices: tuple[Device, ...]
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Return a function that divides a whole model's array on the devices over which it is."""
+
+    def divide(arrays: Sequence[jax.Array]) -> jax.Array:
+        return spec.join([*spec.whole.split(arrays[0]).values()], dtype)
+
+    return spread(divide, devices, [None], spec.num_devices)
+
+
+@lru_cache(maxsize=32)
+def _cast_afar(
+    dtype: np.dtype, devices: tuple[Device, ...]
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Return a function that gives all devices the array that is spread over them."""
+    return spread(lambda arrays: arrays[0].astype(dtype), devices, [None], 0)
 
 
 @lru_cache(maxsize=32)

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import jax
-import numpy as np
 
 from specjax.checkpoint.division import DividedSpec, Share, divide
 from specjax.checkpoint.given import paths
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.loading import lay_out
+from specjax.device.loading import lay_out_whole
 from specjax.device.placement import AXIS, DIVIDED, Placement, divided_shape
 from specjax.device.weights.table import Table
 from specjax.device.weights.weight import Weight, is_weight
@@ -82,15 +81,14 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
         ValueError: `params` have other arrays or shapes than the model or head.
     """
     _check_shapes(one.specs(), params)
-    whole, (specs, tree) = jax.tree.leaves(one.specs()), jax.tree.flatten(specs_of(one))
+    specs, tree = jax.tree.flatten(specs_of(one))
 
-    def divided(x: Any, spec: TensorSpec, own: TensorSpec) -> jax.Array:
-        if not isinstance(own, DividedSpec):
+    def divided(x: Any, spec: TensorSpec) -> jax.Array:
+        if not isinstance(spec, DividedSpec):
             return placement.put(x)
-        parts = [*spec.split(np.asarray(x)).values()]
-        return lay_out(parts, own, x.dtype, placement.sharding(DIVIDED))
+        return lay_out_whole(x, spec, x.dtype, placement.sharding(DIVIDED))
 
-    leaves = zip(jax.tree.leaves(params), whole, specs, strict=True)
+    leaves = zip(jax.tree.leaves(params), specs, strict=True)
     return jax.tree.unflatten(tree, [divided(*each) for each in leaves])
 
 

@@ -129,12 +129,11 @@ class GrammarCompiler:
                 "pip install 'specjax[structured]'"
             ) from error
         document = json.loads(self._tokenizer_json)
+        _fill_gaps(document)
         names = document["model"]["vocab"]  # a mapping, or pairs of name and score
         names = {name if isinstance(name, str) else name[0] for name in names}
         end = len(names.union(token["content"] for token in document["added_tokens"]))
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added = {"id": end, "content": "<|end of the grammar|>", "special": True, **flags}
-        document["added_tokens"].append(added)
+        document["added_tokens"].append(_special(end, "<|end of the grammar|>"))
         try:
             tokenizer = llguidance.LLTokenizer(json.dumps(document), eos_token=end)
         except ValueError as error:
@@ -147,6 +146,26 @@ class GrammarCompiler:
         is_eos = np.isin(ids, list(eos_ids))
         is_text = (ids < min(self._vocab_size, end)) & ~is_eos
         return GrammarVocabulary(tokenizer, end, eos_ids, _pack(is_text), _pack(is_eos))
+
+
+def _fill_gaps(document: dict[str, Any]) -> None:
+    """Give the ids that a tokenizer's vocabulary lacks to special tokens, which are never text.
+
+    llguidance counts a tokenizer's tokens, and would lose as many of the last as ids are missing.
+    """
+    vocab = document["model"]["vocab"]
+    if not isinstance(vocab, dict):  # pairs, whose ids are their places
+        return
+    known = set(vocab.values())
+    for missing in sorted(set(range(max(known, default=-1))) - known):
+        name = f"<|missing-{missing}|>"
+        vocab[name] = missing
+        document["added_tokens"].append(_special(missing, name))
+
+
+def _special(token: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": content, "special": True, **flags}
 
 
 @dataclass(frozen=True)

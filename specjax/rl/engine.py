@@ -36,6 +36,7 @@ from specjax.rl.weights import (
 from specjax.sampling_params import SamplingParams
 from specjax.text.prompts import Prompt
 from specjax.text.tokenizer import ChatTokenizer
+from specjax.vllm_names import without_draft_size
 
 
 class RolloutEngine:
@@ -76,7 +77,8 @@ class RolloutEngine:
             )
         check_flags(raw_logprobs=raw_logprobs)
         if speculative_config is not None:
-            speculative_config = SpeculativeConfig.of(speculative_config)
+            size = options.get("tensor_parallel_size", 1)
+            speculative_config = SpeculativeConfig.of(without_draft_size(speculative_config, size))
             if speculative_config.verification == "synthetic":
                 raise ValueError(
                     "verification='synthetic' does not emit the model's own tokens, which rollouts "

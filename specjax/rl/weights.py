@@ -21,12 +21,12 @@ from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
 from specjax.device.drafters.drafter import Drafter, Params
-from specjax.device.loading import lay_out
+from specjax.device.loading import copy_to, lay_out, lay_out_whole
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, is_unused, named_specs
 from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 from specjax.device.parallel import specs_of
-from specjax.device.placement import own_part, own_sharding, with_other_parts
+from specjax.device.resharding import devices_of
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.sleep import SleepOfAll
@@ -55,12 +55,8 @@ class ArraySource:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
         if self.division is not None:
-            is_divided = whole.shape == self.division.shape
-            spec = self.division if is_divided else self.division.whole
-            tensors = spec.split(np.asarray(whole))
-            return lay_out([*tensors.values()], self.division, dtype, sharding)
-        own = jax.device_put(own_part(whole), own_sharding(sharding), may_alias=False)
-        return with_other_parts(own.astype(dtype), sharding)
+            return lay_out_whole(whole, self.division, dtype, sharding)
+        return copy_to(whole, dtype, sharding)
 
 
 def replace_weights(
@@ -378,9 +374,17 @@ def _have_same_bits(one: Any, other: Any) -> bool:
         return True
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if devices_of([one, other]):
+        return bool(jax.device_get(_are_equal(one, other)))
     # Compare bytes, because NumPy compares bfloat16 slowly.
     first, second = (np.ascontiguousarray(x).view(np.uint8) for x in jax.device_get((one, other)))
     return np.array_equal(first, second)
+
+
+@jax.jit
+def _are_equal(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return whether two arrays, which have no NaN, are equal. Zeros of any sign are equal."""
+    return (one == other).all()
 
 
 def copies(params: Any) -> Any:

@@ -57,6 +57,7 @@ from specjax.serving.page_formats import choose_pages
 from specjax.serving.source import ModelSource, open_drafter, open_model
 from specjax.text.generation_config import read_default_params
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
+from specjax.vllm_names import without_draft_size
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,7 @@ def _assemble(
     )
     if (speculation := options["speculative_config"]) is not None:
         named = model if isinstance(model, str | Path) else None
+        speculation = without_draft_size(speculation, tensor_parallel_size)
         options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
     placement, *others = _placements(data_parallel_size, tensor_parallel_size, hosts)

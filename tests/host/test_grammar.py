@@ -385,6 +385,27 @@ def test_what_a_model_or_an_installation_cannot_follow_is_refused(monkeypatch):
             compiler.compile(StructuredOutputs(regex="a"))
 
 
+@pytest.mark.parametrize("gaps", [range(40, 100), ()])
+def test_a_tokenizer_without_some_ids(gaps):
+    """The tokens after a gap keep their ids, and missing ids are never allowed."""
+    letters = byte_alphabet()
+    ids = [i for i in range(2, 2 + len(letters) + len(gaps)) if i not in gaps]
+    vocab = {"<x>": 0, "</s>": EOS, **dict(zip(letters, ids, strict=True))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", "<x>"])
+    size = max(vocab.values()) + 1
+    compiler = GrammarCompiler(tokenizer.to_str(), size + 5, (EOS,))
+    matcher = compiler.compile(StructuredOutputs(choice=["zebra~", "😀"])).matcher()
+    assert next_ids(matcher, size + 5) == {vocab["z"], vocab[letters[0xF0]]}
+    matcher.accept([vocab[letter] for letter in "zebra"])
+    assert next_ids(matcher, size + 5) == {vocab["~"]}
+    anything = compiler.compile(StructuredOutputs(regex="(?s:.*)")).matcher()
+    possible = {*vocab.values()} - {vocab["<x>"]}
+    assert {vocab["z"], vocab[letters[0xF0]], EOS} < next_ids(anything, size + 5) <= possible
+
+
 def test_the_same_wish_is_compiled_once():
     compiler = make_compiler("demo")
     schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}

@@ -1,0 +1,119 @@
+"""Moves a trainer's arrays, which are spread over several devices, to the devices of an engine.
+
+Nothing passes through the host. The trainer's devices compute the arrays of the engine, of which
+each engine's device takes a part, and the parts are then copied from device to device.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from specjax.device.placement import Device
+
+_PARTS, _COPIES = "parts", "copies"  # the axes of the trainer's devices
+
+
+def devices_of(arrays: Sequence[Any]) -> tuple[Device, ...]:
+    """Return the devices over which all of the arrays are spread, in the order of their mesh.
+
+    Return () if an array is on one device, in host memory or spread over processes, or if the
+    arrays have other devices.
+    """
+    found = {_devices(array) for array in arrays}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _devices(array: Any) -> tuple[Device, ...]:
+    if not isinstance(array, jax.Array) or len(array.devices()) == 1:
+        return ()
+    if not array.is_fully_addressable:
+        return ()
+    devices = tuple(array.sharding.devices_indices_map(array.shape))
+    is_near = array.sharding.memory_kind in (None, devices[0].default_memory().kind)
+    return devices if is_near else ()
+
+
+def spread(
+    function: Callable[[list[jax.Array]], jax.Array],
+    devices: Sequence[Device],
+    cut_axes: Sequence[int | None],
+    num_parts: int,
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Return `function`, jitted for arrays that are spread over `devices`.
+
+    `cut_axes` has the axis of each array along which `function` cuts it, if any. The array is first
+    spread along another axis, so that no device has the whole array.
+
+    `num_parts` is the size of the result's first axis, along which the result is spread. It is 0 if
+    the result is not divided; each device then has the result.
+    """
+    grid = np.array(devices).reshape(math.gcd(num_parts or 1, len(devices)), -1)
+    mesh = Mesh(grid, (_PARTS, _COPIES))
+
+    def placed(x: jax.Array, *spec: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def run(arrays: Sequence[jax.Array]) -> jax.Array:
+        beside, width = [], 0
+        for x, cut in zip(arrays, cut_axes, strict=True):
+            others = (i for i, size in enumerate(x.shape) if i != cut and size % mesh.size == 0)
+            axis = next(others, None)
+            width = 0 if axis is None else x.shape[axis]
+            beside.append(x if axis is None else placed(x, *[None] * axis, mesh.axis_names))
+        result = function(beside)
+        if num_parts and width in result.shape[1:]:  # first each part, then its copies
+            axis = result.shape.index(width, 1)
+            result = placed(result, _PARTS, *[None] * (axis - 1), _COPIES)
+        return result
+
+    place = PartitionSpec(_PARTS) if num_parts else PartitionSpec()
+    return jax.jit(run, out_shardings=NamedSharding(mesh, place))
+
+
+def automatic(array: jax.Array) -> jax.Array:
+    """Return the array on a mesh whose programs JAX may divide as it likes.
+
+    JAX has another kind of mesh, in which functions must say how results are divided.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        return array
+    devices: Any = sharding.mesh.devices
+    mesh = Mesh(devices, sharding.mesh.axis_names)
+    shards = [shard.data for shard in array.addressable_shards]
+    place = NamedSharding(mesh, sharding.spec)
+    return jax.make_array_from_single_device_arrays(array.shape, place, shards)
+
+
+def move(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Return a copy with the given sharding, copied from device to device.
+
+    Each part of the result must be a part of `array` that one device has.
+    """
+    held = {}
+    for shard in array.addressable_shards:
+        held.setdefault(_rows(shard.index, array.shape), []).append(shard.data)
+    placed = []
+    for i, (device, index) in enumerate(
+        sharding.addressable_devices_indices_map(array.shape).items()
+    ):
+        start, stop = _rows(index, array.shape)
+        (first, last), copies = next(
+            one for one in held.items() if one[0][0] <= start and stop <= one[0][1]
+        )
+        data = copies[i % len(copies)]  # so that several devices send
+        if (first, last) != (start, stop):
+            data = data[start - first : stop - first]
+        home = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        placed.append(jax.device_put(data, home, may_alias=False))
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, placed)
+
+
+def _rows(index: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the range of the first axis in an index; all other axes are whole."""
+    start, stop, _ = index[0].indices(shape[0]) if shape else (0, 1, 1)
+    return start, stop
