@@ -58,7 +58,7 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
 def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
     """Return the names of quantised tensors that are unpacked while they are loaded.
 
-    The arguments are those of `as_stored`.
+    `as_stored` explains the arguments.
     """
     leaves = jax.tree.leaves(as_stored(specs, files, rename))
     plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
