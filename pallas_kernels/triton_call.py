@@ -118,7 +118,7 @@ def dot(
 
 
 def barrier(values: Any) -> Any:
-    """Synchronise all threads of the program; return `values` unchanged."""
+    """Synchronise all threads of the thread block; return `values` unchanged."""
     if backend() == "pallas":
         plt.debug_barrier()
         return values
@@ -170,11 +170,12 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return float8_e4m3fn or int8 numbers as bf16, four at a time; NaN becomes 480.
+    """Return float8_e4m3fn or int8 numbers as bf16. With the backend "pallas", NaN becomes 480.
 
-    Moved to their places in bf16, the bits of a float8 number mean 2^-120 times the number. In the
-    last bits of 128, the lower seven bits of an integer make 128 plus these bits, and the sign bit
-    makes 128 or 256; the integer is the difference.
+    The assembly converts four numbers at a time. Moved to their places in bf16, the bits of a
+    float8 number mean 2^-120 times the number. The lower seven bits of an integer are written into
+    the last bits of the bf16 number 128, which makes 128 plus these bits. The integer is the
+    difference from 128, or from 256 if its sign bit is set.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)
@@ -291,6 +292,54 @@ def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) 
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
     )
     return found
+
+
+def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
+
+    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
+    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
+    """
+    if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
+        whole = x.astype(jnp.uint32)
+        return e2m1(whole & 15).astype(dtype), e2m1(whole >> 4).astype(dtype)
+
+    def widened(shift: int) -> jax.Array:
+        (found,) = plt.elementwise_inline_asm(
+            f"""{{
+            .reg .b32 w, a, b, s, t, scale, zero;
+            mov.b32 scale, 0x7e807e80;
+            mov.b32 zero, 0x80008000;
+            shr.u32 w, $2, {shift};
+            prmt.b32 a, w, 0, 0x4140;
+            prmt.b32 b, w, 0, 0x4342;
+            shl.b32 s, a, 6;
+            shl.b32 t, b, 6;
+            and.b32 s, s, 0x01c001c0;
+            and.b32 t, t, 0x01c001c0;
+            shl.b32 a, a, 12;
+            shl.b32 b, b, 12;
+            lop3.b32 s, a, 0x80008000, s, 0xea;
+            lop3.b32 t, b, 0x80008000, t, 0xea;
+            fma.rn.bf16x2 $0, s, scale, zero;
+            fma.rn.bf16x2 $1, t, scale, zero;
+            }}""",
+            args=[x],
+            constraints="=r,=r,r",
+            pack=4,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+        )
+        return found
+
+    return widened(0), widened(4)
+
+
+def e2m1(bits: jax.Array) -> jax.Array:
+    """Return the numbers f32 that u32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
+    exponent, mantissa = (bits >> 1) & 3, bits & 1
+    doubled = (2 + mantissa) << jnp.maximum(exponent, 1) >> 1
+    twice = jnp.where(exponent > 0, doubled, mantissa).astype(jnp.float32)
+    return jnp.where(bits > 7, -0.5, 0.5) * twice
 
 
 # These replace inline assembly in the text of a Triton function.

@@ -11,12 +11,11 @@ from specjax.checkpoint.spec import experts, fused_experts
 from specjax.device.weights.weight import Weight, weight
 
 
-@weight
 @dataclass(frozen=True)
-class ExpertMatrices(Weight):
+class ExpertWeights(Weight):
     """A matrix [in, out] for each of E experts."""
 
-    values: jax.Array  # [E, in, out]
+    values: jax.Array
     axis: str | None = None  # see `Weight`
 
     def multiply(
@@ -32,15 +31,34 @@ class ExpertMatrices(Weight):
 
         Rows are sorted by expert, and `sizes` are the numbers of rows per expert.
         """
+        raise NotImplementedError
+
+
+@weight
+@dataclass(frozen=True)
+class ExpertMatrices(ExpertWeights):
+    """The experts' matrices as one array [E, in, out]."""
+
+    def multiply(
+        self,
+        x: jax.Array,
+        sizes: jax.Array,
+        *,
+        sources: jax.Array | None = None,
+        targets: jax.Array | None = None,
+        kernels: str,
+    ) -> jax.Array:
+        """See `ExpertWeights`."""
         return grouped_matmul(x, self.values, sizes, sources, targets, kernels=kernels)
 
 
 def expert_matrices(
     names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int], **axis: str
 ) -> ExpertMatrices:
-    """Return the specs for a checkpoint that stores the projections of each expert separately.
+    """Return the matrices as `TensorSpec`s, for experts whose projections are stored separately.
 
-    The projections of an expert are merged into one matrix. `axis` is explained in `experts`.
+    The projections of an expert are merged into one matrix. For the keyword arguments, see
+    `experts`.
     """
     return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 
@@ -48,7 +66,7 @@ def expert_matrices(
 def fused_expert_matrices(
     name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False, **axis: Any
 ) -> ExpertMatrices:
-    """Return the specs for a checkpoint that stores all experts in one tensor.
+    """Return the matrices as a `TensorSpec`, for experts that are all stored in one tensor.
 
     `fused_experts` explains the arguments.
     """

@@ -1,4 +1,4 @@
-"""Matrices in the forms in which checkpoints store them."""
+"""Weights in the forms in which checkpoints store them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +12,15 @@ from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.packed import PackedTensor
 from specjax.checkpoint.quantised.scaled import ScaledTensor
 from specjax.checkpoint.spec import TensorSpec
+from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.latent_up import LatentUp
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
+from specjax.device.weights.mxfp4_experts import packed_experts
 from specjax.device.weights.packed import packed_specs
 from specjax.device.weights.scaled import scaled_specs
+from specjax.device.weights.scaled_experts import scaled_experts
+from specjax.device.weights.scaled_latent_up import scaled_latent_up
 from specjax.device.weights.weight import is_weight
 
 # By class of the stored tensors: a function that returns the specs of the matrix that merges them.
@@ -26,15 +31,14 @@ FORMS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def dequantise(params: Any, dtype: Any) -> Any:
-    """Return a tree of parameters in which every matrix is `Dense`, in `dtype`."""
+    """Return a tree of parameters with plain weights, in `dtype` if they were quantised."""
     return jax.tree.map(lambda x: x.plain(dtype) if is_weight(x) else x, params, is_leaf=is_weight)
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return specs in which matrices of quantised tensors keep the numbers that are stored.
+    """Return specs in which weights of quantised tensors keep the numbers that are stored.
 
-    A matrix that merges tensors is `Mixed` if some of them have another form. Matrices that are
-    divided over devices stay `Dense`: their tensors are unpacked.
+    Weights that are divided over devices stay plain: their tensors are unpacked.
 
     Args:
         specs: a tree of `TensorSpec`.
@@ -43,16 +47,21 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
     """
 
     def of(x: Any) -> Any:
-        if not isinstance(x, Dense) or isinstance(x.values, DividedSpec):
+        make = STORED.get(type(x))
+        if make is None or isinstance(x.values, DividedSpec):
             return x
-        spec: Any = x.values
-        found = [files.tensors.get(rename(name)) for name in spec.names]
-        keys = [(type(one), one.form) if type(one) in FORMS else None for one in found]  # pyright: ignore
-        groups = groupby(range(len(keys)), keys.__getitem__)
-        made = [_one_form(spec, found, [*places]) for _, places in groups]
-        return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
+        return make(x, [files.tensors.get(rename(name)) for name in x.values.names])
 
     return jax.tree.map(of, specs, is_leaf=is_weight)
+
+
+def _matrix(x: Dense, found: Sequence[Any]) -> Any:
+    """Return the specs of a matrix; `Mixed` if it merges tensors of several forms."""
+    spec: Any = x.values
+    keys = [(type(one), one.form) if type(one) in FORMS else None for one in found]
+    groups = groupby(range(len(keys)), keys.__getitem__)
+    made = [_one_form(spec, found, [*places]) for _, places in groups]
+    return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
 
 
 def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
@@ -76,3 +85,26 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
         plain: Any = replace(spec, **given)
         return Dense(plain)
     return make(given, found[own])
+
+
+def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
+    """Return the specs of experts; `x` if their tensors have no common form."""
+    spec: Any = x.values
+    if spec.is_packed:
+        return packed_experts(spec)
+    are_scaled = all(isinstance(one, ScaledTensor) for one in found)
+    return (scaled_experts(spec, found) if are_scaled else None) or x
+
+
+def _latent_up(x: LatentUp, found: Sequence[Any]) -> Any:
+    (tensor,) = found
+    return scaled_latent_up(x, tensor) if isinstance(tensor, ScaledTensor) else x
+
+
+# By class of plain weights: a function that takes the specs of one, and its stored tensors (None
+# for those that do not exist). It returns the specs of the weight with the stored numbers.
+STORED: dict[type, Callable[[Any, Sequence[Any]], Any]] = {
+    Dense: _matrix,
+    ExpertMatrices: _experts,
+    LatentUp: _latent_up,
+}

@@ -11,6 +11,7 @@ from pallas_kernels.route import Routes, route
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.layers.mlp import (
     MLP,
+    SWIGLU,
     ClampedSwiGLU,
     FeedSettings,
     SwiGLU,
@@ -18,7 +19,7 @@ from specjax.device.models.layers.mlp import (
 )
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
-from specjax.device.weights.experts import ExpertMatrices, expert_matrices, fused_expert_matrices
+from specjax.device.weights.experts import ExpertWeights, expert_matrices, fused_expert_matrices
 from specjax.device.weights.matrix import Matrix, dense
 
 
@@ -31,7 +32,7 @@ class Experts(NamedTuple):
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
     router: Router = SoftmaxRouter()
-    activation: SwiGLU | ClampedSwiGLU = SwiGLU()
+    activation: SwiGLU | ClampedSwiGLU = SWIGLU
     shared_name: str = "shared_expert"  # in the names of tensors
     num_local: int = 0  # number of experts that each device has, if they are divided over devices
 
@@ -55,8 +56,8 @@ class MoE:
     """
 
     router: Any  # weights of `Experts.router`
-    gate_up: ExpertMatrices  # [E, D, 2 F]
-    down: ExpertMatrices  # [E, F, D]
+    gate_up: ExpertWeights  # [E, D, 2 F]
+    down: ExpertWeights  # [E, F, D]
     shared: MLP | None = None
     shared_gate: Matrix | None = None  # [D, 1]
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
@@ -77,10 +78,11 @@ def moe(
 ) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    The sum is over the chosen experts e, and w_e are the router's weights. g is
-    sigmoid(shared_gate x), or 1 if the mixture has no such gate. `is_padding` bool[N] marks padding
-    rows. These rows go to the experts of row 0, so that no expert's weights are read only for
-    padding. The results of padding rows are meaningless.
+    The sum is over the chosen experts e, and w_e are the router's weights. The gate g is
+    sigmoid(shared_gate x), or 1 if the mixture has none.
+
+    `is_padding` bool[N] marks padding rows, whose results are meaningless. They go to the experts
+    of row 0, so that no expert's weights are read only for padding.
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)
