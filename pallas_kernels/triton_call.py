@@ -227,32 +227,14 @@ def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Arr
     In bf16, four bits in the last bits of 128 make 128 plus their number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        whole = x.astype(jnp.uint32)
-        low, high = (part.astype(jnp.float32) - 8 for part in (whole & 15, whole >> 4))
+        low, high = (part.astype(jnp.float32) - 8 for part in _halves(x))
         return low.astype(dtype), high.astype(dtype)
-
-    def widened(shift: int) -> jax.Array:
-        (found,) = plt.elementwise_inline_asm(
-            f"""{{
-            .reg .b32 w, a, b, one, less;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 less, 0xc308c308;
-            shr.u32 w, $2, {shift};
-            prmt.b32 a, w, 0, 0x4140;
-            prmt.b32 b, w, 0, 0x4342;
-            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, a, one, less;
-            fma.rn.bf16x2 $1, b, one, less;
-            }}""",
-            args=[x],
-            constraints="=r,=r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-        )
-        return found
-
-    return widened(0), widened(4)
+    code = """
+        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+        fma.rn.bf16x2 {out}, a, one, less;
+    """
+    constants = {"one": 0x3F803F80, "less": 0xC308C308}
+    return _widened(x, 0, code, constants), _widened(x, 4, code, constants)
 
 
 def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -262,37 +244,47 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
     bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        whole = x.astype(jnp.uint32)
-        return e2m1(whole & 15).astype(dtype), e2m1(whole >> 4).astype(dtype)
+        low, high = (e2m1(part).astype(dtype) for part in _halves(x))
+        return low, high
+    code = """
+        shl.b32 s, a, 12;
+        shl.b32 a, a, 6;
+        and.b32 s, s, 0x80008000;
+        lop3.b32 a, a, 0x01c001c0, s, 0xea;
+        fma.rn.bf16x2 {out}, a, scale, zero;
+    """
+    constants = {"scale": 0x7E807E80, "zero": 0x80008000}
+    return _widened(x, 0, code, constants), _widened(x, 4, code, constants)
 
-    def widened(shift: int) -> jax.Array:
-        (found,) = plt.elementwise_inline_asm(
-            f"""{{
-            .reg .b32 w, a, b, s, t, scale, zero;
-            mov.b32 scale, 0x7e807e80;
-            mov.b32 zero, 0x80008000;
-            shr.u32 w, $2, {shift};
-            prmt.b32 a, w, 0, 0x4140;
-            prmt.b32 b, w, 0, 0x4342;
-            shl.b32 s, a, 6;
-            shl.b32 t, b, 6;
-            and.b32 s, s, 0x01c001c0;
-            and.b32 t, t, 0x01c001c0;
-            shl.b32 a, a, 12;
-            shl.b32 b, b, 12;
-            lop3.b32 s, a, 0x80008000, s, 0xea;
-            lop3.b32 t, b, 0x80008000, t, 0xea;
-            fma.rn.bf16x2 $0, s, scale, zero;
-            fma.rn.bf16x2 $1, t, scale, zero;
-            }}""",
-            args=[x],
-            constraints="=r,=r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-        )
-        return found
 
-    return widened(0), widened(4)
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = x.astype(jnp.uint32)
+    return whole & 15, whole >> 4
+
+
+def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
+    """Return bf16 numbers of bytes, four at a time.
+
+    `code` converts the number in the last bits of both halves of the register `a`. The registers
+    `constants` have constants.
+    """
+    sets = "\n".join(f"mov.b32 {name}, {value:#x};" for name, value in constants.items())
+    (found,) = plt.elementwise_inline_asm(
+        f"""{{
+        .reg .b32 w, a, s, {", ".join(constants)};
+        {sets}
+        shr.u32 w, $2, {shift};
+        prmt.b32 a, w, 0, 0x4140;
+        {code.format(out="$0")}
+        prmt.b32 a, w, 0, 0x4342;
+        {code.format(out="$1")}
+        }}""",
+        args=[x],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+    )
+    return found
 
 
 def e2m1(bits: jax.Array) -> jax.Array:
