@@ -28,7 +28,7 @@ def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str)
     """Written and read by the tool itself, with scales and zero points of its own."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     size = args.get("group_size")
     if size and weight.shape[1] % size:
@@ -38,50 +38,37 @@ def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str)
     groups = weight.view(len(weight), -1, size or weight.shape[1])
     if args["strategy"] == "tensor":
         groups = weight.view(1, -1)
-    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), own)
+    bounds, state = (groups.amin(-1), groups.amax(-1)), {}
+    if args["strategy"] == "tensor_group":
+        state["weight_global_scale"] = generate_gparam(
+            *(x.amax().view(1) for x in (-weight, weight))
+        )
+    scale, zero = calculate_qparams(*bounds, own, state.get("weight_global_scale"))
     if args["strategy"] == "tensor":
         scale, zero = scale.view(1), zero.view(1)
-    state = {"weight": weight, "weight_scale": scale}
+    state |= {"weight": weight, "weight_scale": scale}
     if not args["symmetric"]:
         state["weight_zero_point"] = zero.to(torch.int8)
     tool = BaseCompressor.get_value_from_registry(name)
     stored = tool.compress(state, scheme)
-    return stored, tool.decompress(stored, scheme)["weight"]
+    return stored, tool.decompress(stored, scheme)["weight"].float()
 
 
-def as_fp4(weight: torch.Tensor, kind: str) -> Any:
-    """NVFP4 of compressed-tensors and of ModelOpt, and MXFP4; read by compressed-tensors' table."""
+def as_modelopt(weight: torch.Tensor) -> Written:
+    """NVFP4 as ModelOpt stores it; compressed-tensors unpacks the numbers."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
-    rng, group = np.random.default_rng(0), 32 if kind == "mxfp4" else 16
-    if weight.shape[1] % group:
+    (num_out, num_in), rng = weight.shape, np.random.default_rng(0)
+    if num_in % 16:
         return None
-    (num_out, num_in), groups = weight.shape, (len(weight), weight.shape[1] // group)
     codes = torch.tensor(rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8))
     numbers = unpack_fp4_from_uint8(codes, num_out, num_in, dtype=torch.float32)
-    if kind == "mxfp4":
-        scales = torch.tensor(rng.integers(120, 126, groups).astype(np.uint8))
-        meant = numbers * torch.exp2(scales.float() - 127).repeat_interleave(group, 1)
-        return {"weight_packed": codes, "weight_scale": scales}, meant
-    scales = torch.tensor(rng.uniform(1, 300, groups)).to(torch.float8_e4m3fn)
+    scales = torch.tensor(rng.uniform(1, 300, (num_out, num_in // 16))).to(torch.float8_e4m3fn)
     scales[0, 0] = 0  # of a group of numbers that are all small
-    factor = torch.tensor(3e-4 * (1 + rng.uniform()), dtype=torch.float32)
-    meant = numbers * scales.float().repeat_interleave(group, 1) * factor
-    if kind == "modelopt":
-        named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
-        return {"weight": codes, "weight_scale": scales, **named}, meant
-    factor = (1 / factor).view(1)
-    meant = numbers * scales.float().repeat_interleave(group, 1) * (1 / factor)
-    named = {"weight_global_scale": factor, "input_global_scale": torch.tensor([1.0])}
-    return {"weight_packed": codes, "weight_scale": scales, **named}, meant
-
-
-def floats(kind: str) -> Form:
-    if kind == "modelopt":
-        return Form({"quant_method": kind, "quant_algo": "NVFP4"}, partial(as_fp4, kind=kind))
-    size, strategy = (32, "group") if kind == "mxfp4" else (16, "tensor_group")
-    form = compressed(f"{kind}-pack-quantized", type="float", group_size=size, strategy=strategy)
-    return Form(form.config, partial(as_fp4, kind=kind))
+    factor = torch.tensor(4e-4)
+    meant = numbers * scales.float().repeat_interleave(16, 1) * factor
+    named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
+    return {"weight": codes, "weight_scale": scales, **named}, meant
 
 
 def compressed(name: str, **args: Any) -> Form:
@@ -154,9 +141,11 @@ FORMS = {
     "pack-8": compressed("pack-quantized", num_bits=8, strategy="group", group_size=16),
     "int-channel": compressed("int-quantized", num_bits=8, strategy="channel"),
     "int-tensor": compressed("int-quantized", num_bits=8, strategy="tensor"),
-    "nvfp4": floats("nvfp4"),
-    "modelopt": floats("modelopt"),
-    "mxfp4": floats("mxfp4"),
+    "nvfp4": compressed(
+        "nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16
+    ),
+    "mxfp4": compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=32),
+    "modelopt": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, as_modelopt),
     "awq": Form(AWQ | {"group_size": 16}, partial(as_awq, group=16)),
     "gptq": gptq(32, 1, has_zeros=False),
     "gptq-order": gptq(16, 1, has_zeros=True),
