@@ -91,7 +91,7 @@ def test_streams_add_up_to_the_message(llm):
     options = ChatOptions(tools=TOOLS)
     tokenizer = llm.get_tokenizer()
     talk = [{"role": "user", "content": TEXT}]
-    chat = Chat.of(tokenizer, talk, params, options, variables=None, content_format="auto")
+    chat = Chat.of(tokenizer, talk, params, options, content_format="auto")
     parsers = [chat.responses[0].parser() for _ in range(2)]
     deltas, sizes = [[], []], set()
     for output in llm.generate_stream(chat.prompts, chat.params):
