@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
+    from specjax.following import follow
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
+    from specjax.ray.llm import RayLLM
     from specjax.sampling_params import (
         RequestOutputKind,
         SamplingParams,
@@ -31,6 +33,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "Logprob",
+    "RayLLM",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -40,6 +43,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "ToolCall",
+    "follow",
 ]
 
 _MODULES = {
@@ -48,6 +52,7 @@ _MODULES = {
     "AsyncEngineArgs": "specjax.engine_args",
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
+    "RayLLM": "specjax.ray.llm",
     "ChatMessage": "specjax.outputs",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
@@ -60,6 +65,7 @@ _MODULES = {
     "TextPrompt": "specjax.text.prompts",
     "TokensPrompt": "specjax.text.prompts",
     "SpeculativeConfig": "specjax.config",
+    "follow": "specjax.following",
 }
 
 

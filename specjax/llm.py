@@ -62,14 +62,18 @@ class LLM(VllmMethods):
             that double up to the token budget, each for 1, 4, 16, ... prompts.
         num_pages: pages of the KV cache; None for all requests at full length, or as many as fit.
         page_size: tokens per page.
+        kv_cache_dtype: numbers in pages, "auto" (dtype), "fp8" (e4m3, with the checkpoint's scales
+            or 1), or "int8" (with a scale for each token and head).
+        kv_cache_dtype_skip_layers: layers whose pages stay in dtype: numbers, and "sliding_window"
+            for all layers with a window.
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
             also need a snapshot of their states, so they reuse shorter prefixes.
-        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, or for as many as fit.
-        async_scheduling: plan and launch a step before reading the one before it.
+        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, fewer if memory is low.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile what requests need, in all shapes, before they run. Speed and
-            rounding are then as in a warm engine. By default, requests run padded in the first
+            rounding then do not change while serving. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:
             at least `max_num_seqs` requests with 8 or more tokens each, compiled at the start.
@@ -77,7 +81,13 @@ class LLM(VllmMethods):
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
-        tensor_parallel_size: number of devices that share the model.
+        tensor_parallel_size: number of devices that share the model, over all processes.
+        nnodes: number of processes that share the model, each with as many devices. Only process 0
+            has the LLM; the others call `follow`.
+        node_rank: 0, the number of this process; None for the number that `jax.distributed` has.
+        master_addr: address of process 0's host.
+        master_port: a free port there, for `jax.distributed` (unless it is initialised).
+        distributed_timeout_seconds: time limit for other processes; None for 120.
         data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
             that share the requests. Sizes like max_num_seqs hold for each replica.
         enable_expert_parallel: give each device whole experts, not parts of all.
@@ -287,7 +297,7 @@ class LLM(VllmMethods):
             return self.engine.metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the counters that vLLM also has, under vLLM's names; see `metrics`."""
+        """Return the metrics that vLLM also has, under vLLM's names; see `metrics`."""
         return list_metrics(self.metrics())
 
     def save_dynamic_config(self, path: str | Path) -> None:
@@ -298,7 +308,7 @@ class LLM(VllmMethods):
         """
         with self._lock:
             self._check_open()
-            save_profile(self.engine.engines[0], Path(path))
+            save_profile(self.engine, Path(path))
 
     def get_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer, with encode, decode and apply_chat_template.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the target, and its rank (1 is the most likely)."""
+    """A token's log-probability in the target's distribution, and its rank (1: most likely)."""
 
     logprob: float
     rank: int
@@ -92,6 +92,8 @@ class RequestMetrics:
         scheduled_ts: when the first sample was first scheduled in a step; None before that.
         first_token_ts: when the first token was read; None before that.
         last_token_ts: when the latest token was read; None before the first token.
+        rounds: the number of drafts and of accepted drafts for each round with drafts, of all
+            samples; empty until the request has finished.
     """
 
     num_generation_tokens: int
@@ -99,6 +101,7 @@ class RequestMetrics:
     scheduled_ts: float | None
     first_token_ts: float | None
     last_token_ts: float | None
+    rounds: Sequence[tuple[int, int]] = ()
 
     @property
     def first_token_latency(self) -> float | None:
@@ -110,7 +113,7 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: Hashable  # a string by default; any id given by the user
+    request_id: Hashable  # the id that the user gave; by default a number, as a string
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None  # its first entry is None

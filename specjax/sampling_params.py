@@ -149,7 +149,7 @@ class SamplingParams:
     previous parameters kept. Tokens that tie at a threshold are kept.
 
     Attributes:
-        n: number of samples per prompt; they share the prompt's pages.
+        n: number of samples per prompt. They share the KV cache pages of the prompt.
         presence_penalty: number subtracted from the logits of tokens in the output.
         frequency_penalty: number subtracted from a logit for each occurrence of the token in the
             output.

@@ -30,7 +30,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field that vLLM has and specjax does not have."""
+    """A field of vLLM that specjax lacks, and which of its values are accepted without effect."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here
@@ -73,8 +73,7 @@ SPECULATION: Mapping[str, Taken] = {
         ),
         _SAME,
     ),
-    "quantization": Taken((None,), "weights are used in the engine's dtype"),
-    "kv_cache_dtype": Taken((None, "auto"), "caches have the dtype of the weights"),
+    "quantization": Taken((None,), "the checkpoint's config says how weights are quantised"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")
@@ -105,7 +104,7 @@ Class = TypeVar("Class", bound=type)
 def take_keys(
     given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the items of `given` whose keys are known. vLLM's keys in `table` are dropped.
+    """Return `given` without the keys in `table`, which are vLLM's. Other keys must be in `known`.
 
     Raises:
         ValueError: a key of vLLM has a value that would change something (the message names the

@@ -30,8 +30,6 @@ from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.route import Rule, route
-from pallas_kernels.scaled_matmul import scaled_matmul
-from pallas_kernels.scaled_matmul.triton import scaled_matmul_triton
 from pallas_kernels.truncation import truncate
 
 CACHE_BYTES = 2**28  # total size of a problem's items, several times the card's cache
@@ -177,8 +175,7 @@ def attention_options(
     if form == "soft cap":
         return {"soft_cap": 2.0}
     if form == "float8":
-        scales = np.linspace(0.5, 2, 2 * num_kv_heads, dtype=np.float32)
-        return {"kv_scale": scales.reshape(2, num_kv_heads)}
+        return {"scales": np.array([[0.5, 2]], np.float32)}
     return {}
 
 
@@ -298,7 +295,7 @@ def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any)
     def call(state, item, kernels, config):
         kv, angles, table, positions = state
         qkv, layer = item
-        q, kv = rope_write(
+        q, kv, _ = rope_write(
             qkv, HeadWeights(), angles, kv, layer, table, positions,
             num_heads=num_heads, kernels=kernels,
         )  # fmt: skip
@@ -345,30 +342,6 @@ def experts(
     rows = num_tokens * depth + num_tokens * num_chosen * width
     weights = normal(5, (num_experts, depth, width), dtype) / depth**0.5
     return Problem(weights, tuple(items), call, itemsize * (read * depth * width + rows))
-
-
-def scaled(num_rows: int, depth: int, width: int, block: tuple[int, int], dtype: Any) -> Problem:
-    """Return rows, and matrices in float8 with scales of blocks."""
-    sizes = -(-width // block[0]), -(-depth // block[1])
-    count = max(2, min(8, CACHE_BYTES // (depth * width)))
-    items = tuple(
-        (
-            normal(i, (num_rows, depth), dtype),
-            normal(20 + i, (width, depth), "float8_e4m3fn"),
-            (1 + jnp.abs(normal(40 + i, sizes, "float32"))) / depth**0.5,
-        )
-        for i in range(count)
-    )
-
-    def call(nothing, item, kernels, config):
-        if config is None:
-            return nothing, scaled_matmul(*item, block, kernels=kernels)
-        interpret = kernels == "interpret"
-        return nothing, scaled_matmul_triton(*item, block, config=config, interpret=interpret)
-
-    read = depth * width + 4 * sizes[0] * sizes[1]
-    moved = read + num_rows * (depth + width) * jnp.dtype(dtype).itemsize
-    return Problem((), items, call, moved)
 
 
 def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem:

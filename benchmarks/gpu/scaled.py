@@ -23,12 +23,13 @@ if __name__ == "__main__":  # before jax is imported
 
 import jax
 import jax.numpy as jnp
-from four_bits import four_bit_matmul, pack
 from problems import normal
 from projections import MATMULS
 from threads import compile_all
 from timing import Setting, attempt, kernel_times
 
+from pallas_kernels.packed_matmul import Form
+from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.triton import ScaledMatmulTuning as Tuning
 from pallas_kernels.scaled_matmul.triton import choose_config, scaled_matmul_triton, with_splits
@@ -125,13 +126,17 @@ def ways(rows: int, shape: Shape, setting: Setting) -> dict[str, Way]:
     if rows <= 16:
         for name, stages in (("int4", 4), ("int4, six stages", 6)):
             tiles = replace(config, num_stages=stages)
-            call = partial(four_bit_matmul, config=tiles, interpret=interpret)
+            call = partial(_four_bits, config=tiles, interpret=interpret)
             found[name] = Way("int4", call, str(tiles))
     return found
 
 
 def _xla(x: jax.Array, values: jax.Array, scales: jax.Array, *, block: Any) -> jax.Array:
     return scaled_matmul(x, values, scales, block, kernels="reference")
+
+
+def _four_bits(x: jax.Array, values: jax.Array, scales: jax.Array, **options: Any) -> jax.Array:
+    return packed_matmul_triton(x, values, scales, None, None, Form(GROUP), **options)
 
 
 def make_shape(part: str, depth: int, width: int, max_rows: int = MAX_ROWS) -> Shape:
@@ -150,7 +155,9 @@ def make_shape(part: str, depth: int, width: int, max_rows: int = MAX_ROWS) -> S
         "bf16": [(_transposed(v),) for v in values[: max(2, count // 2)]],
         "block": [(v, scales(100 + i, *blocks)) for i, v in enumerate(values)],
         "channel": [(v, scales(200 + i, width, 1)) for i, v in enumerate(values)],
-        "int4": [(p, scales(300 + i, blocks[1], width)) for i, p in enumerate(packed)],
+        "int4": [
+            (p, scales(300 + i, blocks[1], width).astype("bfloat16")) for i, p in enumerate(packed)
+        ],
     }
     # Different rows for each, because XLA would merge products of the same rows.
     x = [normal(400 + i, (max_rows, depth), "bfloat16") for i in range(count)]
@@ -160,7 +167,8 @@ def make_shape(part: str, depth: int, width: int, max_rows: int = MAX_ROWS) -> S
 
 @jax.jit
 def _packed(values: jax.Array) -> jax.Array:
-    return pack(jnp.clip(jnp.round(2 * values.astype(jnp.float32)), -8, 7).astype(jnp.int8))
+    numbers = jnp.clip(jnp.round(2 * values.astype(jnp.float32)), -8, 7)
+    return Form(GROUP).pack((numbers + 8).astype(jnp.uint8))
 
 
 @jax.jit

@@ -41,9 +41,9 @@ from problems import (
     pool,
     rotation,
     routes,
-    scaled,
     truncation,
 )
+from quantised import packed, scaled
 from schedules import served_rule
 from threads import compile_all
 from timing import Setting, attempt
@@ -78,6 +78,7 @@ class Smoke:
 
 def cases() -> Iterator[Smoke]:
     """Yield the cases. Kernels that changed most since they last ran on a card come first."""
+    yield from _packed()
     yield from _scaled()
     yield from _routes()
     for is_tiny, num_rows, vocab in (True, 4, 300), (False, 8, 151936):
@@ -105,6 +106,21 @@ def _kept(results: list[np.ndarray]) -> Any:
     (logits,) = results
     counts = np.isfinite(logits).sum(1, keepdims=True)
     return np.log(counts), np.where(np.isfinite(logits), logits, np.inf).min(1, keepdims=True)
+
+
+def _packed() -> Iterator[Smoke]:
+    for is_tiny, rows, depth, width, group, dtype in (
+        (True, 4, 200, 72, 32, F32),
+        (False, 1, 4096, 1024, 128, BF16),
+        (False, 40, 1024, 4096, 64, BF16),
+        (False, 300, 512, 1000, 16, BF16),
+    ):
+
+        def truth(nothing, item, group=group):
+            return [truths.packed_matmul(*item, group)]
+
+        make = partial(packed, rows, depth, width, group, dtype)
+        yield Smoke(f"packed_matmul {rows}", dtype, is_tiny, make, truth)
 
 
 def _scaled() -> Iterator[Smoke]:

@@ -50,7 +50,7 @@ def paged_attention(
     window: int | None = None,
     origins: Array | None = None,
     soft_cap: float | None = None,
-    kv_scale: Array | None = None,
+    scales: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the attention's output [B, T, H, D], and the log-sum-exp [B, T, H] of its scores."""
@@ -62,8 +62,8 @@ def paged_attention(
     for b in range(batch):
         length = positions[b].max() + 1
         entries = f64(pages[table[b]]).reshape(-1, *pages.shape[2:])[:length]
-        if kv_scale is not None:
-            entries = entries * f64(kv_scale)[..., None]
+        if scales is not None:
+            entries = entries * f64(scales)[0, :, None, None]
         key, value = (np.repeat(entries[:, i], group, axis=1) for i in range(2))  # [j, H, D]
         scores = np.einsum("thd,jhd->htj", q[b], key) / math.sqrt(dim)
         if soft_cap is not None:
@@ -125,6 +125,15 @@ def scaled_matmul(x: Array, values: Array, scales: Array, block: tuple[int, int]
     """Return the products with a matrix of blocks that have a scale each."""
     numbers = [np.arange(size) // side for size, side in zip(values.shape, block, strict=True)]
     return f64(x) @ (f64(values) * f64(scales)[np.ix_(*numbers)]).T
+
+
+def packed_matmul(x: Array, values: Array, scales: Array, zeros: Array, group: int) -> Array:
+    """Return the products with a matrix of 4-bit numbers; see the kernel's docstring."""
+    size, depth = math.gcd(group, 64), x.shape[1]
+    runs = values.reshape(len(values), -1, size)
+    numbers = np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(values), -1)[:, :depth]
+    groups = np.arange(depth) // group
+    return f64(x) @ ((numbers - f64(zeros)[groups].T) * f64(scales)[groups].T).T
 
 
 def route(

@@ -44,11 +44,22 @@ def grouped_matmul(
         raise ValueError(
             f"x must be [N, D] and weights [G, D, F]; got {x.shape} and {weights.shape}"
         )
-    if group_sizes.shape != weights.shape[:1]:
-        raise ValueError(f"group_sizes must be [G={weights.shape[0]}]; got {group_sizes.shape}")
+    check_rows(x, weights.shape[0], group_sizes, sources, targets)
+    given = x, weights, group_sizes, sources, targets
+    return run("grouped_matmul", kernels, IMPLEMENTATIONS, *given)
+
+
+def check_rows(
+    x: jax.Array,
+    num_groups: int,
+    group_sizes: jax.Array,
+    sources: jax.Array | None,
+    targets: jax.Array | None,
+) -> None:
+    """Raise a ValueError unless the arguments fit, as `grouped_matmul` describes them."""
+    if group_sizes.shape != (num_groups,):
+        raise ValueError(f"group_sizes must be [G={num_groups}]; got {group_sizes.shape}")
     num_rows = x.shape[0] if sources is None else sources.size
     for name, rows in ("sources", sources), ("targets", targets):
         if rows is not None and rows.shape != (num_rows,):
             raise ValueError(f"{name} must be [N={num_rows}]; got {rows.shape}")
-    given = x, weights, group_sizes, sources, targets
-    return run("grouped_matmul", kernels, IMPLEMENTATIONS, *given)

@@ -20,7 +20,20 @@ def grouped_matmul_reference(
 
     The result is differentiable with respect to x and the weights.
     """
-    out = _products(x if sources is None else x[sources], weights, group_sizes)
+    return from_to(sources, targets, x, lambda x: _products(x, weights, group_sizes))
+
+
+def from_to(
+    sources: jax.Array | None,
+    targets: jax.Array | None,
+    x: jax.Array,
+    products: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Return `products` of rows of x, in the order that `grouped_matmul` describes.
+
+    `products` takes rows that are sorted by group.
+    """
+    out = products(x if sources is None else x[sources])
     if targets is None:
         return out
     return jnp.zeros_like(out).at[targets].set(out, unique_indices=True)
@@ -29,16 +42,31 @@ def grouped_matmul_reference(
 @jax.custom_vjp
 def _products(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Return the products [N, F] of rows that are sorted by group."""
+
+    def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
+        return jnp.matmul(rows, weights[group], preferred_element_type=jnp.float32)
+
+    return products_of_blocks(x, group_sizes, weights.shape[2], multiply)
+
+
+def products_of_blocks(
+    x: jax.Array,
+    group_sizes: jax.Array,
+    num_columns: int,
+    multiply: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Return the products [N, num_columns] of rows that are sorted by group.
+
+    `multiply` takes a block of rows and their group i32[], and returns their products f32.
+    """
     rows = _padded(x)
 
     def add(block: _Block, out: jax.Array) -> jax.Array:
-        product = jnp.matmul(
-            _slice(rows, block), weights[block.group], preferred_element_type=jnp.float32
-        )
+        product = multiply(_slice(rows, block), block.group)
         # The next group's first block overwrites rows past this group's end.
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), block.start, 0)
 
-    out = jnp.zeros((len(rows), weights.shape[2]), x.dtype)
+    out = jnp.zeros((len(rows), num_columns), x.dtype)
     return _over_blocks(group_sizes, add, out)[: len(x)]
 
 

@@ -33,7 +33,7 @@ def scaled_matmul(
 
     Args:
         x: the rows to multiply, [N, I].
-        values: float8_e4m3fn[O, I].
+        values: float8_e4m3fn[O, I] or int8[O, I].
         scales: f32[ceil(O / rows), ceil(I / columns)].
         block: the size of a block, (rows, columns).
         dtype: dtype of the products; None for x's dtype.

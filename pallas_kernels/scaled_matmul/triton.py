@@ -18,7 +18,7 @@ from pallas_kernels.scaled_matmul.reference import scaled_matmul_reference
 from pallas_kernels.triton_call import dot, load, store, triton_call, widen
 
 DTYPES = "bfloat16", "float16", "float32"
-STORED = "float8_e4m3fn"
+STORED = "float8_e4m3fn", "int8"
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def scaled_matmul_triton(
     """
     num_rows, depth = x.shape
     num_columns, dtype = len(values) - first, dtype or x.dtype
-    if x.dtype not in DTYPES or values.dtype != STORED:
+    if x.dtype not in DTYPES or values.dtype not in STORED:
         raise UnsupportedError(
-            f"x must have a dtype of {', '.join(DTYPES)} and values {STORED}; "
+            f"x must have a dtype of {', '.join(DTYPES)} and values {' or '.join(STORED)}; "
             f"got {x.dtype} and {values.dtype}"
         )
     if values.size >= 2**31:  # Triton treats Pallas' 32-bit offsets as signed
@@ -159,7 +159,8 @@ def _kernel(
         is_inside = k < depth
         x = load(x_ref.at[rows[:, None], k], mask=is_row[:, None] & is_inside, other=0.0)
         at = values_ref.at[outputs[:, None], k]
-        stored = load(at, mask=is_column[:, None] & is_inside, other=0.0)
+        other = 0 if values_ref.dtype == jnp.int8 else 0.0
+        stored = load(at, mask=is_column[:, None] & is_inside, other=other)
         if x.dtype == jnp.bfloat16:
             matrix = widen(stored, interpret=interpret)
         else:

@@ -19,8 +19,19 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.placement import DIVIDED, REPLICATED, Placement, assemble, default_device
-from specjax.device.weights.scaled import as_stored
+from specjax.checkpoint.stored_tensor import Readable, read_partly
+from specjax.device.placement import (
+    DIVIDED,
+    REPLICATED,
+    Placement,
+    assemble,
+    default_device,
+    own_part,
+    own_sharding,
+    place_numbers,
+    with_other_parts,
+)
+from specjax.device.weights.stored import as_stored
 
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
@@ -52,7 +63,7 @@ def load_params(
 ) -> Any:
     """Return a tree of arrays in `dtype`, one for each `TensorSpec` of the tree `specs`.
 
-    Matrices of float8 tensors with scales become `Scaled`, and stay in float8.
+    Matrices of quantised tensors keep the numbers that are stored; see `as_stored`.
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
@@ -72,11 +83,19 @@ def load_params(
     placement = placement or Placement.on(default_device())
 
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
-        parts = spec.read(lambda name: files.tensor(rename(name)))
-        parts = [_narrowed(part) for part in parts]
         place = DIVIDED if isinstance(spec, DividedSpec) else REPLICATED
-        array = lay_out(parts, spec, dtype, placement.sharding(place))
-        is_finite = all_finite(array)
+        sharding = placement.sharding(place)
+
+        def find(name: str) -> Readable:
+            return files.tensor(rename(name))
+
+        if place == DIVIDED and not sharding.is_fully_addressable:
+            parts = [read_partly(find(name)) for name in spec.names]  # other processes have others
+        else:
+            parts = spec.read(find)
+        parts = [_narrowed(part) for part in parts]
+        array = lay_out(parts, spec, dtype, sharding)
+        is_finite = all_finite(own_part(array))
         # Block, so that the host's copy is freed before the next tensors are read.
         return jax.block_until_ready(array), is_finite
 
@@ -104,18 +123,19 @@ def lay_out(
         dtype: The array's dtype, unless the spec has a dtype.
         sharding: The devices on which the array is placed, and how it is split over them.
     """
-    dtype = np.dtype(spec.dtype or dtype)
+    dtype, own = np.dtype(spec.dtype or dtype), own_sharding(sharding)
     if spec.is_stored and parts[0].dtype == dtype:
-        return jax.device_put(parts[0], sharding, may_alias=False)
+        whole = jax.device_put(parts[0], own, may_alias=False)
+        return with_other_parts(whole, sharding)
     # Layers differ only in tensor names; without names, all share one compiled program.
     spec = replace(spec, names=("",) * len(parts))
-    if isinstance(spec, DividedSpec) and isinstance(sharding, NamedSharding):
-        if all(isinstance(part, np.ndarray) for part in parts):
-            each = zip(*(spec.parts(parts, i) for i in range(spec.num_devices)), strict=True)
-            placed = tuple(assemble(own, sharding) for own in each)
-            return _join_each(spec.local, dtype, sharding)(placed)
-    on_device = tuple(jax.device_put(part, _whole(sharding)) for part in parts)
-    return _join(spec, dtype, sharding)(on_device)
+    if isinstance(spec, DividedSpec) and isinstance(own, NamedSharding):
+        if own != sharding or all(isinstance(part, np.ndarray) for part in parts):
+            each = zip(*(spec.parts(parts, i) for i in place_numbers(sharding)), strict=True)
+            placed = tuple(assemble(one, own) for one in each)
+            return with_other_parts(_join_each(spec.local, dtype, own)(placed), sharding)
+    on_device = tuple(jax.device_put(part, _whole(own)) for part in parts)
+    return with_other_parts(_join(spec, dtype, own)(on_device), sharding)
 
 
 def _narrowed(tensor: Any) -> Any:

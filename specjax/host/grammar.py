@@ -46,8 +46,8 @@ REMEDIES = {
 class GrammarVocabulary:
     """A tokenizer in llguidance's form, and masks of a model's tokens.
 
-    A mask has W words of 32 bits. llguidance never treats special tokens as text: a grammar has to
-    name them.
+    A mask has W words of 32 bits. For llguidance, special tokens are not text, so a grammar that
+    allows them must name them.
     """
 
     tokenizer: "LLTokenizer"
@@ -174,10 +174,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """Tracks the position of one output in its grammar.
-
-    Masks are computed on demand, and are never cached.
-    """
+    """Tracks the position of one output in its grammar, and computes masks from there."""
 
     def __init__(self, state: "LLMatcher", vocabulary: GrammarVocabulary):
         self._state = state

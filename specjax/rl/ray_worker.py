@@ -20,6 +20,10 @@ class NotBuilt(RuntimeError):
         self.error = error
 
 
+class WorkerFailed(RuntimeError):
+    """Raised by a worker whose device failed, so that another worker must replace it."""
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """The state that a new worker needs to match the other workers.

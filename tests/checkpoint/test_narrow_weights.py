@@ -1,4 +1,4 @@
-"""Weights of few bits: float8 with scales, and MXFP4, against torch's rule for each."""
+"""Weights in float8 with scales, against torch's rule for each."""
 
 import re
 from functools import cache
@@ -11,12 +11,15 @@ from support.logits import causal_logits, hf_logits
 from support.refusals import refusal
 
 from specjax import SamplingParams
-from specjax.checkpoint.mxfp4 import mxfp4_experts
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model, save_model
+from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
-from specjax.device.weights.scaled import Scaled, dequantise
+from specjax.device.weights.scaled import Scaled
+from specjax.device.weights.scaled_experts import ScaledExperts
+from specjax.device.weights.scaled_latent_up import ScaledLatentUp
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.rl.weights import stage_target
 from specjax.serving.memory import weight_bytes
@@ -26,7 +29,6 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 FLOAT32 = np.dtype(np.float32)
-MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 BLOCK = (8, 12)  # divides some of the sizes and not others
 
 
@@ -42,6 +44,10 @@ FORMS = {
     "block": (
         {"quant_method": "fp8", "weight_block_size": list(BLOCK), "fmt": "e4m3"},
         ("_scale_inv", BLOCK, None),
+    ),
+    "tall": (
+        {"quant_method": "fp8", "weight_block_size": [32, 12]},
+        ("_scale_inv", (32, 12), None),
     ),
     "blocks": (compressed("block", block_structure=list(BLOCK)), ("_scale", BLOCK, None)),
     "channel": (compressed("channel"), ("_scale", (1, None), None)),
@@ -97,6 +103,7 @@ def folders_of(checkpoints, rewrite_tensors):
     [
         pytest.param("deepseek_v3", "block", "float32", marks=pytest.mark.slow),
         ("deepseek_v3", "block", "bfloat16"),
+        ("qwen3_moe", "channel", "bfloat16"),
         ("qwen3_next", "blocks", "bfloat16"),
         ("qwen3_next", "tensor", "float32"),
         ("llama", "channel", "bfloat16"),
@@ -104,7 +111,7 @@ def folders_of(checkpoints, rewrite_tensors):
     ],
 )
 def test_they_stay_in_float8_and_mean_what_they_stand_for(folders_of, kind, form, dtype):
-    """Experts and what is not a matrix are unpacked. The bytes are known before loading."""
+    """Experts as well. What is not a matrix is unpacked. The bytes are known before loading."""
     folders, loaded = folders_of(kind, form), []
     for folder in folders:
         model, params = load_model(folder, np.dtype(dtype))
@@ -112,8 +119,10 @@ def test_they_stay_in_float8_and_mean_what_they_stand_for(folders_of, kind, form
             config = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
             params = params, load_drafter(folder, config, model, np.dtype(dtype))[1]
         loaded.append(params)
-    kept = [x for x in jax.tree.leaves(loaded[0], is_leaf=is_weight) if isinstance(x, Scaled)]
+    weights = jax.tree.leaves(loaded[0], is_leaf=is_weight)
+    kept = [x for x in weights if isinstance(x, Scaled | ScaledExperts)]
     assert len(kept) >= 4 and {x.values.dtype.name for x in kept} == {"float8_e4m3fn"}
+    assert not any(isinstance(x, ExpertMatrices) for x in weights)
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], dtype), loaded[1])
     if kind != "deepseek_v3":
         bytes_ = sum(x.nbytes for x in jax.tree.leaves(loaded[0]))
@@ -122,7 +131,10 @@ def test_they_stay_in_float8_and_mean_what_they_stand_for(folders_of, kind, form
 
 @pytest.mark.parametrize(
     "kind, form",
-    [("llama", "blocks"), ("qwen3_next", "block"), ("deepseek_v3", "channel"), ("qwen2", "static")],
+    [
+        *(("llama", "blocks"), ("qwen2", "static"), ("qwen3_next", "block")),
+        *(("qwen3_moe", "block"), ("qwen3_moe", "tensor"), ("deepseek_v3", "channel")),
+    ],
 )
 def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, form):
     narrow, plain = folders_of(kind, form)
@@ -144,6 +156,23 @@ def test_the_same_tokens_with_and_without_drafts(folders_of):
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
 
 
+def test_latents_stay_in_float8(folders_of):
+    """Of heads that begin within a block. Seeds draw the tokens of the plain weights."""
+    folders = folders_of("deepseek_v3", "tall", qk_nope_head_dim=32, v_head_dim=16)
+    (_, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
+    assert {type(layer.attention.up) for layer in params.layers} == {ScaledLatentUp}
+    jax.tree.map(np.testing.assert_array_equal, dequantise(params, FLOAT32), expected)
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
+    hf = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    np.testing.assert_allclose(causal_logits(folders[0], tokens), hf_logits(hf, tokens), atol=1e-4)
+    prompts, params = random_prompts(5, 20, vocab_size=96), SamplingParams(seed=3, max_tokens=20)
+    made = []
+    for folder, method in (folders[0], None), (folders[0], "mtp"), (folders[1], None):
+        with make_llm(folder, method, dtype="float32") as llm:
+            made.append(generate_tokens(llm, prompts, params))
+    assert made[0] == made[1] == made[2]
+
+
 def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rewrite_tensors):
     """They stay as they are. What is saved is always plain, and updates are refused."""
     narrow, plain = folders_of("llama", "block")
@@ -161,7 +190,7 @@ def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rew
     assert whole.shape == (3, qkv.num_out)
     first = qkv.start("k")
     np.testing.assert_array_equal(qkv.multiply_from(x, first), whole[:, first:])
-    refusal(lambda: stage_target({}, model, params), "float8", "layers.0.attention.out")
+    refusal(lambda: stage_target({}, model, params), "8 or 4 bits", "layers.0.attention.out")
     save_model(mixed / "saved", model, params, mixed)
     loaded, expected = (load_model(one, FLOAT32)[1] for one in (mixed / "saved", plain))
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
@@ -186,69 +215,3 @@ def test_scales_of_another_shape_or_none(checkpoints, folders_of, rewrite_tensor
     nan = {name: torch.full((48, 32), torch.nan).to(torch.float8_e4m3fn)}
     rewrite_tensors(folder / "model.safetensors", lambda old: old | nan)
     refusal(lambda: load_model(folder, FLOAT32), "NaN or infinity", name)
-
-
-# --- MXFP4 ----------------------------------------------------------------------------------------
-
-
-def packed(num_experts, num_in, num_out):
-    """Blocks and scales, with every number and many scales."""
-    rng = np.random.default_rng(0)
-    shape = num_experts, num_out, num_in // 32
-    scales = rng.integers(119, 130, shape).astype(np.uint8)
-    return rng.integers(0, 256, (*shape, 16)).astype(np.uint8), scales
-
-
-def unpacked(blocks, scales, dtype):
-    """[E, in, out] as transformers has it."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    return convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=dtype)
-
-
-def test_every_number_is_what_transformers_makes_of_it():
-    blocks, scales = packed(3, 64, 40)
-    scales[0] = np.arange(80).reshape(40, 2) + 87  # from 2^-40 to 2^39
-    spec = mxfp4_experts("x", 3, 64, 40)
-    join = jax.jit(spec.join, static_argnames="dtype")
-    found = join([blocks, scales], dtype=np.dtype("bfloat16"))
-    assert found.shape == spec.shape == (3, 64, 40)
-    expected = unpacked(blocks, scales, torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
-
-
-@pytest.fixture(scope="module")
-def packings(checkpoints, rewrite_tensors):
-    """(a checkpoint with packed experts, the same with unpacked ones)."""
-    target = checkpoints.target("gpt_oss", num_hidden_layers=3).folder
-    made = checkpoints.copy(target, **MXFP4), checkpoints.copy(target)
-    names = "gate_up_proj", "down_proj"
-
-    def pack(tensors):
-        for name in [n for n in tensors if n.endswith(names)]:
-            blocks, scales = map(torch.tensor, packed(*tensors.pop(name).shape))
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        return tensors
-
-    def unpack(tensors):
-        for name in [n for n in tensors if n.endswith(names)]:
-            tensors[name] = unpacked(*packed(*tensors[name].shape), torch.bfloat16)
-        return tensors
-
-    for one, change in zip(made, (pack, unpack), strict=True):
-        rewrite_tensors(one / "model.safetensors", change)
-    return made
-
-
-def test_packed_experts_are_loaded_as_unpacked_ones(packings):
-    loaded, expected = (load_model(one, FLOAT32)[1] for one in packings)
-    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
-
-
-def test_packed_experts_of_another_type_are_refused(checkpoints, rewrite_tensors, packings):
-    made = checkpoints.copy(packings[0])
-    name = "model.layers.1.mlp.experts.down_proj_scales"
-    rewrite_tensors(made / "model.safetensors", lambda old: old | {name: old[name].float()})
-    refusal(lambda: load_model(made, FLOAT32), "not bytes", f"{name} (float32)")
-    odd = checkpoints.copy(packings[0], hidden_size=48)
-    refusal(lambda: load_model(odd, FLOAT32), "hidden_size=48", "multiples of 32")

@@ -11,14 +11,18 @@ from specjax.checkpoint import safetensors_file
 from specjax.device.models.registry import describe_model, read_config
 from specjax.inspect.report import StepRequest, compile_steps
 
-# Rows, depth, columns, and the block: Llama-3.1-8B's matrices, and DeepSeek-V3's merged latents.
+F8 = "float8_e4m3fn"
+# Rows, depth, columns, the block, and the dtype: Llama-3.1-8B's matrices, and DeepSeek-V3's merged
+# latents.
 PRODUCTS = [
-    (1, 4096, 6144, (128, 128)),
-    (16, 14336, 4096, (128, 128)),
-    (64, 4096, 28672, (128, 128)),
-    (64, 4096, 4096, (1, 4096)),
-    (8, 7168, 2112, (64, 128)),
-    (512, 4096, 28672, (128, 128)),
+    (1, 4096, 6144, (128, 128), F8),
+    (16, 14336, 4096, (128, 128), F8),
+    (64, 4096, 28672, (128, 128), F8),
+    (64, 4096, 4096, (1, 4096), F8),
+    (8, 7168, 2112, (64, 128), F8),
+    (512, 4096, 28672, (128, 128), F8),
+    (1, 4096, 28672, (1, 4096), "int8"),
+    (64, 4096, 6144, (1, 128), "int8"),
 ]
 CONFIG = {
     **{"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512},
@@ -29,24 +33,23 @@ CONFIG = {
 pytestmark = pytest.mark.h200
 
 
-def product(rows, depth, columns, block):
+def product(rows, depth, columns, block, dtype):
     """For the compiler."""
     sizes = [-(-size // side) for size, side in zip((columns, depth), block, strict=True)]
-    arrays = ((rows, depth), "bfloat16"), ((columns, depth), "float8_e4m3fn"), (sizes, "float32")
+    arrays = ((rows, depth), "bfloat16"), ((columns, depth), dtype), (sizes, "float32")
     args = tuple(jax.ShapeDtypeStruct(*one) for one in arrays)
     return jax.jit(lambda *given: scaled_matmul(*given, tuple(block))), args, {}
 
 
 def test_products_run_on_tensor_cores_and_do_not_spill(compile_for_h200, fitting_kernels):
-    names = "rows", "depth", "columns", "block"
+    names = "rows", "depth", "columns", "block", "dtype"
     cases = {case: ("product", dict(zip(names, case, strict=True))) for case in PRODUCTS}
     for report in compile_for_h200(__file__, cases, resources=True).values():
         (kernel,) = (x for name, x in fitting_kernels(report).items() if name == "scaled_matmul")
         assert {one.split()[1] for one in kernel.products} == {"bf16"}
 
 
-@pytest.mark.usefixtures("compile_for_h200")
-def test_a_step_reads_float8_and_copies_none(tmp_path):
+def test_a_step_reads_float8_and_copies_none(kept, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shapes = {}
     for spec in jax.tree.leaves(describe_model(read_config(tmp_path)).specs()):
@@ -59,7 +62,7 @@ def test_a_step_reads_float8_and_copies_none(tmp_path):
     arrays = ((name, np.zeros(shape, dtype)) for name, (dtype, shape) in shapes.items())
     safetensors_file.write(tmp_path / "model.safetensors", shapes, arrays)
     (report,) = compile_steps(
-        [StepRequest(model=tmp_path, batch=2, k=0, context=24)], resources=True
+        [StepRequest(model=tmp_path, batch=2, k=0, context=24)], resources=True, kept=kept
     )
     assert report.is_one_command_buffer and not report.large_copies
     layers = [one for layer in report.layers.values() for one in layer.kernels]

@@ -10,6 +10,7 @@ import pytest
 from support.kernels_delta_rule import EPS, Sizes
 from support.refusals import label
 
+from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import (
@@ -21,7 +22,10 @@ from pallas_kernels.gated_delta_rule import (
 from pallas_kernels.gated_delta_rule import triton as delta_rule_triton
 from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -50,6 +54,14 @@ def rope(qkv, bias, q_norm, k_norm, cos, kv, page_table, positions, **others):
 POOL = {"page_table": (2, 5), "positions": (2, 3)}
 # Each operation with arguments that fit: a tuple is an array's shape, all else a value.
 OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "batched_scaled_matmul": (
+        partial(batched_scaled_matmul, block=(64, 32)),
+        {
+            "x": (5, 3, 80),
+            "values": jax.ShapeDtypeStruct((3, 90, 80), "float8_e4m3fn"),
+            "scales": (3, 2, 3),
+        },
+    ),
     "draw_tokens": (
         draw,
         {
@@ -69,6 +81,24 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "grouped_matmul": (
         grouped_matmul,
         {"x": (5, 24), "weights": (3, 24, 40), "group_sizes": (3,)},
+    ),
+    "grouped_mxfp4_matmul": (
+        grouped_mxfp4_matmul,
+        {
+            "x": (5, 96),
+            "values": jax.ShapeDtypeStruct((3, 40, 64), "uint8"),
+            "exponents": jax.ShapeDtypeStruct((3, 3, 40), "uint8"),
+            "group_sizes": (3,),
+        },
+    ),
+    "grouped_scaled_matmul": (
+        partial(grouped_scaled_matmul, block=(64, 128)),
+        {
+            "x": (5, 200),
+            "values": jax.ShapeDtypeStruct((3, 150, 200), "float8_e4m3fn"),
+            "scales": (3, 3, 2),
+            "group_sizes": (3,),
+        },
     ),
     "latent_attention": (
         partial(latent_attention, layer=np.int32(0), scale=1.0),
@@ -92,6 +122,10 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (
         route,
         {"logits": (4, 8), "num_chosen": 2, "rule": Rule(True), "correction": (8,)},
+    ),
+    "packed_matmul": (
+        partial(packed_matmul, form=Form(32), zeros=None, factors=None),
+        {"x": (5, 200), "values": jax.ShapeDtypeStruct((150, 128), "uint8"), "scales": (7, 150)},
     ),
     "scaled_matmul": (
         partial(scaled_matmul, block=(64, 128)),
@@ -122,7 +156,7 @@ def traced(operation: str, changed: dict[str, Any], **options: Any) -> Any:
             shape, dtype = fitting[name], value
         if isinstance(value, jax.ShapeDtypeStruct):
             arrays[name] = value
-        elif isinstance(shape, tuple) and not isinstance(shape, Rule):
+        elif isinstance(shape, tuple) and not isinstance(shape, Rule | Form):
             arrays[name] = jax.ShapeDtypeStruct(shape, dtype)
         else:
             options[name] = value
@@ -140,6 +174,15 @@ def test_what_fits_is_taken_and_unknown_kernels_are_named(operation):
 
 
 FP8 = "float8_e4m3fn"
+# What is said of the scales of pools [2, 8, 16, 2, 2, 64].
+OF_SCALES = {
+    "scales are for a pool of 8-bit numbers; kv has float32": [{"scales": (2, 2)}],
+    r"scales are missing: kv of int8 needs f32\[2, 8, 16, 2, 2\]": [{"kv": "int8"}],
+    r"scales of kv in float8_e4m3fn must be f32\[2, 2\]; got float32\[2, 3\]": [
+        {"kv": FP8, "scales": (2, 3)}
+    ],
+    r"scales of kv in int8 must be f32\[2, 8, 16, 2, 2\]": [{"kv": "int8", "scales": (2, 2)}],
+}
 NAMES = "temperature", "top_k", "top_p", "min_p"
 # By what is said: the changes of which it is said, by the operation and then by its kernel.
 BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -191,6 +234,17 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "sources must be": [{"sources": (5, 1)}],
         "targets must be": [{"targets": (4,)}, {"sources": (4,), "targets": (5,)}],
     },
+    "grouped_mxfp4_matmul": {
+        "x must be": [{"x": (5, 80)}, {"values": (3, 40)}],
+        r"values must be .* 32 ceil\(96 / 64\)": [{"values": (3, 40, 48)}],
+        r"exponents must be .* \(3, 3, 40\)": [{"exponents": (3, 40, 3)}],
+        "group_sizes must be": [{"group_sizes": (2,)}],
+    },
+    "grouped_scaled_matmul": {
+        "x must be": [{"x": (5, 190)}, {"values": (150, 200)}],
+        r"scales must be \(3, 3, 2\) for blocks": [{"scales": (3, 2, 2)}],
+        "sources must be": [{"sources": (5, 1)}],
+    },
     "latent_attention": {
         "q must be": [{"q": (2, 3, 80)}, {"positions": (2, 4)}],
         "pool must be .* E=80": [{"pool": (2, 8, 16, 79)}, {"pool": (8, 16, 80)}],
@@ -211,9 +265,7 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "origins need a window": [{"origins": (2, 3)}, {"origins": (2, 1), "window": 3}],
         "soft_cap must be positive": [{"soft_cap": 0.0}],
         r"sinks must be \[H=4\]; got \(3,\)": [{"sinks": (3,)}],
-        "kv_scale is for a pool of float8_e4m3fn": [{"kv_scale": (2, 2)}],
-        "kv_scale is missing": [{"kv": FP8}],
-        r"kv_scale must be \[2, H_kv=2\]; got \(2, 3\)": [{"kv": FP8, "kv_scale": (2, 3)}],
+        **OF_SCALES,
     },
     "rms_norm": {
         "x must be": [{"x": (4, 8, 2)}, {"weight": (4,)}],
@@ -227,6 +279,7 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "angles must": [{"cos": (2, 3, 33)}, {"cos": (2, 4, 32)}],
         "weights.bias must": [{"bias": (64,)}],
         "weights.k_norm must": [{"k_norm": (512,)}],
+        **OF_SCALES,
     },
     "route": {
         r"logits must be floats \[N, E\]": [{"logits": (8,)}, {"logits": "int32"}],
@@ -235,6 +288,15 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "correction and groups need rule.is_sigmoid": [{"rule": Rule()}],
         r"correction must be \[E=8\]; got \(7,\)": [{"correction": (7,)}],
         r"is_padding must be bool\[N=4\]; got float32\(4,\)": [{"is_padding": (4,)}],
+    },
+    "packed_matmul": {
+        "x must be": [{"x": (200,)}, {"values": (150,)}],
+        r"values must have 128 bytes for each output, for 200 inputs": [
+            {"values": jax.ShapeDtypeStruct((150, 96), "uint8")}
+        ],
+        r"scales must be \(7, 150\) for groups of 32": [{"scales": (6, 150)}],
+        r"zeros must be \(7, 150\)": [{"zeros": (150, 7)}],
+        r"factors must be \(150,\)": [{"factors": (7,)}],
     },
     "scaled_matmul": {
         "x must be": [{"x": (200,)}, {"x": (5, 150)}, {"values": (200,)}],
@@ -277,6 +339,10 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         "share a dtype of bfloat16, float16, float32; got": {"x": "bfloat16"},
         "at most; got 5000": {"weights": (5000, 24, 1), "group_sizes": (5000,)},
     },
+    "grouped_mxfp4_matmul": {"dtype of bfloat16, float32; got float16": {"x": "float16"}},
+    "grouped_scaled_matmul": {
+        "values one of float8_e4m3fn, int8; got": {"values": (3, 150, 200)},
+    },
     "latent_attention": {"rank 60": {"rank": 60}, "page_size 2": {"pool": (2, 8, 2, 80)}},
     "paged_attention": {
         "head dimension D 32: .* takes 64, 128, 256": {
@@ -284,16 +350,33 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         },
         "page_size 8: .* takes 16, 32, 64, 128": {"kv": (2, 8, 8, 2, 2, 64)},
         "dtype of q float16: .* takes bf": {"q": "float16", "kv": "float16"},
-        "in bfloat16: float32: .* takes bfloat16, float8_e4m3fn": {"q": "bfloat16"},
+        "in bfloat16: float32: .* takes bfloat16, float8_e4m3fn, int8": {"q": "bfloat16"},
         "(?m)in float32: bfloat16: .* takes float32$": {"kv": "bfloat16"},
-        "kv of 3.0 GiB in float8_e4m3fn": {  # which Pallas would index wrongly
-            **{"q": "bfloat16", "kv": LARGE_POOL, "kv_scale": (2, 4)},
+        "a pool of 3.0 GiB in float8_e4m3fn": {  # which Pallas would index wrongly
+            **{"q": "bfloat16", "kv": LARGE_POOL},
+        },
+    },
+    "packed_matmul": {
+        "x must have a dtype of bfloat16, float32; got float16": {"x": "float16"},
+        "groups of 8 must have a multiple of 16": {
+            "form": Form(8),
+            "scales": (25, 150),
+            "values": jax.ShapeDtypeStruct((150, 104), "uint8"),
+        },
+        r"fewer than 2\^31 bytes": {
+            "values": jax.ShapeDtypeStruct((2**24, 128), "uint8"),
+            "scales": (7, 2**24),
         },
     },
     "rms_norm": {"D=32768; at most": {"x": (1, 2**15), "delta": (1, 2**15), "weight": (2**15,)}},
-    "rope_write": {"D=48": of_dim(48), "D=8": of_dim(8)},
+    "rope_write": {
+        **{"D=48": of_dim(48), "D=8": of_dim(8)},
+        "a pool of 3.0 GiB in float8_e4m3fn": {
+            **{"qkv": (2, 3, 768), "bias": (768,), "kv": LARGE_POOL},
+        },
+    },
     "scaled_matmul": {
-        "values float8_e4m3fn; got": {"values": (150, 200)},
+        "values float8_e4m3fn or int8; got": {"values": (150, 200)},
         r"fewer than 2\^31 numbers": {
             "values": jax.ShapeDtypeStruct((2**24, 200), FP8),
             "scales": (2**18, 2),

@@ -59,6 +59,15 @@ def test_matches_the_definition(kernels, name, dtype):
     check(multiply(*given), by_definition(*given, block), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_integers_in_groups(kernels, dtype):
+    shape, block = (5, 256, 90), (1, 128)
+    x, values, scales = arguments(shape, block, dtype)
+    given = x, values.view(np.int8), scales
+    out = scaled_matmul(*given, block, kernels=kernels)
+    check(out, by_definition(*given, block), dtype)
+
+
 @pytest.mark.parametrize("num_splits, unroll", [(1, 1), (1, 2), (3, 1), (2, 2)])
 def test_other_tiles(num_splits, unroll):
     """Parts of the depth that end between tiles, and one that is empty."""

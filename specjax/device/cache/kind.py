@@ -7,7 +7,9 @@ memory planning iterate over this list. They do not depend on specific kinds.
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
+
+from pallas_kernels.page_formats import PageFormat
+from specjax.device.cache.pages import Pages, init_pages
 
 
 class CacheSizes(NamedTuple):
@@ -19,7 +21,7 @@ class CacheSizes(NamedTuple):
     max_rows: int  # maximum number of rows per request in a step
     num_snapshots: int = 0  # number of snapshots of recurrent states
     window_pages: tuple[tuple[int, int], ...] = ()  # (window, number of its pages)
-    page_dtype: Any = None  # dtype of pages; None: the model's dtype
+    page_format: PageFormat | None = None  # of 8-bit pages; None: pages have the model's dtype
 
     def pages(self, window: int | None) -> int:
         """Return the number of pages for layers with this `window` (None for no window)."""
@@ -123,6 +125,8 @@ class PagesOnly:
 
     num_layers: int
     window: Any
+    keeps_dtype: bool  # whether pages have the model's dtype, regardless of the format
+    layer_scales: tuple[tuple[float, float], ...]  # for formats with scales of layers; () if all 1
 
     @property
     def is_recurrent(self) -> bool:
@@ -135,6 +139,16 @@ class PagesOnly:
         raise NotImplementedError
 
     @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of a token's entry, for formats with scales of tokens."""
+        raise NotImplementedError
+
+    @property
+    def scaled_parts(self) -> tuple[str, str]:
+        """The scales, "k" or "v", that a checkpoint has for the parts of `layer_scales`."""
+        return "k", "v"
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """(0,): there is no state."""
         return (0,)
@@ -144,22 +158,23 @@ class PagesOnly:
         """0, because queries, keys and values are about as wide as the model."""
         return 0
 
-    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
-        """Create an empty pool [layers, pages, page_size, *token_shape]."""
-        pages = self.num_layers, sizes.pages(self.window), sizes.page_size
-        page_dtype = dtype if sizes.page_dtype is None else sizes.page_dtype
-        return jnp.zeros((*pages, *self.token_shape), page_dtype)
+    def init(self, sizes: CacheSizes, dtype: Any) -> Pages:
+        """Create empty pages."""
+        places = self.num_layers, sizes.pages(self.window), sizes.page_size
+        stored = None if self.keeps_dtype else sizes.page_format
+        shapes = self.token_shape, self.scale_shape
+        return init_pages(places, *shapes, dtype, stored, self.layer_scales)
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
         """Return None: pages need no snapshots."""
 
     def take(
-        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
+        self, snapshots: None, ids: jax.Array, cache: Pages, slots: jax.Array, ends: jax.Array
     ) -> None:
         """Return None: pages need no snapshots."""
 
     def restore(
-        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
-    ) -> jax.Array:
+        self, cache: Pages, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
+    ) -> Pages:
         """Return the cache unchanged: pages need no snapshots."""
         return cache

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.quantisation import as_stored
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.rope_write.reference import rotate
+from pallas_kernels.rope_write.reference import pages_of, rotate
 from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.latent_prompt import attend_plainly, head_dim
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
-from specjax.device.weights.latent_up import LatentUp
+from specjax.device.weights.latent_up import LatentProjection
 
 NORM_EPS = 1e-6  # of the latent norm; fixed, independent of the model's rms_norm_eps
 # Number of products that a GPU computes in the time that it takes to move one 16-bit number: 184
@@ -27,7 +29,7 @@ class ProjectedLatents(NamedTuple):
     q: jax.Array  # [N, H (D_n + D_r)]
     latent: jax.Array  # [N, R + D_r], the latent, then the key part shared by all heads
     norm: jax.Array  # [R], norm of the latent
-    up: LatentUp
+    up: LatentProjection
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles, f32[N, D_r / 2]
 
     def of_rows(self, part: slice) -> "ProjectedLatents":
@@ -43,7 +45,8 @@ class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
     A head's key is (W_k c, r) and its value is W_v c, where c is the latent and r is the rotated
-    part, which all heads share. The cache is a pool [layers, pages, page_size, R + D_r] of c and r.
+    part, which all heads share. The cache's pages [layers, pages, page_size, R + D_r] hold c and r.
+    Scales of tokens have the shape [layers, pages, page_size, 2], for c and for r.
 
     Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to the output,
     so that latents need not be expanded. Wide prefill chunks take the plain form, in which
@@ -58,6 +61,8 @@ class LatentAttention(PagesOnly):
     value_dim: int  # D_v, width of a value
     scale: float  # multiplies the scores
     is_interleaved: bool  # rotates pairs (2 i, 2 i + 1) rather than (i, i + D_r / 2)
+    keeps_dtype: bool = False  # see `PagesOnly`
+    layer_scales: tuple[tuple[float, float], ...] = ()  # of c and of r, see `PagesOnly`
 
     @property
     def name(self) -> str:
@@ -68,6 +73,16 @@ class LatentAttention(PagesOnly):
     def token_shape(self) -> tuple[int, ...]:
         """Shape of a token's latent and shared key part."""
         return (self.rank + self.rope_dim,)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of a token's latent and of its shared key part."""
+        return (2,)
+
+    @property
+    def scaled_parts(self) -> tuple[str, str]:
+        """See `PagesOnly`: latents and key parts are scaled like keys."""
+        return "k", "k"
 
     @property
     def window(self) -> None:
@@ -100,15 +115,15 @@ class LatentAttention(PagesOnly):
         return head_dim(self.nope_dim + self.rope_dim, self.value_dim)
 
     def cached(
-        self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents
-    ) -> tuple[jax.Array, jax.Array]:
+        self, rows: CachedRows, cache: Pages, layer: jax.Array, inputs: ProjectedLatents
+    ) -> tuple[jax.Array, Pages]:
         """Write latents to the pages, then attend to the pages.
 
         Return the output [N, H, D_v] and the new cache.
         """
         nope, rope = self._queries(inputs)
         if rows.writes:
-            cache = _write(cache, layer, rows, jnp.concatenate(self._entries(inputs), axis=-1))
+            cache = _write(cache, layer, rows, *self._entries(inputs))
         if rows.folds and rows.width >= self.plain_width:
             out = attend_plainly(rows, cache, layer, nope, rope, inputs.up, self.scale)
             return out, cache
@@ -116,12 +131,13 @@ class LatentAttention(PagesOnly):
         reach = rows.by_request(rows.positions if rows.reach is None else rows.reach)
         mixed = latent_attention(
             rows.by_request(q),
-            cache,
+            cache.values,
             layer,
             rows.page_table,
             reach,
             rank=self.rank,
             scale=self.scale,
+            scales=cache.scales,
             kernels=rows.kernels,
         )
         return inputs.up.project(mixed.reshape(-1, *mixed.shape[2:])), cache
@@ -200,13 +216,24 @@ def _mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
 
-def _write(pool: jax.Array, layer: jax.Array, rows: CachedRows, entries: jax.Array) -> jax.Array:
-    """Write entries [N, R + D_r] to the pages of their rows; skip rows without a page."""
-    num_pages, page_size = pool.shape[1:3]
-    positions = rows.by_request(rows.positions)
-    index = positions // page_size
-    page = jnp.take_along_axis(rows.page_table, index, axis=1, mode="fill", fill_value=-1)
-    # The scatter drops a page id past the pool; a negative id would wrap around.
-    page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
-    entries = rows.by_request(entries).astype(pool.dtype)
-    return pool.at[layer, page, positions % page_size].set(entries, mode="drop")
+def _write(
+    cache: Pages, layer: jax.Array, rows: CachedRows, latent: jax.Array, rope: jax.Array
+) -> Pages:
+    """Write latents [N, R] and key parts [N, D_r] to the pages of their rows.
+
+    Rows without a page are skipped.
+    """
+    pool, scales = cache
+    given = (None, None)
+    if scales is not None and scales.ndim == 2:  # of layers
+        given = scales[layer, 0], scales[layer, 1]
+    each = zip((latent, rope), given, strict=True)
+    parts, made = zip(*(as_stored(x, pool.dtype, one) for x, one in each), strict=True)
+    entries = jnp.concatenate(parts, axis=-1)
+    positions, page_size = rows.by_request(rows.positions), pool.shape[2]
+    page = pages_of(pool, rows.page_table, positions)
+    if made[0] is not None:
+        new = rows.by_request(jnp.stack(made, axis=-1))
+        scales = scales.at[layer, page, positions % page_size].set(new, mode="drop")
+    entries = rows.by_request(entries)
+    return Pages(pool.at[layer, page, positions % page_size].set(entries, mode="drop"), scales)

@@ -20,6 +20,7 @@ import numpy as np
 
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
+from specjax.device.cache.pages import Pages
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params
 from specjax.device.drafters.head import DraftHead, HeadDrafter
@@ -73,7 +74,7 @@ class Head(DraftHead, Protocol):
 class ChainState:
     """The head's KV cache, and the hidden state that starts each request's next chain."""
 
-    kv: jax.Array  # [1, pages, page_size, 2, H_kv, D]
+    kv: Pages  # [1, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], the head's input at the last verified position
 
 

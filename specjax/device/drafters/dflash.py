@@ -23,6 +23,7 @@ from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.paged import PagedAttention
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
@@ -243,7 +244,7 @@ def first_layer(names: Collection[str]) -> str:
 class DFlashState:
     """The head's KV cache, indexed by the target's page table."""
 
-    kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
+    kv: Pages  # [layers, pages, page_size, 2, H_kv, D]
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ class Drafter(Protocol):
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
         """Return an empty state for the numbers of requests and pages in the target's `sizes`.
 
-        `dtype` is the model's dtype. Pages have `sizes.page_dtype` instead if it is set.
+        `dtype` is the model's dtype. Pages have `sizes.page_format` instead if it is set.
         """
         ...
 

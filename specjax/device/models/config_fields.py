@@ -8,9 +8,10 @@ configs have many of these fields, so they only cause a warning with their names
 """
 
 from collections.abc import Collection, Mapping, Set
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.quantised.registry import described, read_format
 from specjax.checks import warn
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.text_config import OTHER_PARTS, read_text
@@ -198,64 +199,22 @@ def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
     """Raise an error if weights are quantised with an unsupported method.
 
-    The supported methods are float8 (see `read_float8`), and the methods in `readable`.
+    `read_format` reads the supported methods; those in `readable` are supported as well.
 
     Raises:
         CheckpointError: a method is not supported. The message names the method and a remedy.
     """
-    name, given = _quantisation(hf)
+    name, given = quantisation(hf)
     method = given.get("quant_method") if isinstance(given, Mapping) else None
-    if given and method not in readable and read_float8(hf) is None:
+    if given and method not in readable and read_format(given) is None:
         raise CheckpointError(
             f"{hf.origin}: {name} says that the weights are quantised by "
-            f"{method or given!r}, which is not supported in this form; float8 weights with "
-            "scales are (quant_method fp8, or compressed-tensors with 8-bit floats); else use the "
-            "original checkpoint in bfloat16, float16 or float32, or dequantise it"
+            f"{method or given!r}, which is not supported in this form; supported: {described()}; "
+            "else use the original checkpoint in bfloat16, float16 or float32, or dequantise it"
         )
 
 
-class Float8(NamedTuple):
-    """How the scales of float8 weights are stored."""
-
-    block: tuple[int, int] | None  # rows and columns that share a scale; None without blocks
-
-
-def read_float8(hf: HFConfig) -> Float8 | None:
-    """Return how the scales of float8 weights are stored; None if the weights are not float8.
-
-    Activations keep their dtype, even if the config quantises them.
-    """
-    match _quantisation(hf)[1]:
-        case {"quant_method": "fp8", **others} if others.get("fmt", "e4m3") == "e4m3":
-            return _float8_in_blocks([others.get("weight_block_size")])
-        case {"quant_method": "compressed-tensors", "config_groups": {**groups}, **others}:
-            found = [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
-            sparsity = others.get("sparsity_config")
-            is_dense = not isinstance(sparsity, Mapping) or sparsity.get("format") == "dense"
-            weights = [one for one in found if _is_float8(one)]
-            if is_dense and weights and len(weights) == len(found):
-                return _float8_in_blocks([one.get("block_structure") for one in weights])
-    return None
-
-
-def _is_float8(weights: Any) -> TypeGuard[Mapping[str, Any]]:
-    match weights:
-        case {"type": "float", "num_bits": 8, "strategy": "tensor" | "channel" | "block", **others}:
-            return others.get("symmetric", True) is True
-    return False
-
-
-def _float8_in_blocks(sizes: Collection[Any]) -> Float8 | None:
-    blocks = {tuple(size) if isinstance(size, list) else size for size in sizes if size}
-    match [*blocks]:
-        case []:
-            return Float8(None)
-        case [(int(rows), int(columns))] if min(rows, columns) > 0:
-            return Float8((rows, columns))
-    return None
-
-
-def _quantisation(hf: HFConfig) -> tuple[str, Any]:
+def quantisation(hf: HFConfig) -> tuple[str, Any]:
     """Return the name and value of the field for quantised weights; the value is None if unset."""
     text = read_text(hf)
     for name in QUANTISATION:

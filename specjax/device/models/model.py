@@ -86,6 +86,16 @@ class Model(Protocol):
         """
         ...
 
+    def with_pages(
+        self, kept_layers: tuple[int, ...], layer_scales: tuple[tuple[float, float], ...]
+    ) -> "Model":
+        """Return the model with settings for pages in an 8-bit format.
+
+        The pages of `kept_layers` keep the model's dtype. `layer_scales` are the scales of each
+        layer's keys and values, for formats with scales of layers; () if all are 1.
+        """
+        ...
+
     @property
     def head_shape(self) -> Any:
         """A `llama.Llama` with one dense layer: the shape of a new EAGLE head for this model."""

@@ -14,12 +14,13 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.kv_scales import is_kv_scale
+from specjax.checkpoint.quantised.registry import read_format, refuse_quantised
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
-from specjax.checkpoint.scaled import with_scales
 from specjax.checks import did_you_mean
 from specjax.device.loading import Log, keep_name, load_params, no_log
 from specjax.device.models import arcee, deepseek_v3, gemma, glm4_moe, gpt_oss, llama, qwen3_5
-from specjax.device.models.config_fields import QUANTISATION, check_fields, read_float8
+from specjax.device.models.config_fields import QUANTISATION, check_fields, quantisation
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.tensor_names import (
@@ -35,7 +36,7 @@ from specjax.device.models.tensor_names import (
 from specjax.device.models.text_config import WRAPPERS, read_text
 from specjax.device.parallel import Divisible, specs_of
 from specjax.device.placement import Placement
-from specjax.device.weights.scaled import as_stored, dequantise
+from specjax.device.weights.stored import as_stored, dequantise, unpacked
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
@@ -121,11 +122,23 @@ def load_weights(
 ) -> Any:
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
-    The log lists tensors that are not loaded, and rotary frequencies that differ from the config's.
+    The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
+    from the config's.
     """
-    files = open_weights(folder, read_config(folder), dtype)
+    stored, hf = open_checkpoint(folder), read_config(folder)
+    files = find_scales(stored, hf, dtype)
     specs = named_specs(model, files.shapes())
     params = load_params(files, specs, dtype, placement=placement, ignore=partial(is_unused, model))
+    if read_format(quantisation(hf)[1]) and files.tensors == stored.tensors:
+        log(
+            f"{folder}: config.json says that weights are quantised, but no tensor is; they are "
+            "loaded as they are"
+        )
+    if narrow := unpacked(specs, files, keep_name):
+        log(
+            f"{folder}: {len(narrow)} quantised tensors, such as {narrow[0]}, are unpacked to "
+            f"{np.dtype(dtype)}; only projections that are not divided over devices stay as stored"
+        )
     if passed := [name for name in files.names() if is_passed_over(model, name)]:
         log(f"{folder}: not loaded, not part of the text model: {as_groups(passed)}")
     _compare_rotary(files, model, log)
@@ -152,7 +165,7 @@ def _compare_rotary(files: TensorFiles, model: Any, log: Log) -> None:
 def save_model(folder: str | Path, model: Model, params: Any, source: str | Path) -> None:
     """Write a model's parameters as a checkpoint that this package and transformers can load.
 
-    Weights are stored in the parameters' dtypes, even if `source` has them packed or in float8. A
+    Weights are stored in the parameters' dtypes, even if `source` has them quantised. A
     vision tower and MTP modules are left out.
 
     Args:
@@ -187,20 +200,25 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
 def stored_specs(folder: Path, model: Model) -> Any:
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
-    They have the form that the folder stores (for example float8 with scales).
+    They have the form that the folder stores (for example 4-bit numbers with scales).
     """
     files = open_weights(folder, read_config(folder), np.dtype(np.float32))
     return as_stored(named_specs(model, files.shapes()), files, keep_name)
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Return `files`, in which each float8 tensor includes its scales.
+    """Return `files`, with each quantised tensor joined with its scales; see `Format.join`.
 
-    `files` is unchanged if the config does not say that weights are float8. Float8 tensors are read
-    in `dtype`, unless they are loaded as `Scaled`.
+    Such tensors are read in `dtype`, unless they are loaded as they are stored.
+
+    Raises:
+        CheckpointError: there are quantised tensors, but the config does not describe them.
     """
-    form = read_float8(hf)
-    return files if form is None else with_scales(files, form.block, dtype)
+    given = quantisation(hf)[1]
+    if not given:
+        refuse_quantised(files)
+    form = read_format(given)
+    return files if form is None else form.join(files, dtype)
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
@@ -250,7 +268,7 @@ def is_unused(model: Model, name: str) -> bool:
     """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
-    return is_rotary(name) or is_copy or is_passed_over(model, name)
+    return is_rotary(name) or is_kv_scale(name) or is_copy or is_passed_over(model, name)
 
 
 def is_passed_over(model: Model, name: str) -> bool:

@@ -11,12 +11,11 @@ from specjax.checkpoint.spec import experts, fused_experts
 from specjax.device.weights.weight import Weight, weight
 
 
-@weight
 @dataclass(frozen=True)
-class ExpertMatrices(Weight):
+class ExpertWeights(Weight):
     """A matrix [in, out] for each of E experts."""
 
-    values: jax.Array  # [E, in, out]
+    values: jax.Array
     axis: str | None = None  # see `Weight`
 
     def multiply(
@@ -32,6 +31,24 @@ class ExpertMatrices(Weight):
 
         Rows are sorted by expert, and `sizes` are the numbers of rows per expert.
         """
+        raise NotImplementedError
+
+
+@weight
+@dataclass(frozen=True)
+class ExpertMatrices(ExpertWeights):
+    """The experts' matrices as one array [E, in, out]."""
+
+    def multiply(
+        self,
+        x: jax.Array,
+        sizes: jax.Array,
+        *,
+        sources: jax.Array | None = None,
+        targets: jax.Array | None = None,
+        kernels: str,
+    ) -> jax.Array:
+        """See `ExpertWeights`."""
         return grouped_matmul(x, self.values, sizes, sources, targets, kernels=kernels)
 
 

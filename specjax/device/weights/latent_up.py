@@ -10,10 +10,34 @@ from specjax.checkpoint.spec import stored
 from specjax.device.weights.weight import Weight, weight
 
 
+class LatentProjection(Weight):
+    """A matrix [R, D_n + D_v] for each of H heads, which gives the head's keys and its values."""
+
+    @property
+    def value_dim(self) -> int:
+        """The width D_v of a head's value."""
+        raise NotImplementedError
+
+    def expand(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the keys [..., H, D_n] and values [..., H, D_v] of latents [..., R]."""
+        raise NotImplementedError
+
+    def absorb(self, queries: jax.Array) -> jax.Array:
+        """Convert queries that are compared with keys to queries that are compared with latents.
+
+        `queries` is [N, H, D_n], and the result is [N, H, R].
+        """
+        raise NotImplementedError
+
+    def project(self, mixed: jax.Array) -> jax.Array:
+        """Convert weighted sums of latents [N, H, R] to weighted sums of values [N, H, D_v]."""
+        raise NotImplementedError
+
+
 @weight
 @dataclass(frozen=True)
-class LatentUp(Weight):
-    """A matrix [R, D_n + D_v] for each of H heads, stored transposed.
+class LatentUp(LatentProjection):
+    """The matrices as one array, stored transposed.
 
     The first D_n columns give the head's keys, and the other columns give its values.
     """
@@ -24,24 +48,21 @@ class LatentUp(Weight):
 
     @property
     def value_dim(self) -> int:
-        """The width D_v of a head's value."""
+        """See `LatentProjection`."""
         return self.values.shape[0] // self.num_heads - self.key_dim
 
     def expand(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the keys [..., H, D_n] and values [..., H, D_v] of latents [..., R]."""
+        """See `LatentProjection`."""
         made = jnp.einsum("...r,xr->...x", latents, self.values)
         made = made.reshape(*latents.shape[:-1], self.num_heads, -1)
         return made[..., : self.key_dim], made[..., self.key_dim :]
 
     def absorb(self, queries: jax.Array) -> jax.Array:
-        """Convert queries that are compared with keys to queries that are compared with latents.
-
-        `queries` is [N, H, D_n], and the result is [N, H, R].
-        """
+        """See `LatentProjection`."""
         return jnp.einsum("nhd,hdr->nhr", queries, self._by_head()[:, : self.key_dim])
 
     def project(self, mixed: jax.Array) -> jax.Array:
-        """Convert weighted sums of latents [N, H, R] to weighted sums of values [N, H, D_v]."""
+        """See `LatentProjection`."""
         return jnp.einsum("nhr,hdr->nhd", mixed, self._by_head()[:, self.key_dim :])
 
     def _by_head(self) -> jax.Array:

@@ -1,27 +1,22 @@
-"""Weights of projections as float8 numbers with scales, as some checkpoints store them."""
+"""Weights of projections as 8-bit numbers with scales, as some checkpoints store them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.reference import dequantised
-from specjax.checkpoint.division import DividedSpec
-from specjax.checkpoint.files import TensorFiles
-from specjax.checkpoint.scaled import STORED, ScaledTensor, ScalesSpec, ValuesSpec
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.quantised.scaled import ScaledTensor, ScalesSpec, ValuesSpec
 from specjax.device.weights.matrix import Dense, Matrix
-from specjax.device.weights.weight import is_weight, weight
+from specjax.device.weights.weight import weight
 
 
 @weight
 @dataclass(frozen=True)
 class Scaled(Matrix):
-    """A matrix [in, out] as float8 numbers [out, in], with a scale for each block.
+    """A matrix [in, out] as float8 or int8 numbers [out, in], with a scale for each block.
 
     Merged projections keep their own scales.
     """
@@ -44,6 +39,10 @@ class Scaled(Matrix):
         """See `Matrix`."""
         return self._multiply(x, None, first)
 
+    def plain(self, dtype: Any) -> Dense:
+        """See `Weight`."""
+        return Dense(dequantised(self.values, self.scales, self.block, dtype).T, self.parts)
+
     def with_kernels(self, kernels: str) -> "Scaled":
         """See `Weight`."""
         return replace(self, kernels=kernels)
@@ -53,88 +52,12 @@ class Scaled(Matrix):
         return scaled_matmul(*given, kernels=self.kernels)
 
 
-@weight
-@dataclass(frozen=True)
-class Mixed(Matrix):
-    """Adjacent matrices in different forms, used as one matrix."""
+def scaled_specs(given: Mapping[str, Any], tensors: Sequence[ScaledTensor]) -> Scaled:
+    """Return the specs of the matrix that merges `tensors`, which have one form.
 
-    values: Any  # tuple[Matrix, ...]
-
-    @property
-    def num_out(self) -> int:
-        """See `Matrix`."""
-        return sum(one.num_out for one in self.values)
-
-    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """See `Matrix`."""
-        return jnp.concatenate([one.multiply(x, dtype) for one in self.values], axis=-1)
-
-    def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
-        """See `Matrix`."""
-        made = []
-        for one in self.values:
-            if first < one.num_out:
-                made.append(one.multiply_from(x, max(first, 0)))
-            first -= one.num_out
-        return jnp.concatenate(made, axis=-1)
-
-    def with_kernels(self, kernels: str) -> "Mixed":
-        """See `Weight`."""
-        return replace(self, values=tuple(one.with_kernels(kernels) for one in self.values))
-
-
-def dequantise(params: Any, dtype: Any) -> Any:
-    """Return a tree of parameters in which every matrix is `Dense`, in `dtype`."""
-
-    def of(x: Any) -> Any:
-        if isinstance(x, Mixed):
-            return Dense(jnp.concatenate([of(one).values for one in x.values], axis=1), x.parts)
-        if isinstance(x, Scaled):
-            return Dense(dequantised(x.values, x.scales, x.block, dtype).T, x.parts)
-        return x
-
-    return jax.tree.map(of, params, is_leaf=is_weight)
-
-
-def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs`, in which matrices of float8 tensors with scales are `Scaled`.
-
-    A matrix that merges tensors is `Mixed` if only some of them have scales, or if the blocks that
-    share a scale differ in width. Matrices that are divided over devices stay `Dense`, and their
-    tensors are dequantised.
-
-    Args:
-        specs: a tree of `TensorSpec`.
-        files: the result of `with_scales`.
-        rename: see `load_params`.
+    `given` has the fields of a `TensorSpec` for these tensors.
     """
-
-    def of(x: Any) -> Any:
-        if not isinstance(x, Dense) or isinstance(x.values, DividedSpec):
-            return x
-        spec: Any = x.values
-        found = [files.tensors.get(rename(name)) for name in spec.names]
-        blocks = [tensor.block if isinstance(tensor, ScaledTensor) else None for tensor in found]
-        widths = [block and block[1] for block in blocks]
-        groups = groupby(range(len(blocks)), widths.__getitem__)
-        made = [_one_form(spec, blocks, [*places]) for _, places in groups]
-        return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
-
-    return jax.tree.map(of, specs, is_leaf=is_weight)
-
-
-def _one_form(spec: TensorSpec, blocks: Sequence[tuple[int, int] | None], at: list[int]) -> Any:
-    """Return the `Dense` or `Scaled` matrix of the adjacent tensors at the indices `at`.
-
-    These tensors have scale blocks of the same width, or none of them has scales.
-    """
-    own = slice(at[0], at[-1] + 1)
-    given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}
-    given["interleaved"] = spec.interleaved[own]
-    found = [block for block in blocks[own] if block]
-    if not found:
-        plain: Any = replace(spec, **given)
-        return Dense(plain)
-    values: Any = ValuesSpec(**given, dtype=STORED.name)
-    scales: Any = ScalesSpec(**given, dtype="float32", blocks=tuple(found))
+    blocks = tuple(tensor.block for tensor in tensors)
+    values: Any = ValuesSpec(**given, dtype=tensors[0].weight.dtype.name)
+    scales: Any = ScalesSpec(**given, dtype="float32", blocks=blocks)
     return Scaled(values, scales=scales, block=scales.block)

@@ -10,6 +10,8 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
+# Fields of weights that are arrays or None.
+ARRAYS = "values", "scales", "zeros", "factors", "order"
 # On a CPU, parameters of at most this many bytes may also be kept in a second, faster form.
 MAX_DOUBLED = 2**30
 
@@ -17,7 +19,7 @@ MAX_DOUBLED = 2**30
 class Weight:
     """One or more matrices, by which rows are multiplied.
 
-    A weight is a pytree of one array, `values`, or of two with `scales`. In a model's `specs()`, a
+    A weight is a pytree of the array `values` and of others in `ARRAYS`. In a model's `specs()`, a
     `TensorSpec` takes the place of an array. If a model is divided over devices, the arrays are one
     device's parts.
     """
@@ -42,6 +44,10 @@ class Weight:
 
     def on(self, platform: str) -> "Weight":
         """Return the weight in the form with which devices of `platform` multiply fastest."""
+        return self
+
+    def plain(self, dtype: Any) -> "Weight":
+        """Return the weight as unquantised numbers, in `dtype` if it was quantised."""
         return self
 
     def with_kernels(self, kernels: str) -> "Weight":
@@ -95,12 +101,9 @@ class _Values(GetAttrKey):
 
 
 def weight(cls: W) -> W:
-    """Register a dataclass as a pytree of the arrays `values` and, if it has them, `scales`.
-
-    Its other fields are static.
-    """
+    """Register a dataclass as a pytree of its fields in `ARRAYS`. Its other fields are static."""
     names = [field.name for field in fields(cls)]
-    arrays = [name for name in names if name in ("values", "scales")]
+    arrays = [name for name in names if name in ARRAYS]
     static = [name for name in names if name not in arrays]
     keys = [_Values(name) if name == "values" else GetAttrKey(name) for name in arrays]
 

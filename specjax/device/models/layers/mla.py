@@ -10,7 +10,7 @@ from specjax.checkpoint.spec import stored
 from specjax.device.cache.latent import NORM_EPS, LatentAttention, ProjectedLatents
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
-from specjax.device.weights.latent_up import LatentUp, latent_up
+from specjax.device.weights.latent_up import LatentProjection, latent_up
 from specjax.device.weights.matrix import Matrix, dense
 
 
@@ -26,7 +26,7 @@ class MLA:
     q_norm: jax.Array | None  # [Q]; like `q_up`, None if queries are not low-rank
     q_up: Matrix | None  # [Q, H (D_n + D_r)]
     latent_norm: jax.Array  # [R]
-    up: LatentUp  # projects latents [R] to keys [H, D_n] and values [H, D_v]
+    up: LatentProjection  # projects latents [R] to keys [H, D_n] and values [H, D_v]
     out: Matrix  # [H D_v, D]
 
     def mix(

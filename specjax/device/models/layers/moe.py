@@ -11,6 +11,7 @@ from pallas_kernels.route import Routes, route
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.layers.mlp import (
     MLP,
+    SWIGLU,
     ClampedSwiGLU,
     FeedSettings,
     SwiGLU,
@@ -18,7 +19,7 @@ from specjax.device.models.layers.mlp import (
 )
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
-from specjax.device.weights.experts import ExpertMatrices, expert_matrices, fused_expert_matrices
+from specjax.device.weights.experts import ExpertWeights, expert_matrices, fused_expert_matrices
 from specjax.device.weights.matrix import Matrix, dense
 
 
@@ -31,7 +32,7 @@ class Experts(NamedTuple):
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
     router: Router = SoftmaxRouter()
-    activation: SwiGLU | ClampedSwiGLU = SwiGLU()
+    activation: SwiGLU | ClampedSwiGLU = SWIGLU
     shared_name: str = "shared_expert"  # in the names of tensors
     num_local: int = 0  # number of experts that each device has, if they are divided over devices
 
@@ -55,8 +56,8 @@ class MoE:
     """
 
     router: Any  # weights of `Experts.router`
-    gate_up: ExpertMatrices  # [E, D, 2 F]
-    down: ExpertMatrices  # [E, F, D]
+    gate_up: ExpertWeights  # [E, D, 2 F]
+    down: ExpertWeights  # [E, F, D]
     shared: MLP | None = None
     shared_gate: Matrix | None = None  # [D, 1]
     gate_up_bias: jax.Array | None = None  # [E, 2 F]

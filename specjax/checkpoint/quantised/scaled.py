@@ -1,9 +1,9 @@
-"""Weights in float8 with scales: one per block, per output or per tensor.
+"""Weights in 8 bits with scales: one per block, per output, per group of inputs or per tensor.
 
-Next to a tensor X of float8_e4m3fn [..., O, I], a checkpoint has its scales X_scale_inv (DeepSeek,
-Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The shape of
-the scales shows whether they are per block, output or tensor. Only the size of a block is in the
-config.
+Next to a tensor X of float8_e4m3fn or int8 [..., O, I], a checkpoint has its scales X_scale_inv
+(DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The
+shape of the scales shows whether they are per block, output, group or tensor. Only the size of a
+block is in the config.
 """
 
 import math
@@ -21,10 +21,12 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.format import group_size, read_positive
 from specjax.checkpoint.spec import TensorSpec
 from specjax.checkpoint.stored_tensor import Readable
 
-STORED = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
+STORED = FLOAT8, INT8
 SUFFIXES = "_scale_inv", "_scale"
 # Scales of activations and of caches, which are not quantised here.
 _UNUSED = tuple(f".{name}_scale" for name in ("activation", "input", "output", *"qkv", "kv"))
@@ -33,7 +35,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A float8 tensor with its scales; `read` returns their product."""
+    """An 8-bit tensor with its scales; `read` returns their product."""
 
     weight: Readable
     scales: Readable
@@ -43,8 +45,13 @@ class ScaledTensor:
 
     @property
     def path(self) -> Path:
-        """The file of the float8 tensor."""
+        """The file of the 8-bit tensor."""
         return self.weight.path
+
+    @property
+    def form(self) -> tuple[np.dtype, int]:
+        """The dtype and the columns of a block, which merged matrices must share."""
+        return self.weight.dtype, self.block[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,18 +68,13 @@ class ScaledTensor:
         Raises:
             CheckpointError: a scale is not a positive number.
         """
-        scales = np.asarray(self.scales.read(), np.float32)
-        if not (np.isfinite(scales) & (scales > 0)).all():
-            raise CheckpointError(
-                f"{self.scales.path}: {self.scales_name} has scales that are not positive numbers; "
-                "download or export the checkpoint again"
-            )
+        scales = np.asarray(read_positive(self.scales, self.scales_name), np.float32)
         return scales.reshape(_num_blocks(self.shape, self.block))
 
 
 @dataclass(frozen=True)
 class ValuesSpec(TensorSpec):
-    """The `TensorSpec` of a matrix of float8 numbers, as they are stored."""
+    """The `TensorSpec` of a matrix of 8-bit numbers, as they are stored."""
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`."""
@@ -81,9 +83,9 @@ class ValuesSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class ScalesSpec(TensorSpec):
-    """The `TensorSpec` of a float8 matrix's scales, f32[blocks of rows, blocks of columns].
+    """The `TensorSpec` of an 8-bit matrix's scales, f32[blocks of rows, blocks of columns].
 
-    The matrix may merge several tensors. `file_shapes` are the shapes of their float8 numbers.
+    The matrix may merge several tensors. `file_shapes` are the shapes of their numbers.
     """
 
     blocks: tuple[Block, ...] = ()  # for each tensor, the rows and columns that share a scale
@@ -123,7 +125,7 @@ class ScalesSpec(TensorSpec):
 
 
 def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> TensorFiles:
-    """Return a copy of `files`, in which a `ScaledTensor` replaces each float8 tensor with scales.
+    """Return a copy of `files`, in which a `ScaledTensor` replaces each 8-bit tensor with scales.
 
     Reading a `ScaledTensor` returns the product in `dtype`. `block` is the size of blocks that
     share a scale; None if all scales are per output or per tensor.
@@ -134,10 +136,10 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
     tensors = {name: x for name, x in files.tensors.items() if not name.endswith(_UNUSED)}
     for name, weight in files.tensors.items():
         scales = next((name + one for one in SUFFIXES if name + one in tensors), None)
-        if weight.dtype != STORED or scales is None:
+        if weight.dtype not in STORED or scales is None:
             continue
         found = tensors.pop(scales)
-        blocks = {_num_blocks(weight.shape, one): one for one in _possible(weight.shape, block)}
+        blocks = {_num_blocks(weight.shape, one): one for one in _possible(weight, found, block)}
         fitting = [one for shape, one in blocks.items() if _is_like(found.shape, shape)]
         if not fitting:
             what = f" in blocks of {list(block)}" if block else ""
@@ -150,9 +152,11 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
     return replace(files, tensors=tensors)
 
 
-def _possible(shape: tuple[int, ...], block: Block | None) -> list[Block]:
-    rows, columns = shape[-2:]
-    return [*([block] if block else []), (1, columns), (rows, columns)]
+def _possible(weight: Readable, scales: Readable, block: Block | None) -> list[Block]:
+    rows, columns = weight.shape[-2:]
+    group = group_size(columns, scales.shape[-1]) if weight.dtype == INT8 and scales.shape else None
+    groups = [(1, group)] if group else []
+    return [*([block] if block else []), *groups, (1, columns), (rows, columns)]
 
 
 def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:

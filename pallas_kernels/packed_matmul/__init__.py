@@ -1,0 +1,73 @@
+"""The product with a matrix of 4-bit numbers that have a scale per group of inputs.
+
+    out[n, o] = factors[o] sum_i x[n, i] (numbers[o, i] - zeros[i / group, o]) scales[i / group, o]
+
+where a number is an integer from 0 to 15 (without zeros, 8 is subtracted) or a float of E2M1, which
+has no zeros. Factors are 1 if there are none. Two codes of numbers share a byte. The inputs are
+divided into runs of 2 H, where H is the half of a `Form`: byte j of a run has the codes of inputs j
+(in the lower bits) and j + H. So the lower halves of a run's bytes belong to adjacent inputs of one
+group, and so do the upper halves. The last run is padded.
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.packed_matmul.form import Form
+from pallas_kernels.packed_matmul.reference import packed_matmul_reference
+from pallas_kernels.packed_matmul.triton import packed_matmul_triton
+
+IMPLEMENTATIONS = {"triton": packed_matmul_triton, "reference": packed_matmul_reference}
+
+
+def packed_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    factors: jax.Array | None,
+    form: Form,
+    dtype: Any = None,
+    first: int = 0,
+    *,
+    kernels: str = "auto",
+) -> jax.Array:
+    """Return the products [N, O - first], accumulated in f32.
+
+    Args:
+        x: the rows to multiply, [N, I].
+        values: u8[O, bytes], as `Form.pack` returns them.
+        scales: f[groups, O].
+        zeros: u8[groups, O], or None.
+        factors: f32[O], or None.
+        form: the size of groups, and the kind of numbers.
+        dtype: dtype of the products; None for x's dtype.
+        first: the first output to compute.
+        kernels: implementation to use, see `dispatch.run`.
+
+    Raises:
+        ValueError: shapes are inconsistent; the message names the argument.
+    """
+    if x.ndim != 2 or values.ndim != 2:
+        raise ValueError(
+            f"x must be [N, I] and values [O, bytes]; got {x.shape} and {values.shape}"
+        )
+    depth, num_out = x.shape[1], len(values)
+    if values.shape[1] != form.width(depth):
+        raise ValueError(
+            f"values must have {form.width(depth)} bytes for each output, for {depth} inputs in "
+            f"groups of {form.group}; got {values.shape}"
+        )
+    groups = form.num_groups(depth), num_out
+    for name, given, shape in (
+        ("scales", scales, groups),
+        ("zeros", zeros, groups),
+        ("factors", factors, (num_out,)),
+    ):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"{name} must be {shape} for groups of {form.group}; got {given.shape}"
+            )
+    given = x, values, scales, zeros, factors, form, dtype or x.dtype, first
+    return run("packed_matmul", kernels, IMPLEMENTATIONS, *given)

@@ -1,0 +1,46 @@
+"""The product with packed numbers in plain JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.packed_matmul.form import Form
+
+
+def packed_matmul_reference(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    factors: jax.Array | None,
+    form: Form,
+    dtype: Any,
+    first: int,
+) -> jax.Array:
+    """See `packed_matmul`."""
+    given = values, scales, zeros, factors, form, x.shape[1], x.dtype
+    matrix = unpacked(*given)[first:]
+    y = jnp.einsum("ni,oi->no", x, matrix, preferred_element_type=jnp.float32)
+    return y.astype(dtype)
+
+
+def unpacked(
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    factors: jax.Array | None,
+    form: Form,
+    depth: int,
+    dtype: Any,
+) -> jax.Array:
+    """Return the matrix [O, depth], computed in f32."""
+
+    def by_input(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x.astype(jnp.float32), form.group, axis=0)[:depth].T
+
+    numbers = form.numbers(values, depth)
+    if zeros is not None:
+        numbers = numbers - (by_input(zeros) - 8)
+    matrix = numbers * by_input(scales)
+    return (matrix if factors is None else matrix * factors[:, None]).astype(dtype)

@@ -1,0 +1,1 @@
+"""Formats of quantised weights: one module per format, and a line in `registry`."""

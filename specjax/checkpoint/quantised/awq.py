@@ -1,0 +1,39 @@
+"""Weights of AWQ (AutoAWQ, version "gemm"): 4-bit numbers, packed along the outputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.packed import Unpacking, nibbles, unchanged
+from specjax.checkpoint.quantised.qweight import with_qweights
+
+_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the places in a word of adjacent outputs
+UNPACKING = Unpacking(
+    codes=lambda words: nibbles(words, 1, _ORDER).T,
+    scales=unchanged,
+    zeros=lambda words: nibbles(words, 1, _ORDER, xp=np),
+)
+
+
+@dataclass(frozen=True)
+class AWQ:
+    """See `Format`."""
+
+    described: ClassVar[str] = 'awq (4 bits with zero points, version "gemm")'
+    group: int  # the usual number of inputs in a group; -1 for all inputs
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self | None:
+        """See `Format`."""
+        version = config.get("version") or config.get("format") or "gemm"
+        group = config.get("group_size", config.get("q_group_size"))
+        is_packed = config.get("bits", config.get("w_bit")) == 4 and config.get("zero_point", True)
+        is_awq = config.get("quant_method") == "awq" and str(version).lower() == "gemm"
+        return cls(group) if is_awq and is_packed and isinstance(group, int) else None
+
+    def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
+        """See `Format`."""
+        return with_qweights(files, UNPACKING, 1, self.group, dtype)

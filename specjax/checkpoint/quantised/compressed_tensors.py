@@ -1,0 +1,148 @@
+"""Weights of compressed-tensors: 8-bit floats and integers, packed integers, and 4-bit floats.
+
+Instead of X.weight, a matrix of packed integers of 4 or 8 bits has X.weight_packed, words i32 that
+each hold eight (four) numbers plus 8 (128), adjacent along the inputs. X.weight_shape has its shape
+[O, I], X.weight_scale its scales [O, groups], X.weight_zero_point its zero points plus 8, packed
+along the outputs, and X.weight_g_idx the group of each input. For 4-bit floats, X.weight_packed has
+bytes (see `fp4`). So the tensors show everything but the size of float8 blocks: config groups,
+their targets and ignored modules need not be read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeGuard
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.format import Converted, check_shape, group_size, take
+from specjax.checkpoint.quantised.fp4 import MXFP4, NVFP4_RECIPROCAL, fp4_tensor
+from specjax.checkpoint.quantised.fp8 import one_block
+from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking, nibbles
+from specjax.checkpoint.quantised.scaled import Block, ScaledTensor, with_scales
+from specjax.checkpoint.stored_tensor import Readable
+
+UNPACKING = Unpacking(
+    codes=lambda words: nibbles(words, 1),
+    scales=lambda scales: jnp.atleast_2d(scales).T,
+    zeros=lambda words: nibbles(words, 0, xp=np).T,
+)
+_END = ".weight_packed"
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """See `Format`. Activations may be quantised as well; here they keep their dtype."""
+
+    described: ClassVar[str] = (
+        "compressed-tensors with 8-bit floats (tensor, channel, block), integers of 4 or 8 bits "
+        "(tensor, channel, group), NVFP4 or MXFP4"
+    )
+    block: Block | None  # of float8 weights
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self | None:
+        """See `Format`."""
+        match config:
+            case {"quant_method": "compressed-tensors", "config_groups": {**groups}, **others}:
+                given = [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
+                found = [one for one in given if _is_supported(one)]
+                sparsity = others.get("sparsity_config")
+                is_dense = not isinstance(sparsity, Mapping) or sparsity.get("format") == "dense"
+                if not (is_dense and found and len(found) == len(given)):
+                    return None
+                block = one_block([one.get("block_structure") for one in found])
+                return None if block is False else cls(block)
+        return None
+
+    def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
+        """See `Format`."""
+        tensors = dict(files.tensors)
+        for name in files.names():
+            if name.endswith(_END):
+                plain = name.removesuffix("_packed")
+                read = _floats if files.dtype(name) == np.uint8 else _integers
+                tensors[plain] = read(files.folder, tensors, plain, np.dtype(dtype))
+        files = _without_zero_points(replace(files, tensors=tensors))
+        return with_scales(files, self.block, dtype)
+
+
+def _is_supported(weights: Any) -> TypeGuard[Mapping[str, Any]]:
+    match weights:
+        case {"type": "float", "num_bits": 8, "strategy": "tensor" | "channel" | "block", **others}:
+            return others.get("symmetric", True) is True
+        case {"type": "int", "num_bits": 4 | 8, "strategy": "tensor" | "channel" | "group"}:
+            return True
+        case {"type": "float", "num_bits": 4, "group_size": 16 | 32, **others}:
+            return others.get("symmetric", True) is True
+    return False
+
+
+def _floats(
+    folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
+) -> PackedTensor:
+    """Return the matrix `plain` of 4-bit floats, whose tensors are removed from `tensors`."""
+    packed, scale, named = (f"{plain}_{end}" for end in ("packed", "scale", "global_scale"))
+    words, scales = tensors.pop(packed), take(tensors, folder, scale, packed)
+    tensors.pop(plain.removesuffix("weight") + "input_global_scale", None)
+    factor, unpack = None, MXFP4
+    if scales.dtype != np.uint8:
+        factor, unpack = (named, take(tensors, folder, named, packed)), NVFP4_RECIPROCAL
+    return fp4_tensor(folder, packed, words, (scale, scales), factor, unpack, dtype)
+
+
+def _integers(
+    folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
+) -> PackedTensor | ScaledTensor:
+    """Return the matrix `plain` of integers, whose tensors are removed from `tensors`."""
+    packed, scale, zero, order = (
+        f"{plain}_{end}" for end in ("packed", "scale", "zero_point", "g_idx")
+    )
+    words, shape = tensors.pop(packed), take(tensors, folder, f"{plain}_shape", packed)
+    scales = take(tensors, folder, scale, packed)
+    zeros, groups = tensors.pop(zero, None), tensors.pop(order, None)
+    num_out, num_in = (int(size) for size in np.ravel(shape.read()))
+    widths = {bits: -(-num_in * bits // 32) for bits in (4, 8)}
+    about = f"{plain} {[num_out, num_in]}"
+    check_shape(folder, packed, about, words, *((num_out, width) for width in widths.values()))
+    count = scales.shape[1] if len(scales.shape) == 2 else 1
+    group = group_size(num_in, count) or num_in
+    count = -(-num_in // group)
+    check_shape(folder, scale, about, scales, (num_out, count), (1,), ())
+    if words.shape[1] != widths[4]:
+        if zeros is not None or groups is not None:
+            raise CheckpointError(
+                f"{folder}: {packed} has 8-bit numbers with {zero} or {order}, which is not "
+                "supported; symmetric numbers in consecutive groups are"
+            )
+        numbers = Converted(words, partial(_bytes, num_in), np.dtype(np.int8), (num_out, num_in))
+        return ScaledTensor(numbers, scales, scale, (1, group), dtype)
+    if zeros is not None:
+        check_shape(folder, zero, about, zeros, (-(-num_out // 8), count))
+    if groups is not None:
+        check_shape(folder, order, about, groups, (num_in,))
+    own = words, scales, zeros, groups, scale, order
+    return PackedTensor(*own, UNPACKING, (num_out, num_in), group, dtype)
+
+
+def _bytes(num_in: int, words: np.ndarray) -> np.ndarray:
+    """Return the numbers i8[O, I] of words i32, each of four numbers plus 128."""
+    return (np.ascontiguousarray(words).view(np.uint8)[:, :num_in] ^ 0x80).view(np.int8)
+
+
+def _without_zero_points(files: TensorFiles) -> TensorFiles:
+    """Return `files` without the zero points of 8-bit integers, which must be 0."""
+    tensors = dict(files.tensors)
+    for name, tensor in files.tensors.items():
+        if name.endswith(".weight_zero_point"):
+            if np.any(tensor.read()):
+                raise CheckpointError(
+                    f"{tensor.path}: {name} is not 0; zero points of 8-bit numbers are not "
+                    "supported"
+                )
+            del tensors[name]
+    return replace(files, tensors=tensors)

@@ -1,0 +1,107 @@
+"""The interface of formats, and what several of them need."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.stored_tensor import Readable
+
+
+class Format(Protocol):
+    """A format of quantised weights, with the values of a config that its tensors do not show."""
+
+    described: ClassVar[str]  # for errors: what is supported
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self | None:
+        """Return the format that a config's `quantization_config` describes.
+
+        None if it describes another format, or one that is not supported.
+        """
+        ...
+
+    def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
+        """Return `files`, in which one tensor replaces the tensors of a quantised matrix.
+
+        It has the name of the plain tensor, and its product with the scales is read in `dtype`.
+        The tensors of the files decide which matrices are quantised.
+
+        Raises:
+            CheckpointError: tensors are missing, or have a wrong shape; the error names them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tensor that is converted when it is read."""
+
+    source: Readable
+    convert: Callable[[Any], Any]
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def path(self) -> Path:
+        """The tensor's file."""
+        return self.source.path
+
+    def read(self) -> Any:
+        """Return the converted tensor."""
+        return self.convert(self.source.read())
+
+
+def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Readable:
+    """Remove and return a tensor that the quantised matrix `of` needs.
+
+    Raises:
+        CheckpointError: there is no such tensor.
+    """
+    if name not in tensors:
+        raise CheckpointError(
+            f"{folder} has no tensor {name}, which {of} needs; download or export the checkpoint "
+            "again"
+        )
+    return tensors.pop(name)
+
+
+def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any) -> None:
+    """Raise a CheckpointError unless a tensor has one of these shapes."""
+    if found.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise CheckpointError(
+            f"{folder}: {name} must be {wanted} for {of}; got {list(found.shape)}"
+        )
+
+
+def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> np.ndarray:
+    """Return scales as they are stored.
+
+    Raises:
+        CheckpointError: a scale is not a positive number, or zero if `may_be_zero`.
+    """
+    found = scales.read()
+    wide = np.asarray(found, np.float32)
+    if not (np.isfinite(wide) & ((wide > 0) | (may_be_zero & (wide == 0)))).all():
+        raise CheckpointError(
+            f"{scales.path}: {name} has scales that are not positive numbers; "
+            "download or export the checkpoint again"
+        )
+    return found
+
+
+def group_size(depth: int, count: int, likely: int | None = None) -> int | None:
+    """Return the number of inputs in a group, if `depth` inputs have `count` groups.
+
+    It is `likely` if that fits. None if no size fits.
+    """
+    if count == 1:
+        return depth
+    if likely and likely > 0 and -(-depth // likely) == count:
+        return likely
+    return depth // count if count and depth % count == 0 else None

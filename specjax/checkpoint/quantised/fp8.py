@@ -1,0 +1,44 @@
+"""Float8 weights with scales, as DeepSeek, Qwen and Mistral store them (`quant_method` fp8)."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.scaled import Block, with_scales
+
+
+@dataclass(frozen=True)
+class FP8:
+    """See `Format`. Activations may be quantised as well; here they keep their dtype."""
+
+    described: ClassVar[str] = "fp8 (e4m3)"
+    block: Block | None  # rows and columns that share a scale; None without blocks
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self | None:
+        """See `Format`."""
+        if config.get("quant_method") != "fp8" or config.get("fmt", "e4m3") != "e4m3":
+            return None
+        block = one_block([config.get("weight_block_size")])
+        return None if block is False else cls(block)
+
+    def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
+        """See `Format`."""
+        return with_scales(files, self.block, dtype)
+
+
+def one_block(sizes: Collection[Any]) -> Any:
+    """Return the block of the given sizes (rows and columns); None if there are only falsy sizes.
+
+    False if there are several, or one is not a block.
+    """
+    blocks = {tuple(size) if isinstance(size, list) else size for size in sizes if size}
+    match [*blocks]:
+        case []:
+            return None
+        case [(int(rows), int(columns))] if min(rows, columns) > 0:
+            return rows, columns
+    return False

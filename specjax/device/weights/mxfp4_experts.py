@@ -1,0 +1,112 @@
+"""Weights of experts in MXFP4, which stay packed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_mxfp4_matmul.reference import unpacked
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.mxfp4 import BLOCK
+from specjax.checkpoint.spec import TensorSpec
+from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
+from specjax.device.weights.weight import weight
+
+_NAN = 255  # the only exponent that is not a number's
+
+
+@weight
+@dataclass(frozen=True)
+class MXFP4Experts(ExpertWeights):
+    """A matrix [in, out] for each of E experts, as numbers u8[E, out, bytes] of four bits.
+
+    `grouped_mxfp4_matmul` describes the arrays.
+    """
+
+    scales: jax.Array = field(kw_only=True)  # u8[E, in / 32, out], exponents
+
+    def multiply(
+        self,
+        x: jax.Array,
+        sizes: jax.Array,
+        *,
+        sources: jax.Array | None = None,
+        targets: jax.Array | None = None,
+        kernels: str,
+    ) -> jax.Array:
+        """See `ExpertWeights`."""
+        given = x, self.values, self.scales, sizes, sources, targets
+        return grouped_mxfp4_matmul(*given, kernels=kernels)
+
+    def plain(self, dtype: Any) -> ExpertMatrices:
+        """See `Weight`."""
+        wide = unpacked(self.values, self.scales, dtype)
+        return ExpertMatrices(wide.swapaxes(1, 2), self.axis)
+
+
+@dataclass(frozen=True)
+class _PackedSpec(TensorSpec):
+    @property
+    def is_packed(self) -> bool:
+        """See `TensorSpec`."""
+        return True
+
+
+@dataclass(frozen=True)
+class _NumbersSpec(_PackedSpec):
+    """The spec of the numbers, from blocks u8[E, out, in / 32, 16] of neighbours in a byte."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        num_experts, num_out, num_blocks, _ = self.file_shapes[0]
+        return num_experts, num_out, BLOCK * -(-num_blocks // 2)
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`. Blocks are joined in pairs, and the last one with zeros."""
+        (stored,) = parts
+        stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
+        first, second = stored[:, :, ::2], stored[:, :, 1::2]
+        even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 240)
+        return jnp.stack([even, odd], axis=-1).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class _ExponentsSpec(_PackedSpec):
+    """The spec of the exponents of scales, from u8[E, out, in / 32]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        num_experts, num_out, num_blocks = self.file_shapes[0]
+        return num_experts, num_blocks, num_out
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`.
+
+        Raises:
+            CheckpointError: a scale is NaN.
+        """
+        (name,), (exponents,) = self.names, super().read(find)
+        if (exponents == _NAN).any():
+            raise CheckpointError(
+                f"{find(name).path}: {name} has scales that are NaN; download or export the "
+                "checkpoint again"
+            )
+        return [exponents]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`."""
+        return parts[0].swapaxes(1, 2)
+
+
+def packed_experts(spec: TensorSpec) -> Any:
+    """Return the specs of experts that stay packed, given the `MXFP4Spec` of unpacked ones."""
+    names, shapes = ([(one,) for one in x] for x in (spec.names, spec.file_shapes))
+    numbers: Any = _NumbersSpec(names[0], shapes[0], dtype="uint8")
+    exponents: Any = _ExponentsSpec(names[1], shapes[1], dtype="uint8")
+    return MXFP4Experts(numbers, scales=exponents)

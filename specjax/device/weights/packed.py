@@ -1,0 +1,218 @@
+"""Weights of projections as 4-bit numbers with a scale per group of inputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul.reference import unpacked
+from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
+from specjax.checkpoint.spec import TensorSpec
+from specjax.device.weights.matrix import Dense, Matrix
+from specjax.device.weights.weight import weight
+
+
+@weight
+@dataclass(frozen=True)
+class Packed(Matrix):
+    """A matrix [in, out] as 4-bit numbers u8[out, bytes]; see `packed_matmul`.
+
+    If groups of inputs are not consecutive, the inputs are in the order `order`.
+    """
+
+    scales: jax.Array = field(kw_only=True)  # [groups, out]
+    zeros: jax.Array | None = field(kw_only=True)  # u8[groups, out]
+    factors: jax.Array | None = field(kw_only=True)  # f32[out]
+    order: jax.Array | None = field(kw_only=True)  # i32[in], see `PackedTensor.order`
+    num_in: int = field(kw_only=True)
+    form: Form = field(kw_only=True)
+    kernels: str = field(default="auto", kw_only=True)
+
+    @property
+    def num_out(self) -> int:
+        """See `Matrix`."""
+        return self.values.shape[0]
+
+    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """See `Matrix`."""
+        y = self._multiply(x.reshape(-1, x.shape[-1]), dtype, 0)
+        return y.reshape(*x.shape[:-1], self.num_out)
+
+    def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
+        """See `Matrix`."""
+        return self._multiply(x, None, first)
+
+    def plain(self, dtype: Any) -> Dense:
+        """See `Weight`."""
+        matrix = unpacked(*self._arrays, self.form, self.num_in, dtype).T
+        if self.order is not None:
+            matrix = matrix[jnp.argsort(self.order)]
+        return Dense(matrix, self.parts)
+
+    def with_kernels(self, kernels: str) -> "Packed":
+        """See `Weight`."""
+        return replace(self, kernels=kernels)
+
+    def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
+        if self.order is not None:
+            x = x[:, self.order]
+        given = x, *self._arrays, self.form, dtype, first
+        return packed_matmul(*given, kernels=self.kernels)
+
+    @property
+    def _arrays(self) -> tuple[Any, Any, Any, Any]:
+        return self.values, self.scales, self.zeros, self.factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spec(TensorSpec):
+    """The spec of an array of a matrix of packed numbers. `file_shapes` are [out, in]."""
+
+    form: PackedForm
+
+    @property
+    def is_stored(self) -> bool:
+        """False, because `file_shapes` describe the weights and not the stored tensors."""
+        return False
+
+    @property
+    def num_out(self) -> int:
+        """The number of columns of the matrix."""
+        return sum(rows for rows, _ in self.file_shapes)
+
+    @property
+    def packing(self) -> Form:
+        """How the numbers are packed in the engine's array."""
+        return Form(self.form.group, self.form.unpack.is_float)
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups."""
+        return self.packing.num_groups(self.form.num_in)
+
+    def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Return arrays [out, ...] of the tensors merged into one; see `TensorSpec.join`."""
+        shapes = tuple(part.shape for part in parts)
+        names = ("",) * len(parts)
+        return TensorSpec(names, shapes, interleaved=self.interleaved).join(parts, parts[0].dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CodesSpec(_Spec):
+    """The spec of the codes. They are unpacked and packed again on the device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return self.num_out, self.packing.width(self.form.num_in)
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`. The last array is the order, if there is one."""
+        tensors = [find(name) for name in self.names]
+        order = [] if tensors[0].order is None else [tensors[0].order]
+        return [tensor.weight.read() for tensor in tensors] + order
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`."""
+        words = zip(parts, self.file_shapes, strict=False)
+        unpack = self.form.unpack.codes
+        codes = self.merge([unpack(one)[:rows, :depth] for one, (rows, depth) in words])
+        if self.form.order:
+            codes = codes[:, parts[-1]]
+        return self.packing.pack(codes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupsSpec(_Spec):
+    """The spec of the scales or zero points [groups, out]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return self.num_groups, self.num_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScalesSpec(_GroupsSpec):
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).read_scales() for name in self.names]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`."""
+        unpack = self.form.unpack.scales
+        pairs = zip(parts, self.file_shapes, strict=True)
+        pairs = [(unpack(part), (self.num_groups, rows)) for part, (rows, _) in pairs]
+        return self.merge([jnp.broadcast_to(*pair).T for pair in pairs]).T
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ZerosSpec(_GroupsSpec):
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).used_zeros for name in self.names]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`."""
+        return self.merge([part.T for part in parts]).T
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FactorsSpec(_Spec):
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return (self.num_out,)
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).read_factor() for name in self.names]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`. All outputs of a tensor have the same factor."""
+        pairs = zip(parts, self.file_shapes, strict=True)
+        return jnp.concatenate(
+            [jnp.broadcast_to(part.reshape(1), rows) for part, (rows, _) in pairs]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OrderSpec(_Spec):
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return (self.form.num_in,)
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(self.names[0]).order]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`."""
+        return parts[0]
+
+
+def packed_specs(given: Mapping[str, Any], tensors: Sequence[PackedTensor]) -> Packed:
+    """Return the specs of the matrix that merges `tensors`, which have one form.
+
+    `given` has the fields of a `TensorSpec` for these tensors.
+    """
+    form = tensors[0].form
+
+    def spec(kind: type[_Spec], dtype: str) -> Any:
+        return kind(**given, form=form, dtype=dtype)
+
+    values = spec(_CodesSpec, "uint8")
+    return Packed(
+        values,
+        scales=spec(_ScalesSpec, form.scales_dtype),
+        zeros=spec(_ZerosSpec, "uint8") if form.has_zeros else None,
+        factors=spec(_FactorsSpec, "float32") if form.has_factor else None,
+        order=spec(_OrderSpec, "int32") if form.order else None,
+        num_in=form.num_in,
+        form=values.packing,
+    )

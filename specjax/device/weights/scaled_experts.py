@@ -1,0 +1,89 @@
+"""Weights of experts as 8-bit numbers with scales, as some checkpoints store them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
+from pallas_kernels.scaled_matmul.reference import dequantised
+from specjax.checkpoint.quantised.scaled import ScaledTensor, ScalesSpec, ValuesSpec
+from specjax.checkpoint.spec import TensorSpec
+from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
+from specjax.device.weights.weight import weight
+
+
+@weight
+@dataclass(frozen=True)
+class ScaledExperts(ExpertWeights):
+    """A matrix [in, out] for each of E experts, as 8-bit numbers [out, in] with scales.
+
+    `values` is [E, out, in]. Merged projections keep their own scales.
+    """
+
+    scales: jax.Array = field(kw_only=True)  # f32[E, blocks of out, blocks of in]
+    block: tuple[int, int] = field(kw_only=True)  # see `scaled_matmul`
+
+    def multiply(
+        self,
+        x: jax.Array,
+        sizes: jax.Array,
+        *,
+        sources: jax.Array | None = None,
+        targets: jax.Array | None = None,
+        kernels: str,
+    ) -> jax.Array:
+        """See `ExpertWeights`."""
+        given = x, self.values, self.scales, sizes, sources, targets
+        return grouped_scaled_matmul(*given, block=self.block, kernels=kernels)
+
+    def plain(self, dtype: Any) -> ExpertMatrices:
+        """See `Weight`."""
+        wide = dequantised(self.values, self.scales, self.block, dtype)
+        return ExpertMatrices(wide.swapaxes(1, 2), self.axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScalesSpec(TensorSpec):
+    """The spec of the scales of all experts. `file_shapes` are the shapes of the numbers."""
+
+    one: ScalesSpec  # of the first expert; without tensor names
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return self.num_stacked or self.file_shapes[0][0], *self.one.shape
+
+    def read(self, find: Any) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).read_scales() for name in self.names]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`."""
+        if self.num_stacked:
+            each = len(self.one.names)
+            parts = [jnp.stack(parts[i::each]) for i in range(each)]
+        return jax.vmap(lambda *own: self.one.join(own, dtype))(*parts)
+
+
+def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
+    """Return the specs of experts whose file tensors are `tensors`.
+
+    None if they have no common form: experts differ in their blocks, parts of an expert differ in
+    the width of their blocks, or a tensor is [E, in, out]. `spec` describes the plain experts.
+    """
+    if not spec.transpose:
+        return None
+    each = len(tensors) // spec.num_stacked if spec.num_stacked else 1
+    blocks = [tensor.block for tensor in tensors]
+    if blocks != blocks[:each] * (len(blocks) // each) or len({one.form for one in tensors}) > 1:
+        return None
+    shapes = tuple(tensor.shape[-2:] for tensor in tensors[:each])
+    one = ScalesSpec(("",) * each, shapes, blocks=tuple(blocks[:each]))
+    given: Any = {name: getattr(spec, name) for name in ("names", "file_shapes", "num_stacked")}
+    values: Any = ValuesSpec(**given, dtype=tensors[0].weight.dtype.name)
+    scales: Any = _ScalesSpec(**given, dtype="float32", one=one)
+    return ScaledExperts(values, scales=scales, block=one.block)

@@ -1,0 +1,110 @@
+"""Weights in the forms in which checkpoints store them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from specjax.checkpoint.division import DividedSpec
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.packed import PackedTensor
+from specjax.checkpoint.quantised.scaled import ScaledTensor
+from specjax.checkpoint.spec import TensorSpec
+from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.latent_up import LatentUp
+from specjax.device.weights.matrix import Dense
+from specjax.device.weights.mixed import Mixed
+from specjax.device.weights.mxfp4_experts import packed_experts
+from specjax.device.weights.packed import packed_specs
+from specjax.device.weights.scaled import scaled_specs
+from specjax.device.weights.scaled_experts import scaled_experts
+from specjax.device.weights.scaled_latent_up import scaled_latent_up
+from specjax.device.weights.weight import is_weight
+
+# By class of the stored tensors: a function that returns the specs of the matrix that merges them.
+FORMS: dict[type, Callable[[Any, Any], Any]] = {
+    ScaledTensor: scaled_specs,
+    PackedTensor: packed_specs,
+}
+
+
+def dequantise(params: Any, dtype: Any) -> Any:
+    """Return a tree of parameters with plain weights, in `dtype` if they were quantised."""
+    return jax.tree.map(lambda x: x.plain(dtype) if is_weight(x) else x, params, is_leaf=is_weight)
+
+
+def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
+    """Return specs in which weights of quantised tensors keep the numbers that are stored.
+
+    Weights that are divided over devices stay plain: their tensors are unpacked.
+
+    Args:
+        specs: a tree of `TensorSpec`.
+        files: the result of `Format.join`.
+        rename: see `load_params`.
+    """
+
+    def of(x: Any) -> Any:
+        make = STORED.get(type(x))
+        if make is None or isinstance(x.values, DividedSpec):
+            return x
+        return make(x, [files.tensors.get(rename(name)) for name in x.values.names])
+
+    return jax.tree.map(of, specs, is_leaf=is_weight)
+
+
+def _matrix(x: Dense, found: Sequence[Any]) -> Any:
+    """Return the specs of a matrix; `Mixed` if it merges tensors of several forms."""
+    spec: Any = x.values
+    keys = [(type(one), one.form) if type(one) in FORMS else None for one in found]
+    groups = groupby(range(len(keys)), keys.__getitem__)
+    made = [_one_form(spec, found, [*places]) for _, places in groups]
+    return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
+
+
+def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
+    """Return the names of quantised tensors that are unpacked while they are loaded.
+
+    The arguments are those of `as_stored`.
+    """
+    leaves = jax.tree.leaves(as_stored(specs, files, rename))
+    plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
+    names = dict.fromkeys(rename(name) for spec in plain for name in spec.names)
+    return [name for name in names if type(files.tensors.get(name)) in FORMS]
+
+
+def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
+    """Return the specs of the columns of adjacent tensors, which have the same form."""
+    own = slice(at[0], at[-1] + 1)
+    given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}
+    given["interleaved"] = spec.interleaved[own]
+    make = FORMS.get(type(found[at[0]]))
+    if make is None:
+        plain: Any = replace(spec, **given)
+        return Dense(plain)
+    return make(given, found[own])
+
+
+def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
+    """Return the specs of experts; `x` if their tensors have no common form."""
+    spec: Any = x.values
+    if spec.is_packed:
+        return packed_experts(spec)
+    are_scaled = all(isinstance(one, ScaledTensor) for one in found)
+    return (scaled_experts(spec, found) if are_scaled else None) or x
+
+
+def _latent_up(x: LatentUp, found: Sequence[Any]) -> Any:
+    (tensor,) = found
+    return scaled_latent_up(x, tensor) if isinstance(tensor, ScaledTensor) else x
+
+
+# By class of plain weights: a function that takes the specs of one, and its stored tensors (None
+# for those that do not exist). It returns the specs of the weight with the stored numbers.
+STORED: dict[type, Callable[[Any, Sequence[Any]], Any]] = {
+    Dense: _matrix,
+    ExpertMatrices: _experts,
+    LatentUp: _latent_up,
+}

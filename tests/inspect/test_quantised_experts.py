@@ -1,0 +1,47 @@
+"""Grouped products with float8 and MXFP4, and steps of models that have them, as for an H200."""
+
+from functools import partial
+
+import jax
+import pytest
+
+from pallas_kernels.grouped_mxfp4_matmul.triton import grouped_mxfp4_matmul_triton
+from pallas_kernels.grouped_scaled_matmul.triton import grouped_scaled_matmul_triton
+
+# Rows, groups, depth and columns of Qwen3-30B-A3B and DeepSeek-V3; below of gpt-oss-20b.
+FLOAT8 = [
+    (8, 128, 2048, 1536),
+    (512, 128, 768, 2048),
+    (4096, 128, 2048, 1536),
+    (65536, 128, 2048, 1536),
+    (512, 256, 7168, 4096),
+]
+CASES = [("float8", *shape, block) for shape in FLOAT8 for block in ("128", "1")]
+CASES += [("mxfp4", rows, 32, 2880, 5760, "") for rows in (4, 256, 1024, 32768)]
+
+pytestmark = pytest.mark.h200
+
+
+def product(kind, rows, groups, depth, columns, block):
+    """For the compiler: a product whose rows come from others."""
+    x, places = ((rows, depth), "bfloat16"), [((size,), "int32") for size in (groups, rows)]
+    if kind == "mxfp4":
+        exponents = (groups, depth // 32, columns), "uint8"
+        arrays = x, ((groups, columns, depth // 2), "uint8"), exponents
+        run = grouped_mxfp4_matmul_triton
+    else:
+        of_block = (128, 128) if block == "128" else (1, depth)
+        sizes = [-(-n // side) for n, side in zip((columns, depth), of_block, strict=True)]
+        arrays = x, ((groups, columns, depth), "float8_e4m3fn"), ((groups, *sizes), "float32")
+        run = partial(grouped_scaled_matmul_triton, block=of_block)
+
+    args = tuple(jax.ShapeDtypeStruct(*one) for one in (*arrays, *places))
+    return jax.jit(run), args, {}
+
+
+def test_products_run_on_tensor_cores_and_do_not_spill(compile_for_h200, fitting_kernels):
+    names = "kind", "rows", "groups", "depth", "columns", "block"
+    cases = {case: ("product", dict(zip(names, case, strict=True))) for case in CASES}
+    for case, report in compile_for_h200(__file__, cases, resources=True).items():
+        (kernel,) = fitting_kernels(report).values()
+        assert {one.split()[1] for one in kernel.products} == {"bf16"}, case

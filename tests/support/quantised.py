@@ -1,0 +1,164 @@
+"""Writers of quantised matrices, each by the format's own tool or by its table.
+
+A writer takes a weight [O, I] and returns its tensors, by the ending of their names, and the weight
+in float32 that they stand for; None if the weight's shape does not suit the format.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+AWQ_ORDER = 0, 2, 4, 6, 1, 3, 5, 7  # the outputs that a word holds, from its lowest bits
+Written = tuple[dict[str, Any], torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format with its settings: what the config says, and a writer."""
+
+    config: dict[str, Any]
+    write: Callable[[torch.Tensor], Written]
+
+
+def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str) -> Any:
+    """Written and read by the tool itself, with scales and zero points of its own."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    size = args.get("group_size")
+    if size and weight.shape[1] % size:
+        return None
+    own = QuantizationArgs(**args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=own)
+    groups = weight.view(len(weight), -1, size or weight.shape[1])
+    if args["strategy"] == "tensor":
+        groups = weight.view(1, -1)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), own)
+    if args["strategy"] == "tensor":
+        scale, zero = scale.view(1), zero.view(1)
+    state = {"weight": weight, "weight_scale": scale}
+    if not args["symmetric"]:
+        state["weight_zero_point"] = zero.to(torch.int8)
+    tool = BaseCompressor.get_value_from_registry(name)
+    stored = tool.compress(state, scheme)
+    return stored, tool.decompress(stored, scheme)["weight"]
+
+
+def as_fp4(weight: torch.Tensor, kind: str) -> Any:
+    """NVFP4 of compressed-tensors and of ModelOpt, and MXFP4; read by compressed-tensors' table."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    rng, group = np.random.default_rng(0), 32 if kind == "mxfp4" else 16
+    if weight.shape[1] % group:
+        return None
+    (num_out, num_in), groups = weight.shape, (len(weight), weight.shape[1] // group)
+    codes = torch.tensor(rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8))
+    numbers = unpack_fp4_from_uint8(codes, num_out, num_in, dtype=torch.float32)
+    if kind == "mxfp4":
+        scales = torch.tensor(rng.integers(120, 126, groups).astype(np.uint8))
+        meant = numbers * torch.exp2(scales.float() - 127).repeat_interleave(group, 1)
+        return {"weight_packed": codes, "weight_scale": scales}, meant
+    scales = torch.tensor(rng.uniform(1, 300, groups)).to(torch.float8_e4m3fn)
+    scales[0, 0] = 0  # of a group of numbers that are all small
+    factor = torch.tensor(3e-4 * (1 + rng.uniform()), dtype=torch.float32)
+    meant = numbers * scales.float().repeat_interleave(group, 1) * factor
+    if kind == "modelopt":
+        named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
+        return {"weight": codes, "weight_scale": scales, **named}, meant
+    factor = (1 / factor).view(1)
+    meant = numbers * scales.float().repeat_interleave(group, 1) * (1 / factor)
+    named = {"weight_global_scale": factor, "input_global_scale": torch.tensor([1.0])}
+    return {"weight_packed": codes, "weight_scale": scales, **named}, meant
+
+
+def floats(kind: str) -> Form:
+    if kind == "modelopt":
+        return Form({"quant_method": kind, "quant_algo": "NVFP4"}, partial(as_fp4, kind=kind))
+    size, strategy = (32, "group") if kind == "mxfp4" else (16, "tensor_group")
+    form = compressed(f"{kind}-pack-quantized", type="float", group_size=size, strategy=strategy)
+    return Form(form.config, partial(as_fp4, kind=kind))
+
+
+def compressed(name: str, **args: Any) -> Form:
+    args = {"num_bits": 4, "type": "int", "symmetric": True, **args}
+    # Groups may name modules in any way: the tensors tell what is quantised.
+    groups = {"group_0": {"targets": ["Linear", r"re:.*mlp.*"], "weights": args}}
+    config = {"quant_method": "compressed-tensors", "format": name, "config_groups": groups}
+    config["ignore"] = ["lm_head", r"re:.*self_attn\.k_proj$"]
+    return Form(config, partial(by_compressed_tensors, args=args, name=name))
+
+
+def packed_words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """i32 words of eight numbers along the last axis; order[i] is in bits 4 i to 4 i + 3."""
+    words = np.zeros((len(numbers), numbers.shape[1] // 8), np.uint32)
+    for word in range(words.shape[1]):
+        for place, which in enumerate(order):
+            words[:, word] |= numbers[:, 8 * word + which].astype(np.uint32) << (4 * place)
+    return torch.tensor(words.view(np.int32))
+
+
+def grouped(weight: torch.Tensor, groups: np.ndarray, *, has_zeros: bool) -> Any:
+    """Numbers [I, O], zero points and f16 scales [groups, O], and the weights [O, I]."""
+    rng, shape = np.random.default_rng(0), (groups.max() + 1, len(weight))
+    scales = rng.uniform(0.02, 0.05, shape).astype(np.float16)
+    zeros = rng.integers(1, 15, shape) if has_zeros else np.full(shape, 8)
+    numbers = np.round(weight.numpy().T / scales[groups].astype(np.float64) + zeros[groups])
+    numbers = np.clip(numbers, 0, 15).astype(np.int64)
+    meant = (numbers - zeros[groups]) * scales[groups].astype(np.float64)
+    return numbers, zeros, torch.tensor(scales), torch.tensor(meant.T).float().contiguous()
+
+
+def as_awq(weight: torch.Tensor, group: int) -> Written:
+    if len(weight) % 8:
+        return None
+    groups = np.arange(weight.shape[1]) // group
+    numbers, zeros, scales, meant = grouped(weight, groups, has_zeros=True)
+    words = (packed_words(x, AWQ_ORDER) for x in (numbers, zeros))
+    return dict(zip(("qweight", "qzeros"), words, strict=True)) | {"scales": scales}, meant
+
+
+def as_gptq(weight: torch.Tensor, group: int, version: int, has_zeros: bool) -> Written:
+    """With `desc_act` if there are zero points; the last group may be smaller."""
+    if len(weight) % 8 or weight.shape[1] % 8:
+        return None
+    groups = np.arange(weight.shape[1]) // (group if group > 0 else weight.shape[1])
+    if has_zeros:
+        groups = np.random.default_rng(1).permutation(groups)
+    numbers, zeros, scales, meant = grouped(weight, groups, has_zeros=has_zeros)
+    return {
+        "qweight": packed_words(numbers.T).T.contiguous(),
+        "qzeros": packed_words((zeros - (version == 1)) & 15),
+        "scales": scales,
+        "g_idx": torch.tensor(groups, dtype=torch.int32),
+    }, meant
+
+
+def gptq(group: int, version: int, *, has_zeros: bool) -> Form:
+    named = {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": has_zeros}
+    write = partial(as_gptq, group=group, version=version, has_zeros=has_zeros)
+    return Form(config | named | {"sym": not has_zeros}, write)
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
+FORMS = {
+    "pack-32": compressed("pack-quantized", strategy="group", group_size=32),
+    "pack-64": compressed("pack-quantized", strategy="group", group_size=64, symmetric=False),
+    "pack-128": compressed("pack-quantized", strategy="group", group_size=128),
+    "pack-channel": compressed("pack-quantized", strategy="channel", symmetric=False),
+    "pack-8": compressed("pack-quantized", num_bits=8, strategy="group", group_size=16),
+    "int-channel": compressed("int-quantized", num_bits=8, strategy="channel"),
+    "int-tensor": compressed("int-quantized", num_bits=8, strategy="tensor"),
+    "nvfp4": floats("nvfp4"),
+    "modelopt": floats("modelopt"),
+    "mxfp4": floats("mxfp4"),
+    "awq": Form(AWQ | {"group_size": 16}, partial(as_awq, group=16)),
+    "gptq": gptq(32, 1, has_zeros=False),
+    "gptq-order": gptq(16, 1, has_zeros=True),
+    "gptq-v2": gptq(-1, 2, has_zeros=True),
+}
