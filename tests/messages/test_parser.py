@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from support.responses import RESPONSES, F, call
@@ -69,6 +70,24 @@ def test_outputs_that_end_early(name, text, message):
         assert (message.reasoning or "").startswith(found.reasoning or "") or found.content == ""
         for known, part in zip(message.tool_calls, found.tool_calls, strict=False):
             assert part.name == known.name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_text(name):
+    """Pieces of responses in any order: no split changes the message, and nothing raises."""
+    rng, template = random.Random(name), FORMATS[name].parsed
+    marks = [
+        part for text, _ in RESPONSES[name] for part in re.split(r"(?<=[>\]}])|(?=[<\[{])", text)
+    ]
+    pieces = [*marks, " ", "\n", "x", '"', "\\", "<", "{", "}", "é"]
+    for _ in range(60):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        prompt = rng.choice(["", template.start.pattern.pattern.replace("\\", "").split("|")[0]])
+        prompt += "".join(rng.choices(pieces, k=rng.randint(0, 2)))
+        message = read(template, [text], prompt=prompt)
+        some = list(splits(text, 2)) if len(text) > 1 else [text]
+        for chunks in rng.sample(some, min(len(some), 12)):
+            assert read(template, chunks, prompt=prompt) == message, (prompt, chunks)
 
 
 BROKEN = [
