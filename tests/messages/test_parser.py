@@ -148,6 +148,17 @@ def test_a_prompt_begins_the_response(prompt, text, content, reasoning):
     assert read(QWEN3, [text], prompt=prompt.replace("<|im_start|>", "")) == read(QWEN3, [text])
 
 
+def test_a_prompt_may_begin_a_call():
+    whole, begun = (
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", ',
+    )
+    for chunks in (['"arguments": {"a": 1}}</tool_call>b'], '"arguments": {"a": 1}}</tool_call>b'):
+        found = read(QWEN3, chunks, prompt=f"{THINK}{begun}")
+        assert found == ChatMessage("b", None, (call("f", {"a": 1}),))
+        assert read(QWEN3, "b" + begun + chunks[0], prompt=THINK + whole).tool_calls[0].name == "f"
+
+
 TYPES = {
     **{name: {"type": name} for name in ("integer", "number", "boolean", "string", "object")},
     "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
