@@ -238,12 +238,13 @@ def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Arr
 
 
 def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the lower and the upper four bits of each byte as bf16 or f32; they are E2M1 floats.
+    """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
 
-    Moved to their places in bf16, the bits of a number mean 2^-126 times the number.
+    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
+    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        low, high = (_of_e2m1(part).astype(dtype) for part in _halves(x))
+        low, high = (e2m1(part).astype(dtype) for part in _halves(x))
         return low, high
     code = """
         shl.b32 s, a, 12;
@@ -259,14 +260,6 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     whole = x.astype(jnp.uint32)
     return whole & 15, whole >> 4
-
-
-def _of_e2m1(code: jax.Array) -> jax.Array:
-    """Return the numbers f32 of codes u32, by integers: twice a number is a whole number."""
-    exponent, last = (code >> 1) & 3, code & 1
-    doubled = jnp.where(exponent == 0, last, (2 + last) << (jnp.maximum(exponent, 1) - 1))
-    number = doubled.astype(jnp.float32) * 0.5
-    return jnp.where(code < 8, number, -number)
 
 
 def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
@@ -292,46 +285,6 @@ def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) 
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
     )
     return found
-
-
-def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
-
-    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
-    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
-    """
-    if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        whole = x.astype(jnp.uint32)
-        return e2m1(whole & 15).astype(dtype), e2m1(whole >> 4).astype(dtype)
-
-    def widened(shift: int) -> jax.Array:
-        (found,) = plt.elementwise_inline_asm(
-            f"""{{
-            .reg .b32 w, a, b, s, t, scale, zero;
-            mov.b32 scale, 0x7e807e80;
-            mov.b32 zero, 0x80008000;
-            shr.u32 w, $2, {shift};
-            prmt.b32 a, w, 0, 0x4140;
-            prmt.b32 b, w, 0, 0x4342;
-            shl.b32 s, a, 6;
-            shl.b32 t, b, 6;
-            and.b32 s, s, 0x01c001c0;
-            and.b32 t, t, 0x01c001c0;
-            shl.b32 a, a, 12;
-            shl.b32 b, b, 12;
-            lop3.b32 s, a, 0x80008000, s, 0xea;
-            lop3.b32 t, b, 0x80008000, t, 0xea;
-            fma.rn.bf16x2 $0, s, scale, zero;
-            fma.rn.bf16x2 $1, t, scale, zero;
-            }}""",
-            args=[x],
-            constraints="=r,=r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-        )
-        return found
-
-    return widened(0), widened(4)
 
 
 def e2m1(bits: jax.Array) -> jax.Array:

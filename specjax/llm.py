@@ -63,7 +63,7 @@ class LLM(VllmMethods):
         page_size: tokens per page.
         kv_cache_dtype: numbers in pages, "auto" (dtype), "fp8" (e4m3, with the checkpoint's scales
             or 1), or "int8" (with a scale for each token and head).
-        kv_cache_dtype_skip_layers: layers whose pages stay in dtype: numbers, and "sliding_window"
+        kv_cache_dtype_skip_layers: numbers of layers whose pages stay in dtype; "sliding_window"
             for all layers with a window.
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
@@ -81,12 +81,9 @@ class LLM(VllmMethods):
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
         tensor_parallel_size: number of devices that share the model, over all processes.
-        nnodes: number of processes that share the model, each with as many devices. Only process 0
-            has the LLM; the others call `follow`.
-        node_rank: 0, the number of this process; None for the number that `jax.distributed` has.
-        master_addr: address of process 0's host.
-        master_port: a free port there, for `jax.distributed` (unless it is initialised).
-        distributed_timeout_seconds: time limit for other processes; None for 120.
+        nnodes, node_rank, master_addr, master_port, distributed_timeout_seconds: several processes
+            that share the model. Only process 0 has the LLM; the others call `follow`. The page
+            "Several devices" explains each.
         data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
             that share the requests. Sizes like max_num_seqs hold for each replica.
         enable_expert_parallel: give each device whole experts, not parts of all.
@@ -117,10 +114,7 @@ class LLM(VllmMethods):
         get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
         self._sleep = SleepOfAll(self.engine)
         self.request_maker = RequestMaker(
-            serving.config,
-            serving.tokenizer,
-            serving.target.vocab_size,
-            serving.eos_ids,
+            *(serving.config, serving.tokenizer, serving.target.vocab_size, serving.eos_ids),
             self.engine.number_of,
         )
 
@@ -136,16 +130,16 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Continue each prompt. Outputs come in the order of the prompts.
 
-        If a single request fails, for example because of its grammar, it ends with finish_reason
-        "error", and the other requests continue.
+        A request that fails, for example because of its grammar, ends with finish_reason "error".
+        The other requests continue.
 
         Args:
             prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
                 list of these.
             sampling_params: parameters for all prompts, or a list with one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: whether to show progress (as a bar, or as log lines if there is no terminal),
-                or a class with the arguments of tqdm, which then shows the progress.
+            use_tqdm: whether to show progress (a bar, or log lines without a terminal), or a class
+                like tqdm, which then shows it.
             lora_request: must be None; LoRA adapters are not supported.
             priority: with scheduling_policy="priority", requests with low values go first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
@@ -178,8 +172,7 @@ class LLM(VllmMethods):
         last output of a request is `finished`. Requests start when the iteration starts; leaving it
         aborts unfinished requests. Between two outputs, the LLM may be used for other calls.
 
-        `use_tqdm` logs the progress every ten seconds, because text printed between outputs would
-        break a bar.
+        `use_tqdm` logs the progress every ten seconds; printed outputs would break a bar.
 
         Raises:
             ValueError: as for `generate`; raised by the call itself.

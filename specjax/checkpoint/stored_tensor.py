@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 def read_partly(tensor: Readable) -> Any:
-    """Return a tensor of which only parts will be used: mapped, if a file has it as it is."""
+    """Return a tensor, mapped if a file stores it as it is, because only parts will be used."""
     return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 
 

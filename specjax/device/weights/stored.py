@@ -67,7 +67,7 @@ def _matrix(x: Dense, found: Sequence[Any]) -> Any:
 def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
     """Return the names of quantised tensors that are unpacked while they are loaded.
 
-    The arguments are those of `as_stored`.
+    See `as_stored` for the arguments.
     """
     leaves = jax.tree.leaves(as_stored(specs, files, rename))
     plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
