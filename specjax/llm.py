@@ -1,6 +1,5 @@
 """Contains `LLM`, the public entry point, which continues prompts."""
 
-import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.process import OwnLock
 from specjax.engine.progress import progress
 from specjax.engine.sleep import SleepOfAll, check_level
-from specjax.host.request import Request
+from specjax.host.request import Request, free_numbers
 from specjax.host.sequence import Sequence as Sample
 from specjax.messages.chat import Chat, ChatOptions
 from specjax.outputs import RequestOutput
@@ -264,7 +263,7 @@ class LLM(VllmMethods):
         where = "prompt" if request_id is None else f"request {request_id!r}"
         with self._lock:
             self._check_awake()
-            (number,) = self._free_numbers(1)
+            (number,) = free_numbers(self._next_id, self.engine.unfinished_ids, 1)
             request = self.request_maker.make(
                 prompt, sampling_params, number, where, request_id=request_id, priority=priority
             )
@@ -409,7 +408,7 @@ class LLM(VllmMethods):
         priorities = one_each("priority", 0 if priority is None else priority, len(listed))
         with self._lock:
             self._check_awake()
-            numbers = self._free_numbers(len(listed))
+            numbers = free_numbers(self._next_id, self.engine.unfinished_ids, len(listed))
             requests = [
                 self.request_maker.make(
                     prompt, params, numbers[i], f"prompt {i}", priority=priorities[i]
@@ -418,12 +417,6 @@ class LLM(VllmMethods):
             ]
             self._next_id = max(numbers, default=self._next_id - 1) + 1
         return [(one, prompt_text(prompt)) for one, prompt in zip(requests, listed, strict=True)]
-
-    def _free_numbers(self, count: int) -> list[int]:
-        """Return the next `count` numbers that are not ids of unfinished requests."""
-        taken = self.engine.unfinished_ids
-        free = (number for number in itertools.count(self._next_id) if str(number) not in taken)
-        return list(itertools.islice(free, count))
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:

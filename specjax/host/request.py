@@ -1,11 +1,18 @@
 """A request inside the engine: a validated prompt with resolved parameters."""
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from specjax.sampling_params import SamplingParams
+
+
+def free_numbers(first: int, taken: Container[Hashable], count: int) -> list[int]:
+    """Return the next `count` numbers from `first` on whose texts are not ids in `taken`."""
+    free = (number for number in itertools.count(first) if str(number) not in taken)
+    return list(itertools.islice(free, count))
 
 
 class TextWatch(Protocol):

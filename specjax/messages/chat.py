@@ -1,7 +1,8 @@
 """Decides how the responses of a chat are generated and read as messages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from specjax.messages.formats import FORMATS, CallForm
@@ -156,11 +157,9 @@ class ChatOptions:
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     response_template: str | Mapping[str, Any] | None = None
-    choice: ToolChoice = field(init=False)
 
     def __post_init__(self):
-        choice = read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
-        object.__setattr__(self, "choice", choice)
+        _ = self.choice  # raises an error if it is malformed
         effort = self.reasoning_effort
         if effort is not None and (not isinstance(effort, str) or not effort):
             raise ValueError(
@@ -168,10 +167,15 @@ class ChatOptions:
                 "'low', 'medium' or 'high'"
             )
 
+    @cached_property
+    def choice(self) -> ToolChoice:
+        """The functions that the model may or has to call."""
+        return read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
+
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
         """Return the options that are in a mapping, and the rest of the mapping."""
-        names = {one.name for one in fields(cls) if one.init}
+        names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}), rest
 
@@ -207,7 +211,7 @@ class Chat:
         sampling_params: Any,
         options: ChatOptions,
         *,
-        variables: Any,
+        variables: Any = None,
         chat_template: str | None = None,
         **rendering: Any,
     ) -> "Chat":

@@ -21,7 +21,8 @@ class ResponseParser:
     Args:
         template: how responses are written.
         prompt: the rendered prompt. What it has after the last beginning of a response, like
-            "<think>", sets the part that the response begins with.
+            "<think>", sets the part that the response begins with. Its text is not part of the
+            message, but a call is that it leaves open.
         schemas: the JSON schemas of arguments, by function and argument, for formats in which
             values have no types.
         max_calls: maximum number of tool calls; None for no limit.
@@ -56,7 +57,9 @@ class ResponseParser:
         self._read(is_whole=False)
         for text in self._texts.values():
             text.forget_held()
-        self._take()
+        self._new = {part: "" for part in self._texts}
+        if self._reader is None:  # a call that the prompt leaves open belongs to the message
+            self._calls = Calls(max_calls)
 
     @property
     def part(self) -> str | None:

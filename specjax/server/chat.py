@@ -2,13 +2,14 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from specjax.messages.chat import ChatOptions, Response
 from specjax.outputs import CompletionOutput, RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.server.answers import Answer
@@ -16,7 +17,7 @@ from specjax.server.bodies import read_body
 from specjax.server.errors import APIError
 from specjax.server.jobs import Job, check_job
 from specjax.server.logprobs import chat_logprobs, prompt_logprobs
-from specjax.server.messages import MessageParser
+from specjax.server.messages import SampleMessage
 from specjax.server.parameters import read_params
 from specjax.server.service import Service
 from specjax.server.wire import (
@@ -45,7 +46,6 @@ async def create_chat(request: Request) -> ASGIApp:
     body = await read_body(request, ChatRequest, service.limits)
     service.admission.check(body.n or 1)  # before any work on texts
     model = service.check_model(body.model)
-    prompt = await service.in_thread(lambda: render(service, body), body, "messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(
         body,
@@ -54,12 +54,33 @@ async def create_chat(request: Request) -> ASGIApp:
         max_tokens=_default_max_tokens(service.defaults) if asked is None else asked,
         logprobs=_num_logprobs(body),
     )
-    make_parser = service.make_parsers(body, prompt.get("prompt", ""))
-    form = ChatForm(service, body, params.n, make_parser)
+    prompt, response = await service.in_thread(
+        lambda: _prepare(service, body, params), body, "messages"
+    )
+    has_reasoning = body.include_reasoning is not False
+    samples = [
+        SampleMessage(response.parser(), has_reasoning=has_reasoning) for _ in range(params.n)
+    ]
+    form = ChatForm(service, body, samples)
     name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
-    job = Job(name, model, [prompt], params, body, form, "messages", asked)
+    job = Job(name, model, [prompt], response.params, body, form, "messages", asked)
     await check_job(service, job)
     return Answer(service, job)
+
+
+def _prepare(
+    service: Service, request: ChatRequest, params: SamplingParams
+) -> tuple[TokensPrompt, Response]:
+    """Return a conversation as a prompt, and how its responses are generated and read."""
+    options = ChatOptions(
+        tools=request.tools,
+        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )
+    prompt = render(service, request)
+    chosen, has_tools = request.chat_template or service.chat_template, request.tools is not None
+    known = service.chat_format(service.tokenizer.find_template(chosen, has_tools=has_tools))
+    return prompt, known.response(prompt.get("prompt", ""), params, options.choice)
 
 
 def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
@@ -125,7 +146,7 @@ class ChatForm:
     """Choices of a chat; see `AnswerForm`.
 
     Args:
-        make_parser: returns the parser of a sample.
+        samples: the messages of the samples.
     """
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -134,30 +155,29 @@ class ChatForm:
         self,
         service: Service,
         request: ChatRequest,
-        n: int,
-        make_parser: Callable[[], MessageParser],
+        samples: Sequence[SampleMessage],
     ):
         self._request = request
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._parsers = [make_parser() for _ in range(n)]
+        self._samples = samples
 
     def openings(self, prompt: int) -> Iterator[ChatDelta]:
         """See `AnswerForm`."""
-        for index in range(len(self._parsers)):
+        for index in range(len(self._samples)):
             yield ChatDelta(index, Delta(role="assistant", content=""))
 
     def parts(self, prompt: int, output: RequestOutput) -> Iterator[ChatDelta]:
         """See `AnswerForm`."""
         for sample in output.outputs:
-            parser, tokens = self._parsers[sample.index], sample.token_ids
-            delta = parser.feed(sample.text or "", tokens)
+            message = self._samples[sample.index]
+            delta = message.feed(sample.text or "")
             choice = ChatDelta(sample.index, delta, self._logprobs(sample))
-            choice.token_ids = self._token_ids(tokens)
+            choice.token_ids = self._token_ids(sample.token_ids)
             if sample.finish_reason is None:
                 yield choice
                 continue
-            last, reason = parser.finish(sample.finish_reason)
+            last, reason = message.finish(sample.finish_reason)
             if last != Delta():
                 yield choice
                 choice = ChatDelta(sample.index, last)
@@ -167,8 +187,8 @@ class ChatForm:
     def wholes(self, prompt: int, output: RequestOutput) -> Iterator[ChatChoice]:
         """See `AnswerForm`."""
         for sample in output.outputs:
-            message, reason = self._parsers[sample.index].parse(
-                sample.text or "", sample.token_ids, sample.finish_reason
+            message, reason = self._samples[sample.index].parse(
+                sample.text or "", sample.finish_reason
             )
             choice = ChatChoice(
                 sample.index, message, self._logprobs(sample), reason, sample.stop_reason

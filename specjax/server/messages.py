@@ -1,64 +1,61 @@
-"""Parses the text of a chat's sample into the fields of a message.
+"""Reads the text of a chat's sample as a message, in the form of OpenAI's answers."""
 
-The chat door makes one parser per sample, gives it the text as it grows, and sends what the parser
-returns. It knows nothing about the formats of tool calls or reasoning.
-"""
+from typing import Any
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from specjax.server.errors import APIError
-from specjax.server.wire import ChatRequest, Delta, Message
+from specjax.messages.deltas import MessageDelta
+from specjax.messages.parser import ResponseParser
+from specjax.server.wire import Delta, Message
 
 
-class MessageParser(Protocol):
-    """Parses one sample. The deltas of a sample add up to its message."""
+class SampleMessage:
+    """The message of one sample. The deltas of a stream add up to the message.
 
-    def feed(self, text: str, token_ids: Sequence[int]) -> Delta:
-        """Return what the message gains by new tokens and the text that they add."""
-        ...
+    Args:
+        parser: reads the sample's text.
+        has_reasoning: whether clients get the reasoning.
+    """
+
+    def __init__(self, parser: ResponseParser, *, has_reasoning: bool = True):
+        self._parser, self._has_reasoning = parser, has_reasoning
+        self._has_calls = False
+
+    def feed(self, text: str) -> Delta:
+        """Return what the message gains by more text; if nothing, an empty content."""
+        delta = self._delta(self._parser.feed(text))
+        return Delta(content="") if delta == Delta() else delta
 
     def finish(self, reason: str | None) -> tuple[Delta, str | None]:
         """Return what the message gains at its end, and the finish_reason for the client."""
-        ...
+        delta = self._delta(self._parser.finish())
+        return delta, _finish_reason(reason, has_calls=self._has_calls)
 
-    def parse(
-        self, text: str, token_ids: Sequence[int], reason: str | None
-    ) -> tuple[Message, str | None]:
+    def parse(self, text: str, reason: str | None) -> tuple[Message, str | None]:
         """Return the message of a whole output, and the finish_reason for the client."""
-        ...
+        found = self._parser.parse(text).as_dict()
+        if not self._has_reasoning:
+            found.pop("reasoning", None)
+        return Message(**found), _finish_reason(reason, has_calls="tool_calls" in found)
+
+    def _delta(self, gained: MessageDelta) -> Delta:
+        delta = Delta()
+        if gained.content:
+            delta.content = gained.content
+        if gained.reasoning and self._has_reasoning:
+            delta.reasoning = gained.reasoning
+        if gained.tool_calls:
+            self._has_calls = True
+            calls: list[dict[str, Any]] = []
+            for one in gained.tool_calls:
+                function = {"arguments": one.arguments}
+                if one.name is None:
+                    calls.append({"index": one.index, "function": function})
+                else:
+                    function = {"name": one.name, **function}
+                    begun = {"index": one.index, "id": one.id, "type": "function"}
+                    calls.append({**begun, "function": function})
+            delta.tool_calls = calls
+        return delta
 
 
-# Makes the parsers of a request. The arguments are the request and its rendered prompt.
-ParserMaker = Callable[[ChatRequest, str], Callable[[], MessageParser]]
-
-
-class PlainMessage:
-    """All text is the message's content."""
-
-    def feed(self, text: str, token_ids: Sequence[int]) -> Delta:
-        """See `MessageParser`."""
-        return Delta(content=text)
-
-    def finish(self, reason: str | None) -> tuple[Delta, str | None]:
-        """See `MessageParser`."""
-        return Delta(), reason
-
-    def parse(
-        self, text: str, token_ids: Sequence[int], reason: str | None
-    ) -> tuple[Message, str | None]:
-        """See `MessageParser`."""
-        return Message("assistant", text), reason
-
-
-def plain_messages(request: ChatRequest, prompt: str) -> Callable[[], MessageParser]:
-    """Return the maker of parsers without tool calls and reasoning.
-
-    Raises:
-        APIError: the request has tools, and wants the model to call them.
-    """
-    if request.tools and request.tool_choice != "none":
-        raise APIError(
-            400, 'tools: calls are not parsed by this server; send tool_choice="none"', "tools"
-        )
-    return PlainMessage
+def _finish_reason(reason: str | None, *, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason

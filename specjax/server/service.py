@@ -4,13 +4,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from specjax.async_llm import AsyncLLM
+from specjax.messages.chat import ChatFormat
 from specjax.server.admission import Admission
 from specjax.server.errors import APIError
-from specjax.server.messages import ParserMaker, plain_messages
 from specjax.server.monitor import Monitor
 from specjax.server.parameters import of_value
 from specjax.server.settings import Limits, ServerSettings
@@ -26,7 +26,6 @@ class Service:
     Args:
         model: the model as given to the engine; clients know it by this name, unless
             `served_model_name` gives others.
-        make_parsers: turns a chat's text into messages; see `messages`.
     """
 
     def __init__(
@@ -35,10 +34,8 @@ class Service:
         model: str,
         settings: ServerSettings,
         limits: Limits,
-        make_parsers: ParserMaker = plain_messages,
     ):
         self.llm, self.settings, self.limits = llm, settings, limits
-        self.make_parsers = make_parsers
         self.names = settings.served_model_name or (model,)
         self.defaults = llm.get_default_sampling_params()
         self.max_model_len = llm.config.max_model_len
@@ -64,6 +61,11 @@ class Service:
         if self._tokenizer is None:
             raise APIError(400, "the model has no tokenizer; send and read token ids")
         return self._tokenizer
+
+    @cached_property
+    def chat_format(self) -> Callable[[str], ChatFormat]:
+        """Returns the format of responses for the text of a chat template."""
+        return lru_cache(maxsize=8)(partial(ChatFormat, self.tokenizer))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

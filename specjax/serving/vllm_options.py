@@ -28,6 +28,7 @@ PASSED_OVER = {
     *("mm_processor_cache_type", "enable_mm_processor_stats", "disable_chunked_mm_input"),
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("shutdown_timeout", "fail_on_environ_validation"),
+    *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),  # see docs/tools.md
 }
 _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"
 # Options that may change outputs. For each, the values that match the behaviour here and are
@@ -79,8 +80,7 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "model_loader_extra_config": ((None, {}), "checkpoints are safetensors files"),
     "structured_outputs_config": ((None, {}), "StructuredOutputs sets everything per request"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance follows grammars"),
-    "reasoning_parser": ((None, ""), "outputs are not parsed"),
-    "reasoning_config": ((None, {}), "outputs are not parsed"),
+    "reasoning_config": ((None, {}), "max_tokens limits all tokens"),
     "pooler_config": ((None,), "models here generate, and do nothing else"),
     "stream_interval": ((1,), "streams yield added tokens at every step"),
     "scheduler_cls": ((None,), "scheduling_policy chooses the order"),

@@ -1,11 +1,11 @@
 """`LLM.chat` returns messages, and refuses what cannot be read before any work; simulated."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from support.refusals import label, refusal
-from support.scripts import TextScript
+from support.scripts import Echo
 from support.texts import VOCAB, letters_folder, simulated_llm
 
 from specjax import LLM, ChatMessage, RequestOutputKind, SamplingParams, ToolCall
@@ -28,18 +28,6 @@ CALL = '<tool_call> {"name": "f", "arguments": {"a": 12}} </tool_call>'
 TEXT = f"<think>why</think> Well. {CALL}"
 MESSAGE = ChatMessage("Well.", "why", (ToolCall("f", '{"a": 12}'),))
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
-
-
-@dataclass(frozen=True)
-class Echo(TextScript):
-    """The model says the text of the last user, and then the end of sequence."""
-
-    def following(self, tokens, digest, seed):
-        """See `Script`."""
-        prompt, _, said = "".join(chr(32 + token) for token in tokens).rpartition("A:")
-        text = prompt.rpartition("user:")[2].partition(";")[0]
-        number = len(said.removeprefix("<think>" if "<think>" not in text else ""))
-        return ord(text[number]) - 32 if number < len(text) else VOCAB - 1
 
 
 def build(checkpoints, **config) -> LLM:
@@ -91,7 +79,7 @@ def test_streams_add_up_to_the_message(llm):
     options = ChatOptions(tools=TOOLS)
     tokenizer = llm.get_tokenizer()
     talk = [{"role": "user", "content": TEXT}]
-    chat = Chat.of(tokenizer, talk, params, options, variables=None, content_format="auto")
+    chat = Chat.of(tokenizer, talk, params, options, content_format="auto")
     parsers = [chat.responses[0].parser() for _ in range(2)]
     deltas, sizes = [[], []], set()
     for output in llm.generate_stream(chat.prompts, chat.params):

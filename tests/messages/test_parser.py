@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from support.responses import RESPONSES, F, call
@@ -71,6 +72,24 @@ def test_outputs_that_end_early(name, text, message):
             assert part.name == known.name
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_text(name):
+    """Pieces of responses in any order: no split changes the message, and nothing raises."""
+    rng, template = random.Random(name), FORMATS[name].parsed
+    marks = [
+        part for text, _ in RESPONSES[name] for part in re.split(r"(?<=[>\]}])|(?=[<\[{])", text)
+    ]
+    pieces = [*marks, " ", "\n", "x", '"', "\\", "<", "{", "}", "é"]
+    for _ in range(60):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        prompt = rng.choice(["", template.start.pattern.pattern.replace("\\", "").split("|")[0]])
+        prompt += "".join(rng.choices(pieces, k=rng.randint(0, 2)))
+        message = read(template, [text], prompt=prompt)
+        some = list(splits(text, 2)) if len(text) > 1 else [text]
+        for chunks in rng.sample(some, min(len(some), 12)):
+            assert read(template, chunks, prompt=prompt) == message, (prompt, chunks)
+
+
 BROKEN = [
     # what the model wrote as a call; its arguments, or None if there is no call
     ('{"name": "f", "arguments": {"a": [1,', '{"a": [1,'),
@@ -127,6 +146,17 @@ def test_a_prompt_begins_the_response(prompt, text, content, reasoning):
         found = read(QWEN3, chunks, prompt=THINK + prompt)
         assert found == ChatMessage(content, reasoning)
     assert read(QWEN3, [text], prompt=prompt.replace("<|im_start|>", "")) == read(QWEN3, [text])
+
+
+def test_a_prompt_may_begin_a_call():
+    whole, begun = (
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", ',
+    )
+    for chunks in (['"arguments": {"a": 1}}</tool_call>b'], '"arguments": {"a": 1}}</tool_call>b'):
+        found = read(QWEN3, chunks, prompt=f"{THINK}{begun}")
+        assert found == ChatMessage("b", None, (call("f", {"a": 1}),))
+        assert read(QWEN3, "b" + begun + chunks[0], prompt=THINK + whole).tool_calls[0].name == "f"
 
 
 TYPES = {

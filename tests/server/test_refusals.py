@@ -116,7 +116,9 @@ CHAT_CASES = [
     ({"messages": [HI], "chat_template": "{{ 1 }}"}, 400, "chat_template"),
     ({"messages": [HI], "chat_template_kwargs": {"tools": 1}}, 400, "chat_template_kwargs"),
     ({"messages": [HI], "continue_final_message": True}, 400, "continue_final_message"),
-    ({"messages": [HI], "tools": [{"type": "function"}]}, 400, "tools"),
+    ({"messages": [HI], "tools": [{"type": "function"}]}, 400, "tools.0.name"),
+    ({"messages": [HI], "tools": [{"name": "f"}]}, 400, "tools"),  # the model has no format
+    ({"messages": [HI], "tool_choice": "any"}, 400, "tool_choice"),
     ({"messages": [HI], "functions": [{}]}, 400, "functions"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, 400, "messages"),
 ]

@@ -92,3 +92,18 @@ class TextScript(HashScript):
         """See `Script`."""
         ids = self.ids or range(self.vocab_size)
         return ids[draw(fold(EMPTY, tokens[-8:]), seed, NEXT, len(ids))]
+
+
+@dataclass(frozen=True)
+class Echo(TextScript):
+    """The model says what the last user says up to a semicolon, and then ends.
+
+    Tokens are of printable ASCII, then of the end. Prompts end with "A:", or with "A:<think>".
+    """
+
+    def following(self, tokens: list[int], digest: int, seed: int) -> int:
+        """See `Script`."""
+        prompt, _, said = "".join(chr(32 + token) for token in tokens).rpartition("A:")
+        text = prompt.rpartition("user:")[2].partition(";")[0]
+        number = len(said if "<think>" in text else said.removeprefix("<think>"))
+        return ord(text[number]) - 32 if number < len(text) else self.vocab_size - 1
