@@ -295,14 +295,7 @@ def _assemble(
     )
     if hosts is not None:
         config = agreed_config(hosts, config)
-    size = decimal(weight_bytes(source.specs, dtype))
-    log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
-    params = source.params
-    if tensor_parallel_size > 1 and params is not None:
-        params = divide_params(target, dequantise(params, dtype), placement)
-    params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), params)
-    if folder is not None:
-        params = load_weights(folder, target, np.dtype(dtype), placement, log.info)
+    params = _load(source, dtype, placement, log.info)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)
     both = Params(params, drafter_params)
     if speculation and plan.profile:
@@ -322,6 +315,18 @@ def _assemble(
         speculation.method if speculation else None,
         hosts,
     )
+
+
+def _load(source: ModelSource, dtype: str, placement: Placement, log: Log) -> Any:
+    """Return the weights of a model on their devices, from its folder or its given arrays."""
+    size = decimal(weight_bytes(source.specs, dtype))
+    log(f"loading {source.folder or source.origin}: {size} of weights in {dtype}")
+    if source.folder is not None:
+        return load_weights(source.folder, source.target, np.dtype(dtype), placement, log)
+    params = source.params
+    if source.target.num_devices > 1:
+        params = divide_params(source.target, dequantise(params, dtype), placement)
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), params)
 
 
 def _placements(num_replicas: int, size: int, hosts: Hosts | None) -> list[Placement]:
