@@ -223,83 +223,74 @@ _OF_INT8 = """{
 def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Return the lower and the upper four bits of each byte, minus 8, as bf16 or f32.
 
-    In bf16, a nibble in the last bits of 128 makes 128 plus the nibble.
+    In bf16, four bits in the last bits of 128 make 128 plus their number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        whole = x.astype(jnp.uint32)
-        low, high = (part.astype(jnp.float32) - 8 for part in (whole & 15, whole >> 4))
+        low, high = (part.astype(jnp.float32) - 8 for part in _halves(x))
         return low.astype(dtype), high.astype(dtype)
-
-    def widened(shift: int) -> jax.Array:
-        (found,) = plt.elementwise_inline_asm(
-            f"""{{
-            .reg .b32 w, a, b, one, less;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 less, 0xc308c308;
-            shr.u32 w, $2, {shift};
-            prmt.b32 a, w, 0, 0x4140;
-            prmt.b32 b, w, 0, 0x4342;
-            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, a, one, less;
-            fma.rn.bf16x2 $1, b, one, less;
-            }}""",
-            args=[x],
-            constraints="=r,=r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-        )
-        return found
-
-    return widened(0), widened(4)
+    code = """
+        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+        fma.rn.bf16x2 {out}, a, one, less;
+    """
+    constants = {"one": 0x3F803F80, "less": 0xC308C308}
+    return _widened(x, 0, code, constants), _widened(x, 4, code, constants)
 
 
 def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
+    """Return the lower and the upper four bits of each byte as bf16 or f32; they are E2M1 floats.
 
-    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
-    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
+    Moved to their places in bf16, the bits of a number mean 2^-126 times the number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        whole = x.astype(jnp.uint32)
-        return e2m1(whole & 15).astype(dtype), e2m1(whole >> 4).astype(dtype)
-
-    def widened(shift: int) -> jax.Array:
-        (found,) = plt.elementwise_inline_asm(
-            f"""{{
-            .reg .b32 w, a, b, s, t, scale, zero;
-            mov.b32 scale, 0x7e807e80;
-            mov.b32 zero, 0x80008000;
-            shr.u32 w, $2, {shift};
-            prmt.b32 a, w, 0, 0x4140;
-            prmt.b32 b, w, 0, 0x4342;
-            shl.b32 s, a, 6;
-            shl.b32 t, b, 6;
-            and.b32 s, s, 0x01c001c0;
-            and.b32 t, t, 0x01c001c0;
-            shl.b32 a, a, 12;
-            shl.b32 b, b, 12;
-            lop3.b32 s, a, 0x80008000, s, 0xea;
-            lop3.b32 t, b, 0x80008000, t, 0xea;
-            fma.rn.bf16x2 $0, s, scale, zero;
-            fma.rn.bf16x2 $1, t, scale, zero;
-            }}""",
-            args=[x],
-            constraints="=r,=r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-        )
-        return found
-
-    return widened(0), widened(4)
+        low, high = (of_e2m1(part).astype(dtype) for part in _halves(x))
+        return low, high
+    code = """
+        shl.b32 s, a, 12;
+        shl.b32 a, a, 6;
+        and.b32 s, s, 0x80008000;
+        lop3.b32 a, a, 0x01c001c0, s, 0xea;
+        fma.rn.bf16x2 {out}, a, scale, zero;
+    """
+    constants = {"scale": 0x7E807E80, "zero": 0x80008000}
+    return _widened(x, 0, code, constants), _widened(x, 4, code, constants)
 
 
-def e2m1(bits: jax.Array) -> jax.Array:
-    """Return the numbers f32 that u32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
-    exponent, mantissa = (bits >> 1) & 3, bits & 1
-    doubled = (2 + mantissa) << jnp.maximum(exponent, 1) >> 1
-    twice = jnp.where(exponent > 0, doubled, mantissa).astype(jnp.float32)
-    return jnp.where(bits > 7, -0.5, 0.5) * twice
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = x.astype(jnp.uint32)
+    return whole & 15, whole >> 4
+
+
+def of_e2m1(code: jax.Array) -> jax.Array:
+    """Return the numbers f32 of codes u32, by integers: twice a number is a whole number."""
+    exponent, last = (code >> 1) & 3, code & 1
+    doubled = jnp.where(exponent == 0, last, (2 + last) << (jnp.maximum(exponent, 1) - 1))
+    number = doubled.astype(jnp.float32) * 0.5
+    return jnp.where(code < 8, number, -number)
+
+
+def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
+    """Return bf16 numbers of bytes, four at a time.
+
+    `code` converts the number in the last bits of both halves of the register `a`. The registers
+    `constants` have constants.
+    """
+    sets = "\n".join(f"mov.b32 {name}, {value:#x};" for name, value in constants.items())
+    (found,) = plt.elementwise_inline_asm(
+        f"""{{
+        .reg .b32 w, a, s, {", ".join(constants)};
+        {sets}
+        shr.u32 w, $2, {shift};
+        prmt.b32 a, w, 0, 0x4140;
+        {code.format(out="$0")}
+        prmt.b32 a, w, 0, 0x4342;
+        {code.format(out="$1")}
+        }}""",
+        args=[x],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+    )
+    return found
 
 
 # These replace inline assembly in the text of a Triton function.

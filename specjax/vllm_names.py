@@ -74,7 +74,7 @@ SPECULATION: Mapping[str, Taken] = {
         ),
         _SAME,
     ),
-    "quantization": Taken((None,), "weights are used in the engine's dtype"),
+    "quantization": Taken((None,), "the checkpoint's config says how weights are quantised"),
     "kv_cache_dtype": Taken((None, "auto"), "caches have the dtype of the weights"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(

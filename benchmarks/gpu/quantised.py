@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from problems import CACHE_BYTES, Problem, normal
 
-from pallas_kernels.packed_matmul import half, packed_matmul, packed_width
+from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.triton import scaled_matmul_triton
@@ -39,7 +39,8 @@ def scaled(num_rows: int, depth: int, width: int, block: tuple[int, int], dtype:
 
 def packed(num_rows: int, depth: int, width: int, group: int, dtype: Any) -> Problem:
     """Return rows, and matrices of 4-bit numbers with scales and zero points of groups."""
-    groups, num_bytes = (-(-depth // group), width), packed_width(depth, half(group))
+    form = Form(group)
+    groups, num_bytes = (form.num_groups(depth), width), form.width(depth)
     count = max(2, min(8, CACHE_BYTES // (width * num_bytes)))
     items = tuple(
         (
@@ -53,9 +54,9 @@ def packed(num_rows: int, depth: int, width: int, group: int, dtype: Any) -> Pro
 
     def call(nothing, item, kernels, config):
         if config is None:
-            return nothing, packed_matmul(*item, group, kernels=kernels)
+            return nothing, packed_matmul(*item, None, form, kernels=kernels)
         options = {"config": config, "interpret": kernels == "interpret"}
-        return nothing, packed_matmul_triton(*item, group, half(group), **options)
+        return nothing, packed_matmul_triton(*item, None, form, **options)
 
     read = width * num_bytes + 3 * math.prod(groups)
     moved = read + num_rows * (depth + width) * jnp.dtype(dtype).itemsize

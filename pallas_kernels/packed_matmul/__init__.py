@@ -1,43 +1,24 @@
 """The product with a matrix of 4-bit numbers that have a scale per group of inputs.
 
-    out[n, o] = sum_i x[n, i] (numbers[o, i] - zeros[i / group, o]) scales[i / group, o]
+    out[n, o] = factors[o] sum_i x[n, i] (numbers[o, i] - zeros[i / group, o]) scales[i / group, o]
 
-where a number is from 0 to 15; without zeros, 8 is subtracted. Two numbers share a byte. The inputs
-are divided into runs of 2 H, where H is `half(group)`: byte j of a run has the numbers of inputs j
-(in the lower bits) and j + H. So the lower halves of a run's bytes are numbers of adjacent inputs
-in one group, and so are the upper halves. The last run is padded.
+where a number is an integer from 0 to 15 (without zeros, 8 is subtracted) or a float of E2M1, which
+has no zeros. Factors are 1 if there are none. Two codes of numbers share a byte. The inputs are
+divided into runs of 2 H, where H is the half of a `Form`: byte j of a run has the codes of inputs j
+(in the lower bits) and j + H. So the lower halves of a run's bytes belong to adjacent inputs of one
+group, and so do the upper halves. The last run is padded.
 """
 
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import run
+from pallas_kernels.packed_matmul.form import Form
 from pallas_kernels.packed_matmul.reference import packed_matmul_reference
-from pallas_kernels.packed_matmul.triton import MAX_HALF, packed_matmul_triton
+from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 
 IMPLEMENTATIONS = {"triton": packed_matmul_triton, "reference": packed_matmul_reference}
-
-
-def half(group: int) -> int:
-    """Return the number H of bytes in a run, for groups of `group` inputs."""
-    return math.gcd(group, MAX_HALF)
-
-
-def packed_width(depth: int, half: int) -> int:
-    """Return the number of bytes for `depth` inputs, in runs of `half` bytes."""
-    return -(-depth // (2 * half)) * half
-
-
-def pack(numbers: jax.Array, half: int) -> jax.Array:
-    """Return u8[..., bytes] from numbers u8[..., I] from 0 to 15, in runs of `half` bytes."""
-    *others, depth = numbers.shape
-    width = packed_width(depth, half)
-    padding = [(0, 0)] * len(others) + [(0, 2 * width - depth)]
-    runs = jnp.pad(numbers, padding).reshape(*others, -1, 2, half)
-    return (runs[..., 0, :] | (runs[..., 1, :] << 4)).reshape(*others, width)
 
 
 def packed_matmul(
@@ -45,7 +26,8 @@ def packed_matmul(
     values: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    group: int,
+    factors: jax.Array | None,
+    form: Form,
     dtype: Any = None,
     first: int = 0,
     *,
@@ -55,10 +37,11 @@ def packed_matmul(
 
     Args:
         x: the rows to multiply, [N, I].
-        values: u8[O, bytes], as `pack` returns them.
-        scales: f[ceil(I / group), O].
-        zeros: u8[ceil(I / group), O]; None if they are all 8.
-        group: the number of inputs that share a scale.
+        values: u8[O, bytes], as `Form.pack` returns them.
+        scales: f[groups, O].
+        zeros: u8[groups, O], or None.
+        factors: f32[O], or None.
+        form: the size of groups, and the kind of numbers.
         dtype: dtype of the products; None for x's dtype.
         first: the first output to compute.
         kernels: implementation to use, see `dispatch.run`.
@@ -70,15 +53,21 @@ def packed_matmul(
         raise ValueError(
             f"x must be [N, I] and values [O, bytes]; got {x.shape} and {values.shape}"
         )
-    depth, size = x.shape[1], half(group)
-    if values.shape[1] != packed_width(depth, size):
+    depth, num_out = x.shape[1], len(values)
+    if values.shape[1] != form.width(depth):
         raise ValueError(
-            f"values must have {packed_width(depth, size)} bytes for each output, for {depth} "
-            f"inputs in groups of {group}; got {values.shape}"
+            f"values must have {form.width(depth)} bytes for each output, for {depth} inputs in "
+            f"groups of {form.group}; got {values.shape}"
         )
-    expected = -(-depth // group), len(values)
-    for name, given in ("scales", scales), ("zeros", zeros):
-        if given is not None and given.shape != expected:
-            raise ValueError(f"{name} must be {expected} for groups of {group}; got {given.shape}")
-    given = x, values, scales, zeros, group, size, dtype or x.dtype, first
+    groups = form.num_groups(depth), num_out
+    for name, given, shape in (
+        ("scales", scales, groups),
+        ("zeros", zeros, groups),
+        ("factors", factors, (num_out,)),
+    ):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"{name} must be {shape} for groups of {form.group}; got {given.shape}"
+            )
+    given = x, values, scales, zeros, factors, form, dtype or x.dtype, first
     return run("packed_matmul", kernels, IMPLEMENTATIONS, *given)

@@ -5,20 +5,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.packed_matmul.form import Form
+
 
 def packed_matmul_reference(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    group: int,
-    half: int,
+    factors: jax.Array | None,
+    form: Form,
     dtype: Any,
     first: int,
 ) -> jax.Array:
     """See `packed_matmul`."""
-    of_groups = scales[:, first:], None if zeros is None else zeros[:, first:]
-    matrix = unpacked(values[first:], *of_groups, group, half, x.shape[1], x.dtype)
+    given = values, scales, zeros, factors, form, x.shape[1], x.dtype
+    matrix = unpacked(*given)[first:]
     y = jnp.einsum("ni,oi->no", x, matrix, preferred_element_type=jnp.float32)
     return y.astype(dtype)
 
@@ -27,19 +29,18 @@ def unpacked(
     values: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    group: int,
-    half: int,
+    factors: jax.Array | None,
+    form: Form,
     depth: int,
     dtype: Any,
 ) -> jax.Array:
     """Return the matrix [O, depth], computed in f32."""
-    runs = values.reshape(len(values), -1, half)
-    numbers = jnp.concatenate([runs & 15, runs >> 4], axis=-1).reshape(len(values), -1)
-    numbers = numbers[:, :depth].astype(jnp.float32)
-    shift = 8.0 if zeros is None else _by_input(zeros, group, depth)
-    return ((numbers - shift) * _by_input(scales, group, depth)).astype(dtype)
 
+    def by_input(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x.astype(jnp.float32), form.group, axis=0)[:depth].T
 
-def _by_input(x: jax.Array, group: int, depth: int) -> jax.Array:
-    """Return f32[O, depth] from numbers [groups, O]."""
-    return jnp.repeat(x.astype(jnp.float32), group, axis=0)[:depth].T
+    numbers = form.numbers(values, depth)
+    if zeros is not None:
+        numbers = numbers - (by_input(zeros) - 8)
+    matrix = numbers * by_input(scales)
+    return (matrix if factors is None else matrix * factors[:, None]).astype(dtype)

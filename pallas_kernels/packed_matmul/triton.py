@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.packed_matmul.form import MAX_HALF, Form
 from pallas_kernels.packed_matmul.reference import packed_matmul_reference
 from pallas_kernels.scaled_matmul.triton import MAX_ROWS, ScaledMatmulTuning, with_splits
-from pallas_kernels.triton_call import dot, load, store, triton_call, widen_nibbles
+from pallas_kernels.triton_call import dot, load, store, triton_call, widen_e2m1, widen_nibbles
 
 DTYPES = "bfloat16", "float32"
-MIN_HALF, MAX_HALF = 16, 64  # bytes of a run; a tensor core's product has a depth of 16
+MIN_HALF = 16  # the depth of a tensor core's product
 
 # Keys are the maximum of rows. The depth of a tile follows from the group, the splits from the
 # matrix.
@@ -45,8 +46,8 @@ def packed_matmul_triton(
     values: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    group: int,
-    half: int,
+    factors: jax.Array | None,
+    form: Form,
     dtype: Any = None,
     first: int = 0,
     *,
@@ -62,29 +63,29 @@ def packed_matmul_triton(
     num_columns, dtype = len(values) - first, dtype or x.dtype
     if x.dtype not in DTYPES:
         raise UnsupportedError(f"x must have a dtype of {', '.join(DTYPES)}; got {x.dtype}")
-    if half < MIN_HALF:
-        raise UnsupportedError(f"groups of {group} must have a multiple of {MIN_HALF} numbers")
+    if form.half < MIN_HALF:
+        raise UnsupportedError(f"groups of {form.group} must have a multiple of {MIN_HALF} numbers")
     if values.size >= 2**31:  # Triton treats Pallas' 32-bit offsets as signed
         raise UnsupportedError(f"values must have fewer than 2^31 bytes; got {values.shape}")
     if config is None:
         if num_rows > MAX_ROWS:
-            given = x, values, scales, zeros, group, half, dtype, first
+            given = x, values, scales, zeros, factors, form, dtype, first
             return packed_matmul_reference(*given)
         config = choose_config(num_rows, num_columns, depth, x.dtype)
     if num_rows == 0:
         return jnp.zeros((0, num_columns), dtype)
-    kernel = partial(
-        _kernel,
-        group=group,
-        half=half,
-        first=first,
-        has_zeros=zeros is not None,
-        config=config,
-        interpret=interpret,
-    )
+    optional = {"zeros": zeros, "factors": factors}
+    given = {name: x for name, x in optional.items() if x is not None}
     parts = triton_call(
-        kernel,
-        (x, values, scales, *([] if zeros is None else [zeros])),
+        partial(
+            _kernel,
+            given=tuple(given),
+            form=form,
+            first=first,
+            config=config,
+            interpret=interpret,
+        ),
+        (x, values, scales, *given.values()),
         [
             jax.ShapeDtypeStruct(
                 (config.num_splits, num_rows, num_columns),
@@ -110,14 +111,14 @@ def _kernel(
     values_ref,
     scales_ref,
     *refs,
-    group: int,
-    half: int,
+    given: tuple[str, ...],
+    form: Form,
     first: int,
-    has_zeros: bool,
     config: ScaledMatmulTuning,
     interpret: bool,
 ):
-    zeros_ref, out_ref = refs if has_zeros else (None, *refs)
+    *optional, out_ref = refs
+    optional, half = dict(zip(given, optional, strict=True)), form.half
     (num_rows, depth), (num_outputs, num_bytes) = x_ref.shape, values_ref.shape
     row_block, column_block, split = (pl.program_id(i) for i in range(3))
     rows = row_block * config.block_rows + jnp.arange(config.block_rows)
@@ -128,27 +129,28 @@ def _kernel(
     num_steps = pl.cdiv(num_bytes // half, unroll * config.num_splits)
     first_run = split * num_steps * unroll
     # The lower and the upper numbers of a run may be in different groups.
-    starts = (0,) if group % (2 * half) == 0 else (0, half)
+    starts = (0,) if form.group % (2 * half) == 0 else (0, half)
 
     def of_groups(ref, run, other):
         """Return the scales or zeros of the run's groups; `other` past the depth."""
         found = []
         for start in starts:
-            at = jax.lax.div((first_run + run) * 2 * half + start, jnp.int32(group))
+            at = jax.lax.div((first_run + run) * 2 * half + start, jnp.int32(form.group))
             mask = is_column & (at < ref.shape[0])
             places = jnp.broadcast_to(at, outputs.shape), outputs
             found.append(load(ref.at[places], mask=mask, other=other))
         return found
 
     def numbers_of(run):
-        """Return the numbers [columns, half] in the lower and in the upper bits, less the zeros."""
+        """Return the numbers [columns, half] in the lower and in the upper bits, less zeros."""
         byte = (first_run + run) * half + jnp.arange(half)[None]
         mask = is_column[:, None] & (byte < num_bytes)
         stored = load(values_ref.at[outputs[:, None], byte], mask=mask, other=0)
-        parts = widen_nibbles(stored, x_ref.dtype, interpret=interpret)
-        if zeros_ref is None:
+        widened = widen_e2m1 if form.is_float else widen_nibbles
+        parts = widened(stored, x_ref.dtype, interpret=interpret)
+        if "zeros" not in optional:
             return parts
-        shifts = (zero.astype(jnp.int32) - 8 for zero in of_groups(zeros_ref, run, 8))
+        shifts = (zero.astype(jnp.int32) - 8 for zero in of_groups(optional["zeros"], run, 8))
         first, *others = [shift.astype(x_ref.dtype)[:, None] for shift in shifts]
         return parts[0] - first, parts[1] - (others[0] if others else first)
 
@@ -177,5 +179,7 @@ def _kernel(
 
     zero = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
     total, _ = jax.lax.fori_loop(0, num_steps, accumulate, (zero, of_step(scales_of, 0)))
+    if "factors" in optional:
+        total = total * load(optional["factors"].at[outputs], mask=is_column, other=0.0)[None]
     mask = is_row[:, None] & is_column[None]
     store(out_ref.at[split, rows[:, None], columns[None]], total.astype(out_ref.dtype), mask=mask)

@@ -12,19 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checkpoint.quantised.packed import E2M1
 from specjax.checkpoint.spec import TensorSpec, cut_rows
 
 BLOCK = 32  # numbers that share a scale
-_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # values of the lower three bits; the fourth bit is the sign
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,7 @@ class MXFP4Spec(TensorSpec):
         """Return the engine array in `dtype`, unpacked from `parts`: the blocks and the scales."""
         blocks, scales = parts
         halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        values = jnp.array([*_VALUES, *(-x for x in _VALUES)], jnp.float32)[halves]
+        values = jnp.array(E2M1, jnp.float32)[halves]
         values = values.reshape(*scales.shape, BLOCK)
         numbers = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
         return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(self.dtype or dtype)

@@ -35,7 +35,7 @@ _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and 
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
-    "quantization": ((None,), "weights are used in dtype"),
+    "quantization": ((None,), "the checkpoint's config says how weights are quantised"),
     "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), _DEVICES),

@@ -16,6 +16,7 @@ from specjax.checkpoint.quantised.registry import FORMATS
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.placement import Placement
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.packed import Packed
@@ -39,6 +40,8 @@ def write(form, tensors):
     """The tensors of a checkpoint with quantised matrices, and the weights that these stand for."""
     stored, meant = dict(tensors), {}
     for name, tensor in tensors.items():
+        if form == "modelopt" and name.startswith("mtp"):
+            continue  # as published
         if QUANTISED.search(name) and (made := FORMS[form].write(tensor.float())):
             del stored[name]
             stem, meant[name] = name.removesuffix("weight"), made[1]
@@ -82,6 +85,9 @@ def kinds_of(params):
         ("phi3", "int-channel", "bfloat16", Scaled),
         ("qwen3_next", "int-tensor", "float32", Scaled),
         ("qwen3_next", "pack-channel", "bfloat16", Packed),
+        ("qwen3_next", "mxfp4", "bfloat16", Packed),
+        ("llama", "nvfp4", "bfloat16", Packed),
+        ("qwen3_5_text", "modelopt", "bfloat16", Packed),
         ("deepseek_v3", "awq", "bfloat16", Packed),
         ("llama", "gptq", "float32", Packed),
         ("llama", "gptq-order", "float32", Packed),
@@ -107,7 +113,7 @@ def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, 
 
 @pytest.mark.parametrize(
     "kind, form",
-    [("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq"), ("qwen2", "pack-8")],
+    [("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq"), ("qwen2", "modelopt")],
 )
 def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, form):
     narrow, plain = folders_of(kind, form)
@@ -126,6 +132,18 @@ def test_the_same_tokens_with_and_without_drafts(folders_of):
         with make_llm(folder, method, dtype="float32") as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
+
+
+def test_what_is_unpacked_is_said(folders_of):
+    """Matrices that are divided over devices, with the numbers of the plain ones; and experts."""
+    loaded, lines, placement = [], [], Placement.on(*jax.devices()[:2])
+    for folder in folders_of("llama", "awq"):
+        loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
+    load_model(folders_of("deepseek_v3", "awq")[0], FLOAT32, log=lines.append)
+    said = [line for line in lines if "are unpacked to float32" in line]
+    assert "15 quantised" in said[0] and "self_attn.q_proj" in said[0]
+    assert len(said) == 2 and "kv_b_proj" in said[1]
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.packed_matmul import Form
 from specjax.device.weights import matrix
 from specjax.device.weights import weight as weight_module
 from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
+from specjax.device.weights.packed import Packed
 from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.table import Table
 from specjax.device.weights.weight import second_form_bytes, weights_on
@@ -52,6 +54,26 @@ def test_products_with_scaled_numbers(kernels):
     made = weight.multiply_from(x[0].astype(jnp.bfloat16), weight.start("k"))
     assert made.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(made, float), expected[0, :, 96:], atol=0.2)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "interpret"])
+def test_products_with_packed_numbers(kernels):
+    """In groups of 32 inputs, which are in another order."""
+    rng, form = np.random.default_rng(0), Form(32)
+    codes, order = rng.integers(0, 16, (192, 96)).astype(np.uint8), rng.permutation(96)
+    scales = rng.uniform(0.1, 0.2, (3, 192)).astype(np.float32)
+    arrays = {"scales": jnp.asarray(scales), "zeros": None, "factors": None}
+    arrays["order"] = jnp.asarray(order)
+    given = Packed(form.pack(jnp.asarray(codes)), PARTS, **arrays, num_in=96, form=form)
+    weight = weights_on("cpu", {"qkv": given}, kernels)["qkv"]
+    matrix = np.zeros((96, 192))
+    matrix[order] = ((codes - 8.0) * scales.repeat(32, 0).T).T
+    np.testing.assert_allclose(weight.plain(jnp.float32).values, matrix, rtol=1e-6)
+    x = jnp.asarray(rng.normal(size=(2, 5, 96)), jnp.float32)
+    expected = np.asarray(x, np.float64) @ matrix
+    np.testing.assert_allclose(jax.jit(Packed.multiply)(weight, x), expected, atol=1e-4)
+    made = weight.multiply_from(x[0], weight.start("k"))
+    np.testing.assert_allclose(made, expected[0, :, 96:], atol=1e-4)
 
 
 def test_sums_are_of_the_type_that_is_asked_for():

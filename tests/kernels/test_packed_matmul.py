@@ -7,36 +7,45 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.packed_matmul import half, pack, packed_matmul
+from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul.triton import ScaledMatmulTuning
 
-# Rows, depth, columns, group, and whether there are zero points: nothing divides the last ones.
+# Rows, depth, columns, the form, and whether there are zero points: nothing divides the last ones.
 CASES = {
-    "one-row": ((1, 128, 128), 128, False),
-    "halves": ((5, 320, 150), 64, True),  # of a byte are of two groups
-    "edges": ((17, 208, 90), 32, True),
-    "small-groups": ((3, 72, 40), 16, False),
-    "channel": ((70, 160, 90), 160, False),
-    "a-prompt": ((520, 128, 64), 64, True),
-    "no-rows": ((0, 128, 64), 128, False),
+    "one-row": ((1, 128, 128), Form(128), False),
+    "halves": ((5, 320, 150), Form(64), True),  # of a byte are of two groups
+    "edges": ((17, 208, 90), Form(32), True),
+    "small-groups": ((3, 72, 40), Form(16), False),
+    "floats": ((3, 72, 40), Form(16, is_float=True), False),
+    "channel": ((70, 160, 90), Form(160), False),
+    "a-prompt": ((520, 128, 64), Form(64), True),
+    "no-rows": ((0, 128, 64), Form(128), False),
 }
+FLOATS = 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 
 
-def arguments(shape, group, has_zeros, dtype="float32"):
-    """x, numbers u8[O, I] of all kinds, scales f16, zero points."""
+def arguments(shape, form, has_zeros, dtype="float32"):
+    """x, codes u8[O, I] of all kinds, scales (float8 of floats), zero points, factors of floats."""
     rng, (rows, depth, columns) = np.random.default_rng(0), shape
     x = rng.normal(size=(rows, depth)).astype(jnp.dtype(dtype))
-    numbers = rng.integers(0, 16, (columns, depth)).astype(np.uint8)
-    groups = -(-depth // group), columns
+    codes = rng.integers(0, 16, (columns, depth)).astype(np.uint8)
+    groups = -(-depth // form.group), columns
     zeros = rng.integers(0, 16, groups).astype(np.uint8) if has_zeros else None
-    return x, numbers, rng.uniform(0.01, 0.1, groups).astype(np.float16), zeros
+    scales = rng.uniform(0.01, 0.1, groups).astype(np.float16)
+    if not form.is_float:
+        return x, codes, scales, zeros, None
+    factors = rng.uniform(0.5, 2, columns).astype(np.float32)
+    return x, codes, scales.astype("float8_e4m3fn"), None, factors
 
 
-def by_definition(x, numbers, scales, zeros, group):
-    groups = np.arange(numbers.shape[1]) // group
-    shift = 8.0 if zeros is None else zeros[groups].T.astype(float)
-    return x.astype(float) @ ((numbers - shift) * scales[groups].T.astype(float)).T
+def by_definition(x, codes, scales, zeros, factors, form):
+    groups = np.arange(codes.shape[1]) // form.group
+    numbers = np.array(FLOATS)[codes] if form.is_float else codes - 8.0
+    if zeros is not None:
+        numbers = codes - zeros[groups].T.astype(float)
+    y = x.astype(float) @ (numbers * scales.astype(float)[groups].T).T
+    return y if factors is None else y * factors
 
 
 def check(out, expected, dtype):
@@ -46,36 +55,38 @@ def check(out, expected, dtype):
     np.testing.assert_allclose(np.asarray(out, float), expected, rtol=rtol, atol=rtol * scale)
 
 
-def packed(numbers, group):
-    return pack(jnp.asarray(numbers), half(group))
-
-
 @pytest.mark.parametrize(
     "name, dtype",
-    [*((name, "float32") for name in CASES), ("edges", "bfloat16"), ("halves", "bfloat16")],
+    [
+        *((name, "float32") for name in CASES),
+        *((name, "bfloat16") for name in ("edges", "halves", "floats")),
+    ],
 )
 def test_matches_the_definition(kernels, name, dtype):
-    shape, group, has_zeros = CASES[name]
-    x, numbers, *others = arguments(shape, group, has_zeros, dtype)
-    multiply = jax.jit(partial(packed_matmul, group=group, kernels=kernels))
-    out = multiply(x, packed(numbers, group), *others)
-    check(out, by_definition(x, numbers, *others, group), dtype)
+    shape, form, has_zeros = CASES[name]
+    x, codes, *others = arguments(shape, form, has_zeros, dtype)
+    multiply = jax.jit(partial(packed_matmul, form=form, kernels=kernels))
+    out = multiply(x, form.pack(jnp.asarray(codes)), *others)
+    check(out, by_definition(x, codes, *others, form), dtype)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 4])
 def test_other_tiles(num_splits):
     """Parts of the depth that end between tiles, and one that is empty."""
-    group, config = 128, ScaledMatmulTuning(16, 32, 128, num_splits, 4, 2)
-    x, numbers, *others = arguments((20, 600, 150), group, True, "bfloat16")
-    given = x, packed(numbers, group), *others, group, half(group)
+    form, config = Form(128), ScaledMatmulTuning(16, 32, 128, num_splits, 4, 2)
+    x, codes, *others = arguments((20, 600, 150), form, True, "bfloat16")
+    given = x, form.pack(jnp.asarray(codes)), *others, form
     out = packed_matmul_triton(*given, config=config, interpret=True)
-    check(out, by_definition(x, numbers, *others, group), "bfloat16")
+    check(out, by_definition(x, codes, *others, form), "bfloat16")
 
 
-def test_the_last_outputs_in_another_dtype(kernels):
-    x, numbers, *others = arguments((17, 208, 90), 32, True, "bfloat16")
-    out = packed_matmul(x, packed(numbers, 32), *others, 32, jnp.float32, 33, kernels=kernels)
-    expected = by_definition(x, numbers, *others, 32)[:, 33:]
+@pytest.mark.parametrize("name", ["edges", "floats"])
+def test_the_last_outputs_in_another_dtype(kernels, name):
+    shape, form, has_zeros = CASES[name]
+    x, codes, *others = arguments(shape, form, has_zeros, "bfloat16")
+    given = x, form.pack(jnp.asarray(codes)), *others, form
+    out = packed_matmul(*given, jnp.float32, 33, kernels=kernels)
+    expected = by_definition(x, codes, *others, form)[:, 33:]
     assert out.dtype == jnp.float32
     # Only the reference multiplies by the scales first, and rounds the product.
     atol = (2**-8 if kernels == "reference" else 1e-5) * np.abs(expected).max()
@@ -83,7 +94,8 @@ def test_the_last_outputs_in_another_dtype(kernels):
 
 
 def test_any_size_of_a_group_in_plain_jax():
-    for depth, group in (33, 33), (36, 12), (21, 7):
-        x, numbers, *others = arguments((3, depth, 5), group, True)
-        out = packed_matmul(x, packed(numbers, group), *others, group, kernels="reference")
-        check(out, by_definition(x, numbers, *others, group), "float32")
+    for depth, form in (33, Form(33)), (36, Form(12)), (21, Form(7)):
+        x, codes, *others = arguments((3, depth, 5), form, True)
+        given = x, form.pack(jnp.asarray(codes)), *others, form
+        out = packed_matmul(*given, kernels="reference")
+        check(out, by_definition(x, codes, *others, form), "float32")

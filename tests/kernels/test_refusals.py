@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.packed_matmul import packed_matmul
+from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -124,7 +124,7 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"logits": (4, 8), "num_chosen": 2, "rule": Rule(True), "correction": (8,)},
     ),
     "packed_matmul": (
-        partial(packed_matmul, group=32, zeros=None),
+        partial(packed_matmul, form=Form(32), zeros=None, factors=None),
         {"x": (5, 200), "values": jax.ShapeDtypeStruct((150, 128), "uint8"), "scales": (7, 150)},
     ),
     "scaled_matmul": (
@@ -156,7 +156,7 @@ def traced(operation: str, changed: dict[str, Any], **options: Any) -> Any:
             shape, dtype = fitting[name], value
         if isinstance(value, jax.ShapeDtypeStruct):
             arrays[name] = value
-        elif isinstance(shape, tuple) and not isinstance(shape, Rule):
+        elif isinstance(shape, tuple) and not isinstance(shape, Rule | Form):
             arrays[name] = jax.ShapeDtypeStruct(shape, dtype)
         else:
             options[name] = value
@@ -288,6 +288,7 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         ],
         r"scales must be \(7, 150\) for groups of 32": [{"scales": (6, 150)}],
         r"zeros must be \(7, 150\)": [{"zeros": (150, 7)}],
+        r"factors must be \(150,\)": [{"factors": (7,)}],
     },
     "scaled_matmul": {
         "x must be": [{"x": (200,)}, {"x": (5, 150)}, {"values": (200,)}],
@@ -350,7 +351,7 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
     "packed_matmul": {
         "x must have a dtype of bfloat16, float32; got float16": {"x": "float16"},
         "groups of 8 must have a multiple of 16": {
-            "group": 8,
+            "form": Form(8),
             "scales": (25, 150),
             "values": jax.ShapeDtypeStruct((150, 104), "uint8"),
         },

@@ -22,7 +22,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.packed_matmul import packed_matmul
+from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -91,6 +91,15 @@ def routes() -> Operation:
     return of(run, normal(40, 100), normal(100, seed=1) / 8)
 
 
+def packed(form: Form, *, has_zeros: bool) -> Operation:
+    rng, groups = np.random.default_rng(0), (form.num_groups(200), 150)
+    values = rng.integers(0, 256, (150, form.width(200)), np.uint8)
+    zeros = rng.integers(0, 16, groups, np.uint8) if has_zeros else None
+    factors = None if has_zeros else normal(150)
+    given = normal(20, 200), values, normal(*groups) / 32, zeros, factors
+    return of(partial(packed_matmul, form=form), *given)
+
+
 def attention(case: Case) -> Operation:
     options = kernels_paged_attention.options(case)
     return of(partial(paged_attention, **options), *kernels_paged_attention.arguments(case))
@@ -147,11 +156,9 @@ OPERATIONS: dict[str, Operation] = {
         *(normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1)),
         *(np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]])),
     ),
-    "packed_matmul": of(
-        partial(packed_matmul, group=32),
-        *(normal(20, 200), np.random.default_rng(0).integers(0, 256, (150, 128), np.uint8)),
-        *(normal(7, 150) / 32, np.random.default_rng(1).integers(0, 16, (7, 150), np.uint8)),
-    ),
+    # Integers with zero points, and floats with factors.
+    "packed_matmul/integers": packed(Form(32), has_zeros=True),
+    "packed_matmul/floats": packed(Form(16, is_float=True), has_zeros=False),
     "route": routes(),
     "scaled_matmul": of(
         partial(scaled_matmul, block=(64, 128)),

@@ -28,7 +28,7 @@ def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str)
     """Written and read by the tool itself, with scales and zero points of its own."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     size = args.get("group_size")
     if size and weight.shape[1] % size:
@@ -38,15 +38,37 @@ def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str)
     groups = weight.view(len(weight), -1, size or weight.shape[1])
     if args["strategy"] == "tensor":
         groups = weight.view(1, -1)
-    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), own)
+    bounds, state = (groups.amin(-1), groups.amax(-1)), {}
+    if args["strategy"] == "tensor_group":
+        state["weight_global_scale"] = generate_gparam(
+            *(x.amax().view(1) for x in (-weight, weight))
+        )
+    scale, zero = calculate_qparams(*bounds, own, state.get("weight_global_scale"))
     if args["strategy"] == "tensor":
         scale, zero = scale.view(1), zero.view(1)
-    state = {"weight": weight, "weight_scale": scale}
+    state |= {"weight": weight, "weight_scale": scale}
     if not args["symmetric"]:
         state["weight_zero_point"] = zero.to(torch.int8)
     tool = BaseCompressor.get_value_from_registry(name)
     stored = tool.compress(state, scheme)
-    return stored, tool.decompress(stored, scheme)["weight"]
+    return stored, tool.decompress(stored, scheme)["weight"].float()
+
+
+def as_modelopt(weight: torch.Tensor) -> Written:
+    """NVFP4 as ModelOpt stores it; compressed-tensors unpacks the numbers."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    (num_out, num_in), rng = weight.shape, np.random.default_rng(0)
+    if num_in % 16:
+        return None
+    codes = torch.tensor(rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8))
+    numbers = unpack_fp4_from_uint8(codes, num_out, num_in, dtype=torch.float32)
+    scales = torch.tensor(rng.uniform(1, 300, (num_out, num_in // 16))).to(torch.float8_e4m3fn)
+    scales[0, 0] = 0  # of a group of numbers that are all small
+    factor = torch.tensor(4e-4)
+    meant = numbers * scales.float().repeat_interleave(16, 1) * factor
+    named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
+    return {"weight": codes, "weight_scale": scales, **named}, meant
 
 
 def compressed(name: str, **args: Any) -> Form:
@@ -119,6 +141,11 @@ FORMS = {
     "pack-8": compressed("pack-quantized", num_bits=8, strategy="group", group_size=16),
     "int-channel": compressed("int-quantized", num_bits=8, strategy="channel"),
     "int-tensor": compressed("int-quantized", num_bits=8, strategy="tensor"),
+    "nvfp4": compressed(
+        "nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16
+    ),
+    "mxfp4": compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=32),
+    "modelopt": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, as_modelopt),
     "awq": Form(AWQ | {"group_size": 16}, partial(as_awq, group=16)),
     "gptq": gptq(32, 1, has_zeros=False),
     "gptq-order": gptq(16, 1, has_zeros=True),

@@ -12,7 +12,7 @@ from specjax.checkpoint.quantised.qweight import with_qweights
 
 _ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the places in a word of adjacent outputs
 UNPACKING = Unpacking(
-    numbers=lambda words: nibbles(words, 1, _ORDER).T,
+    codes=lambda words: nibbles(words, 1, _ORDER).T,
     scales=unchanged,
     zeros=lambda words: nibbles(words, 1, _ORDER, xp=np),
 )

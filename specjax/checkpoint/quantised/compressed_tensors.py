@@ -1,10 +1,11 @@
-"""Weights of compressed-tensors: 8-bit floats and integers, and packed integers.
+"""Weights of compressed-tensors: 8-bit floats and integers, packed integers, and 4-bit floats.
 
-Instead of X.weight, an int-quantized matrix of 4 or 8 bits may have X.weight_packed, words i32 that
+Instead of X.weight, a matrix of packed integers of 4 or 8 bits has X.weight_packed, words i32 that
 each hold eight (four) numbers plus 8 (128), adjacent along the inputs. X.weight_shape has its shape
 [O, I], X.weight_scale its scales [O, groups], X.weight_zero_point its zero points plus 8, packed
-along the outputs, and X.weight_g_idx the group of each input. So the tensors show everything but
-the size of float8 blocks: config groups, their targets and ignored modules need not be read.
+along the outputs, and X.weight_g_idx the group of each input. For 4-bit floats, X.weight_packed has
+bytes (see `fp4`). So the tensors show everything but the size of float8 blocks: config groups,
+their targets and ignored modules need not be read.
 """
 
 from collections.abc import Mapping
@@ -19,13 +20,14 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.format import Converted, check_shape, group_size, take
+from specjax.checkpoint.quantised.fp4 import MXFP4, NVFP4_RECIPROCAL, fp4_tensor
 from specjax.checkpoint.quantised.fp8 import one_block
 from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking, nibbles
 from specjax.checkpoint.quantised.scaled import Block, ScaledTensor, with_scales
 from specjax.checkpoint.stored_tensor import Readable
 
 UNPACKING = Unpacking(
-    numbers=lambda words: nibbles(words, 1),
+    codes=lambda words: nibbles(words, 1),
     scales=lambda scales: jnp.atleast_2d(scales).T,
     zeros=lambda words: nibbles(words, 0, xp=np).T,
 )
@@ -37,8 +39,8 @@ class CompressedTensors:
     """See `Format`. Activations may be quantised as well; here they keep their dtype."""
 
     described: ClassVar[str] = (
-        "compressed-tensors with 8-bit floats (tensor, channel, block) or with integers of 4 or 8 "
-        "bits (tensor, channel, group)"
+        "compressed-tensors with 8-bit floats (tensor, channel, block), integers of 4 or 8 bits "
+        "(tensor, channel, group), NVFP4 or MXFP4"
     )
     block: Block | None  # of float8 weights
 
@@ -63,7 +65,8 @@ class CompressedTensors:
         for name in files.names():
             if name.endswith(_END):
                 plain = name.removesuffix("_packed")
-                tensors[plain] = _unpacked(files.folder, tensors, plain, np.dtype(dtype))
+                read = _floats if files.dtype(name) == np.uint8 else _integers
+                tensors[plain] = read(files.folder, tensors, plain, np.dtype(dtype))
         files = _without_zero_points(replace(files, tensors=tensors))
         return with_scales(files, self.block, dtype)
 
@@ -74,13 +77,28 @@ def _is_supported(weights: Any) -> TypeGuard[Mapping[str, Any]]:
             return others.get("symmetric", True) is True
         case {"type": "int", "num_bits": 4 | 8, "strategy": "tensor" | "channel" | "group"}:
             return True
+        case {"type": "float", "num_bits": 4, "group_size": 16 | 32, **others}:
+            return others.get("symmetric", True) is True
     return False
 
 
-def _unpacked(
+def _floats(
+    folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
+) -> PackedTensor:
+    """Return the matrix `plain` of 4-bit floats, whose tensors are removed from `tensors`."""
+    packed, scale, named = (f"{plain}_{end}" for end in ("packed", "scale", "global_scale"))
+    words, scales = tensors.pop(packed), take(tensors, folder, scale, packed)
+    tensors.pop(plain.removesuffix("weight") + "input_global_scale", None)
+    factor, unpack = None, MXFP4
+    if scales.dtype != np.uint8:
+        factor, unpack = (named, take(tensors, folder, named, packed)), NVFP4_RECIPROCAL
+    return fp4_tensor(folder, packed, words, (scale, scales), factor, unpack, dtype)
+
+
+def _integers(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor | ScaledTensor:
-    """Return the matrix `plain`, whose tensors are removed from `tensors`."""
+    """Return the matrix `plain` of integers, whose tensors are removed from `tensors`."""
     packed, scale, zero, order = (
         f"{plain}_{end}" for end in ("packed", "scale", "zero_point", "g_idx")
     )

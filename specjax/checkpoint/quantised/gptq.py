@@ -17,7 +17,7 @@ from specjax.checkpoint.quantised.qweight import with_qweights
 # By version: what is added to stored zero points.
 UNPACKINGS = {
     version: Unpacking(
-        numbers=lambda words: nibbles(words, 0).T,
+        codes=lambda words: nibbles(words, 0).T,
         scales=unchanged,
         zeros=lambda words, added=added: (nibbles(words, 1, xp=np) + added) & 15,
     )

@@ -1,9 +1,10 @@
 """Matrices of 4-bit numbers that have a scale, and perhaps a zero point, per group of inputs.
 
-    weight[o, i] = (numbers[o, i] - zeros[g, o]) scales[g, o]
+    weight[o, i] = (numbers[o, i] - zeros[g, o]) scales[g, o] factor
 
-where g is the group of input i, and numbers and zeros are from 0 to 15. Without zeros, 8 is
-subtracted. Formats differ in how they pack numbers into words.
+where g is the group of input i. Numbers are integers from 0 to 15 (without zeros, 8 is subtracted)
+or floats (E2M1), which have no zeros; only these have a factor. Formats differ in how they pack the
+codes of numbers into words.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,24 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.quantised.format import read_positive
 from specjax.checkpoint.stored_tensor import Readable
 
+_POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+E2M1 = (*_POSITIVE, *(-x for x in _POSITIVE))  # the floats of 4 bits, by their code
+
+
+def unchanged(x: Any) -> Any:
+    """Return `x`. Use this in an `Unpacking` for a tensor that needs no conversion."""
+    return x
+
 
 class Unpacking(NamedTuple):
     """Functions that unpack a format's tensors. The results may be padded at the ends of axes."""
 
-    numbers: Callable[[jax.Array], jax.Array]  # returns u8[O, I]
-    scales: Callable[[jax.Array], jax.Array]  # returns [groups, O], or [1, 1]
-    zeros: Callable[[jax.Array], jax.Array]  # returns u8[groups, O]
+    codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]
+    scales: Callable[[Any], Any]  # returns [groups, O], or [1, 1]
+    zeros: Callable[[np.ndarray], np.ndarray] = unchanged  # returns u8[groups, O]
+    factor: Callable[[np.ndarray], np.ndarray] = unchanged  # returns f32, with one number
+    is_float: bool = False
+    scales_dtype: str | None = None  # if it is not the dtype of the stored scales
 
 
 class PackedForm(NamedTuple):
@@ -36,6 +48,7 @@ class PackedForm(NamedTuple):
     num_in: int
     group: int  # the number of inputs in a group
     has_zeros: bool
+    has_factor: bool
     scales_dtype: str
     order: bytes  # of the inputs, see `PackedTensor.order`; empty if it is the usual one
 
@@ -54,6 +67,8 @@ class PackedTensor:
     shape: tuple[int, ...]  # (O, I)
     group: int
     dtype: np.dtype  # of the weights that `read` returns, which are computed in f32
+    factor: Readable | None = None
+    factor_name: str = ""
 
     @property
     def path(self) -> Path:
@@ -69,8 +84,10 @@ class PackedTensor:
     def form(self) -> PackedForm:
         """See `PackedForm`. Zero points and groups are read, because their values matter."""
         order = b"" if self.order is None else self.order.tobytes()
-        sizes = self.unpack, self.shape[1], self.group, self.used_zeros is not None
-        return PackedForm(*sizes, self.scales.dtype.name, order)
+        sizes = self.unpack, self.shape[1], self.group
+        dtype = self.unpack.scales_dtype or self.scales.dtype.name
+        has = self.used_zeros is not None, self.factor is not None
+        return PackedForm(*sizes, *has, dtype, order)
 
     @cached_property
     def used_zeros(self) -> np.ndarray | None:
@@ -103,31 +120,36 @@ class PackedTensor:
         return order.astype(np.int32)
 
     def read_scales(self) -> Any:
-        """Return the scales as they are stored; see `read_positive`."""
-        return read_positive(self.scales, self.name)
+        """Return the scales as they are stored; see `read_positive`.
+
+        Only a float8 scale may be zero, of a group of tiny numbers.
+        """
+        return read_positive(self.scales, self.name, may_be_zero=self.unpack.is_float)
+
+    def read_factor(self) -> np.ndarray | None:
+        """Return the factor, an array f32 with one number; None if there is none."""
+        if self.factor is None:
+            return None
+        return self.unpack.factor(read_positive(self.factor, self.factor_name))
 
     def read(self) -> jax.Array:
         """Return the weights [O, I] in `dtype`, computed on JAX's default device."""
-        given = self.weight.read(), self.read_scales(), self.used_zeros, self.order
+        given = self.weight.read(), self.read_scales(), self.used_zeros, self.read_factor()
+        given = *given, self.order
         return _weights(*given, self.unpack, self.shape, self.group, self.dtype)
 
 
 def nibbles(
     words: Any, axis: int, order: tuple[int, ...] = tuple(range(8)), *, xp: Any = jnp
 ) -> Any:
-    """Return u8 numbers from words i32, each of eight numbers that are adjacent along `axis`.
+    """Return codes u8 from words, each of several codes that are adjacent along `axis`.
 
-    The number at place j of a word is in bits 4 order[j] to 4 order[j] + 3. `xp` is the module of
+    The code at place j of a word is in bits 4 order[j] to 4 order[j] + 3. `xp` is the module of
     the words' array type: NumPy or `jax.numpy`.
     """
-    numbers = xp.stack([(words >> 4 * place) & 15 for place in order], axis=axis + 1)
-    shape = [8 * size if i == axis else size for i, size in enumerate(words.shape)]
-    return numbers.astype(np.uint8).reshape(shape)
-
-
-def unchanged(x: Any) -> Any:
-    """Return `x`. Use this in a `Unpacking` for a tensor that needs no conversion."""
-    return x
+    codes = xp.stack([(words >> 4 * place) & 15 for place in order], axis=axis + 1)
+    shape = [len(order) * size if i == axis else size for i, size in enumerate(words.shape)]
+    return codes.astype(np.uint8).reshape(shape)
 
 
 @partial(jax.jit, static_argnames=("unpack", "shape", "group", "dtype"))
@@ -135,6 +157,7 @@ def _weights(
     words: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
+    factor: jax.Array | None,
     order: jax.Array | None,
     unpack: Unpacking,
     shape: tuple[int, int],
@@ -145,8 +168,13 @@ def _weights(
     groups = jnp.arange(depth) // group
     if order is not None:
         groups = groups[jnp.argsort(order)]
-    numbers = unpack.numbers(words)[:rows, :depth].astype(jnp.float32)
+    codes = unpack.codes(words)[:rows, :depth]
     by_group = unpack.scales(scales).astype(jnp.float32)
     by_group = jnp.broadcast_to(by_group, (-(-depth // group), rows))
-    shift = 8.0 if zeros is None else zeros.astype(jnp.float32)[groups].T
-    return ((numbers - shift) * by_group[groups].T).astype(dtype)
+    if unpack.is_float:
+        numbers = jnp.array(E2M1, jnp.float32)[codes]
+    else:
+        shift = 8.0 if zeros is None else zeros.astype(jnp.float32)[groups].T
+        numbers = codes.astype(jnp.float32) - shift
+    weights = numbers * by_group[groups].T
+    return (weights if factor is None else weights * factor.reshape(1, 1)).astype(dtype)

@@ -10,8 +10,9 @@ from specjax.checkpoint.quantised.compressed_tensors import CompressedTensors
 from specjax.checkpoint.quantised.format import Format
 from specjax.checkpoint.quantised.fp8 import FP8
 from specjax.checkpoint.quantised.gptq import GPTQ
+from specjax.checkpoint.quantised.modelopt import ModelOpt
 
-FORMATS: tuple[type[Format], ...] = (FP8, CompressedTensors, GPTQ, AWQ)
+FORMATS: tuple[type[Format], ...] = (FP8, CompressedTensors, GPTQ, AWQ, ModelOpt)
 # Endings of names that only quantised checkpoints have.
 _QUANTISED = ".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale"
 

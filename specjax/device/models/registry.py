@@ -35,7 +35,7 @@ from specjax.device.models.tensor_names import (
 from specjax.device.models.text_config import WRAPPERS, read_text
 from specjax.device.parallel import Divisible, specs_of
 from specjax.device.placement import Placement
-from specjax.device.weights.stored import as_stored, dequantise
+from specjax.device.weights.stored import as_stored, dequantise, unpacked
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
@@ -121,16 +121,23 @@ def load_weights(
 ) -> Any:
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
-    The log lists tensors that are not loaded, and rotary frequencies that differ from the config's.
+    The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
+    from the config's.
     """
     stored, hf = open_checkpoint(folder), read_config(folder)
     files = find_scales(stored, hf, dtype)
     specs = named_specs(model, files.shapes())
     params = load_params(files, specs, dtype, placement=placement, ignore=partial(is_unused, model))
-    if quantisation(hf)[1] and files.tensors == stored.tensors:
+    if read_format(quantisation(hf)[1]) and files.tensors == stored.tensors:
         log(
             f"{folder}: config.json says that weights are quantised, but no tensor is; they are "
             "loaded as they are"
+        )
+    if narrow := unpacked(specs, files, keep_name):
+        log(
+            f"{folder}: {len(narrow)} quantised tensors, such as {narrow[0]}, are unpacked to "
+            f"{np.dtype(dtype)}; only projections, experts and latents' projections stay as "
+            "stored, if they are not divided over devices"
         )
     if passed := [name for name in files.names() if is_passed_over(model, name)]:
         log(f"{folder}: not loaded, not part of the text model: {as_groups(passed)}")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.packed_matmul import half, pack, packed_matmul, packed_width
+from pallas_kernels.packed_matmul import Form, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
 from specjax.checkpoint.spec import TensorSpec
@@ -25,10 +25,11 @@ class Packed(Matrix):
     """
 
     scales: jax.Array = field(kw_only=True)  # [groups, out]
-    zeros: jax.Array | None = field(kw_only=True)  # u8[groups, out]; None if they are all 8
+    zeros: jax.Array | None = field(kw_only=True)  # u8[groups, out]
+    factors: jax.Array | None = field(kw_only=True)  # f32[out]
     order: jax.Array | None = field(kw_only=True)  # i32[in], see `PackedTensor.order`
     num_in: int = field(kw_only=True)
-    group: int = field(kw_only=True)  # the number of inputs that share a scale
+    form: Form = field(kw_only=True)
     kernels: str = field(default="auto", kw_only=True)
 
     @property
@@ -47,8 +48,7 @@ class Packed(Matrix):
 
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
-        given = self.values, self.scales, self.zeros, self.group, half(self.group), self.num_in
-        matrix = unpacked(*given, dtype).T
+        matrix = unpacked(*self._arrays, self.form, self.num_in, dtype).T
         if self.order is not None:
             matrix = matrix[jnp.argsort(self.order)]
         return Dense(matrix, self.parts)
@@ -60,8 +60,12 @@ class Packed(Matrix):
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         if self.order is not None:
             x = x[:, self.order]
-        given = x, self.values, self.scales, self.zeros, self.group, dtype, first
+        given = x, *self._arrays, self.form, dtype, first
         return packed_matmul(*given, kernels=self.kernels)
+
+    @property
+    def _arrays(self) -> tuple[Any, Any, Any, Any]:
+        return self.values, self.scales, self.zeros, self.factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +75,24 @@ class _Spec(TensorSpec):
     form: PackedForm
 
     @property
+    def is_stored(self) -> bool:
+        """False, because `file_shapes` describe the weights and not the stored tensors."""
+        return False
+
+    @property
     def num_out(self) -> int:
         """The number of columns of the matrix."""
         return sum(rows for rows, _ in self.file_shapes)
 
     @property
+    def packing(self) -> Form:
+        """How the numbers are packed in the engine's array."""
+        return Form(self.form.group, self.form.unpack.is_float)
+
+    @property
     def num_groups(self) -> int:
         """The number of groups."""
-        return -(-self.form.num_in // self.form.group)
+        return self.packing.num_groups(self.form.num_in)
 
     def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return arrays [out, ...] of the tensors merged into one; see `TensorSpec.join`."""
@@ -88,13 +102,13 @@ class _Spec(TensorSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NumbersSpec(_Spec):
-    """The spec of the numbers. They are unpacked and packed again on the device."""
+class _CodesSpec(_Spec):
+    """The spec of the codes. They are unpacked and packed again on the device."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See `TensorSpec`."""
-        return self.num_out, packed_width(self.form.num_in, half(self.form.group))
+        return self.num_out, self.packing.width(self.form.num_in)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`. The last array is the order, if there is one."""
@@ -105,11 +119,11 @@ class _NumbersSpec(_Spec):
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """See `TensorSpec`."""
         words = zip(parts, self.file_shapes, strict=False)
-        unpack = self.form.unpack.numbers
-        numbers = self.merge([unpack(one)[:rows, :depth] for one, (rows, depth) in words])
+        unpack = self.form.unpack.codes
+        codes = self.merge([unpack(one)[:rows, :depth] for one, (rows, depth) in words])
         if self.form.order:
-            numbers = numbers[:, parts[-1]]
-        return pack(numbers, half(self.form.group))
+            codes = codes[:, parts[-1]]
+        return self.packing.pack(codes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +146,8 @@ class _ScalesSpec(_GroupsSpec):
         """See `TensorSpec`."""
         unpack = self.form.unpack.scales
         pairs = zip(parts, self.file_shapes, strict=True)
-        shapes = [(unpack(part), (self.num_groups, rows)) for part, (rows, _) in pairs]
-        return self.merge([jnp.broadcast_to(*pair).T for pair in shapes]).T
+        pairs = [(unpack(part), (self.num_groups, rows)) for part, (rows, _) in pairs]
+        return self.merge([jnp.broadcast_to(*pair).T for pair in pairs]).T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +159,25 @@ class _ZerosSpec(_GroupsSpec):
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """See `TensorSpec`."""
         return self.merge([part.T for part in parts]).T
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FactorsSpec(_Spec):
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorSpec`."""
+        return (self.num_out,)
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return [find(name).read_factor() for name in self.names]
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """See `TensorSpec`. All outputs of a tensor have the same factor."""
+        pairs = zip(parts, self.file_shapes, strict=True)
+        return jnp.concatenate(
+            [jnp.broadcast_to(part.reshape(1), rows) for part, (rows, _) in pairs]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +206,13 @@ def packed_specs(given: Mapping[str, Any], tensors: Sequence[PackedTensor]) -> P
     def spec(kind: type[_Spec], dtype: str) -> Any:
         return kind(**given, form=form, dtype=dtype)
 
+    values = spec(_CodesSpec, "uint8")
     return Packed(
-        spec(_NumbersSpec, "uint8"),
+        values,
         scales=spec(_ScalesSpec, form.scales_dtype),
         zeros=spec(_ZerosSpec, "uint8") if form.has_zeros else None,
+        factors=spec(_FactorsSpec, "float32") if form.has_factor else None,
         order=spec(_OrderSpec, "int32") if form.order else None,
         num_in=form.num_in,
-        group=form.group,
+        form=values.packing,
     )

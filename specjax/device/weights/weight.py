@@ -10,7 +10,8 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
-ARRAYS = "values", "scales", "zeros", "order"  # fields of weights that are arrays or None
+# Fields of weights that are arrays or None.
+ARRAYS = "values", "scales", "zeros", "factors", "order"
 # On a CPU, parameters of at most this many bytes may also be kept in a second, faster form.
 MAX_DOUBLED = 2**30
 

@@ -1,0 +1,46 @@
+"""How 4-bit numbers are coded and packed into bytes."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MAX_HALF = 64
+# The numbers of E2M1 codes without a sign (OCP Microscaling, 2023); 8 is added for the sign.
+E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+
+
+class Form(NamedTuple):
+    """The form of a matrix of 4-bit numbers."""
+
+    group: int  # the number of inputs that share a scale
+    is_float: bool = False  # whether codes are floats (E2M1), not integers
+
+    @property
+    def half(self) -> int:
+        """The number H of bytes in a run; see `packed_matmul`."""
+        return math.gcd(self.group, MAX_HALF)
+
+    def num_groups(self, depth: int) -> int:
+        """Return the number of groups of `depth` inputs."""
+        return -(-depth // self.group)
+
+    def width(self, depth: int) -> int:
+        """Return the number of bytes for `depth` inputs."""
+        return -(-depth // (2 * self.half)) * self.half
+
+    def pack(self, codes: jax.Array) -> jax.Array:
+        """Return u8[..., bytes] from codes u8[..., I] from 0 to 15."""
+        *others, depth = codes.shape
+        padding = [(0, 0)] * len(others) + [(0, 2 * self.width(depth) - depth)]
+        runs = jnp.pad(codes, padding).reshape(*others, -1, 2, self.half)
+        return (runs[..., 0, :] | (runs[..., 1, :] << 4)).reshape(*others, -1)
+
+    def numbers(self, values: jax.Array, depth: int) -> jax.Array:
+        """Return the numbers f32[O, depth] of packed values [O, bytes]; integers less 8."""
+        runs = values.reshape(len(values), -1, self.half)
+        codes = jnp.concatenate([runs & 15, runs >> 4], axis=-1).reshape(len(values), -1)
+        if self.is_float:
+            return jnp.array([*E2M1, *(-x for x in E2M1)], jnp.float32)[codes[:, :depth]]
+        return codes[:, :depth].astype(jnp.float32) - 8

@@ -1,0 +1,59 @@
+"""Matrices of 4-bit floats: NVFP4 (groups of 16) and MXFP4 (groups of 32).
+
+A tensor u8[O, I / 2] has two codes per byte, the first in the lower bits. NVFP4 has scales
+float8[O, groups], and one factor for all of them. compressed-tensors stores its reciprocal. MXFP4
+has powers of two as scales, stored as u8 exponents plus 127.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.quantised.format import check_shape
+from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking, nibbles
+from specjax.checkpoint.stored_tensor import Readable
+
+
+def _transposed(scales: Any) -> Any:
+    return scales.T
+
+
+def _powers(exponents: Any) -> Any:
+    return jnp.ldexp(jnp.float32(1), exponents.T.astype(jnp.int32) - 127).astype(jnp.bfloat16)
+
+
+def _reciprocal(factor: np.ndarray) -> np.ndarray:
+    return np.float32(1) / factor
+
+
+_codes = partial(nibbles, axis=1, order=(0, 1))
+NVFP4 = Unpacking(_codes, _transposed, is_float=True)
+NVFP4_RECIPROCAL = NVFP4._replace(factor=_reciprocal)
+MXFP4 = Unpacking(_codes, _powers, is_float=True, scales_dtype="bfloat16")
+GROUPS = {NVFP4: 16, NVFP4_RECIPROCAL: 16, MXFP4: 32}
+
+
+def fp4_tensor(
+    folder: Path,
+    name: str,
+    words: Readable,
+    scales: tuple[str, Readable],
+    factor: tuple[str, Readable] | None,
+    unpack: Unpacking,
+    dtype: np.dtype,
+) -> PackedTensor:
+    """Return the matrix that the tensor `name` and its scales store; see `PackedTensor`.
+
+    `scales` and `factor` are names and tensors.
+    """
+    (num_out, width), group = words.shape, GROUPS[unpack]
+    about = f"{name} {list(words.shape)}"
+    check_shape(folder, scales[0], about, scales[1], (num_out, -(-2 * width // group)))
+    if factor is not None:
+        check_shape(folder, factor[0], about, factor[1], (1,), ())
+    own = words, scales[1], None, None, scales[0], ""
+    factors = (None, "") if factor is None else (factor[1], factor[0])
+    return PackedTensor(*own, unpack, (num_out, 2 * width), group, dtype, *factors)

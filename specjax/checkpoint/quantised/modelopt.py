@@ -1,0 +1,44 @@
+"""Weights of NVIDIA's ModelOpt: NVFP4, and float8 with a scale per tensor.
+
+A matrix X in NVFP4 has X.weight u8[O, I / 2], X.weight_scale and X.weight_scale_2. Which matrices
+are in which of the two forms, or in neither, is seen from the tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.format import take
+from specjax.checkpoint.quantised.fp4 import NVFP4, fp4_tensor
+from specjax.checkpoint.quantised.scaled import with_scales
+
+_ALGORITHMS = "NVFP4", "FP8", "MIXED_PRECISION"
+_END = ".weight_scale_2"
+
+
+@dataclass(frozen=True)
+class ModelOpt:
+    """See `Format`. Activations may be quantised as well; here they keep their dtype."""
+
+    described: ClassVar[str] = "modelopt (NVFP4, FP8, MIXED_PRECISION of these)"
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self | None:
+        """See `Format`."""
+        is_read = config.get("quant_method") == "modelopt"
+        return cls() if is_read and config.get("quant_algo") in _ALGORITHMS else None
+
+    def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
+        """See `Format`."""
+        tensors, folder = dict(files.tensors), files.folder
+        for name in files.names():
+            if name.endswith(_END):
+                plain, scale = name.removesuffix("_scale_2"), name.removesuffix("_2")
+                words, factor = (take(tensors, folder, one, name) for one in (plain, name))
+                scales = scale, take(tensors, folder, scale, name)
+                given = folder, plain, words, scales, (name, factor)
+                tensors[plain] = fp4_tensor(*given, NVFP4, np.dtype(dtype))
+        return with_scales(replace(files, tensors=tensors), None, dtype)
