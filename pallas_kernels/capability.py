@@ -10,7 +10,7 @@ def compute_capability() -> tuple[int, int] | None:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:  # compilation without the device
         return ABSTRACT_CAPABILITY if "NVIDIA" in abstract.device_kind else None
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
         return None
     major, minor = str(device.compute_capability).split(".")

@@ -118,7 +118,7 @@ def dot(
 
 
 def barrier(values: Any) -> Any:
-    """Synchronise all threads of the program; return `values` unchanged."""
+    """Synchronise all threads of the thread block; return `values` unchanged."""
     if backend() == "pallas":
         plt.debug_barrier()
         return values
@@ -170,11 +170,12 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return float8_e4m3fn or int8 numbers as bf16, four at a time; NaN becomes 480.
+    """Return float8_e4m3fn or int8 numbers as bf16. With the backend "pallas", NaN becomes 480.
 
-    Moved to their places in bf16, the bits of a float8 number mean 2^-120 times the number. In the
-    last bits of 128, the lower seven bits of an integer make 128 plus these bits, and the sign bit
-    makes 128 or 256; the integer is the difference.
+    The assembly converts four numbers at a time. Moved to their places in bf16, the bits of a
+    float8 number mean 2^-120 times the number. The lower seven bits of an integer are written into
+    the last bits of the bf16 number 128, which makes 128 plus these bits. The integer is the
+    difference from 128, or from 256 if its sign bit is set.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)
@@ -237,12 +238,13 @@ def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Arr
 
 
 def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the lower and the upper four bits of each byte as bf16 or f32; they are E2M1 floats.
+    """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
 
-    Moved to their places in bf16, the bits of a number mean 2^-126 times the number.
+    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
+    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
-        low, high = (of_e2m1(part).astype(dtype) for part in _halves(x))
+        low, high = (e2m1(part).astype(dtype) for part in _halves(x))
         return low, high
     code = """
         shl.b32 s, a, 12;
@@ -258,14 +260,6 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     whole = x.astype(jnp.uint32)
     return whole & 15, whole >> 4
-
-
-def of_e2m1(code: jax.Array) -> jax.Array:
-    """Return the numbers f32 of codes u32, by integers: twice a number is a whole number."""
-    exponent, last = (code >> 1) & 3, code & 1
-    doubled = jnp.where(exponent == 0, last, (2 + last) << (jnp.maximum(exponent, 1) - 1))
-    number = doubled.astype(jnp.float32) * 0.5
-    return jnp.where(code < 8, number, -number)
 
 
 def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
@@ -291,6 +285,14 @@ def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) 
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
     )
     return found
+
+
+def e2m1(bits: jax.Array) -> jax.Array:
+    """Return the numbers f32 that u32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
+    exponent, mantissa = (bits >> 1) & 3, bits & 1
+    doubled = (2 + mantissa) << jnp.maximum(exponent, 1) >> 1
+    twice = jnp.where(exponent > 0, doubled, mantissa).astype(jnp.float32)
+    return jnp.where(bits > 7, -0.5, 0.5) * twice
 
 
 # These replace inline assembly in the text of a Triton function.

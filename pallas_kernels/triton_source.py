@@ -209,7 +209,7 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Return the value `name` broadcast from shape `old` to `new`. Its axes become `at`."""
+        """Return the value `name`, broadcast from shape `old` to `new`; its axes become `at`."""
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")
@@ -253,8 +253,7 @@ def _convert(writer: _Writer, eqn: Any, x: str) -> list[str]:
     (old,), (new,) = eqn.invars, eqn.outvars
     if old.aval.dtype == new.aval.dtype:
         return [x]
-    if jnp.issubdtype(old.aval.dtype, jnp.floating) and jnp.issubdtype(new.aval.dtype, jnp.integer):
-        raise NotImplementedError("conversion of floats to integers has no translation")
+    # Floats become integers by dropping the fraction. They must fit.
     return [f"{x}.to({_dtype(new.aval.dtype)})"]
 
 

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
+    from specjax.following import follow
     from specjax.llm import LLM
     from specjax.outputs import CompletionOutput, Logprob, RequestOutput
+    from specjax.ray.llm import RayLLM
     from specjax.sampling_params import (
         RequestOutputKind,
         SamplingParams,
@@ -26,10 +28,12 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "EngineArgs",
     "Logprob",
+    "RayLLM",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -38,6 +42,8 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
+    "follow",
 ]
 
 _MODULES = {
@@ -46,9 +52,12 @@ _MODULES = {
     "AsyncEngineArgs": "specjax.engine_args",
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
+    "RayLLM": "specjax.ray.llm",
+    "ChatMessage": "specjax.outputs",
     "CompletionOutput": "specjax.outputs",
     "RequestOutput": "specjax.outputs",
     "Logprob": "specjax.outputs",
+    "ToolCall": "specjax.outputs",
     "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",
@@ -56,6 +65,7 @@ _MODULES = {
     "TextPrompt": "specjax.text.prompts",
     "TokensPrompt": "specjax.text.prompts",
     "SpeculativeConfig": "specjax.config",
+    "follow": "specjax.following",
 }
 
 

@@ -3,26 +3,29 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Hashable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from specjax.checks import check_positive
+from specjax.config import EngineConfig
 from specjax.device.models.model import Model
 from specjax.engine.metrics import Metrics
 from specjax.engine.process import refuse_fork
 from specjax.engine_args import EngineArgs
 from specjax.host.request import Request
+from specjax.host.sequence import Sequence as Sample
 from specjax.llm import LLM
-from specjax.outputs import RequestOutput
-from specjax.sampling_params import RequestOutputKind, SamplingParams
+from specjax.outputs import CompletionOutput, RequestOutput
+from specjax.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from specjax.serving.vllm_methods import Refusing
-from specjax.text.completions import Outputs, Shown
+from specjax.text.completions import Shown
 from specjax.text.prompts import Prompt, prompt_text, refuse_lora
+from specjax.text.streams import Generation, OutputStream, deliver, tell
 from specjax.text.tokenizer import ChatTokenizer
 
 Answer = TypeVar("Answer")
@@ -58,7 +61,7 @@ class AsyncLLM(Refusing):
         if max_num_requests is not None:
             self._turns = asyncio.Semaphore(max_num_requests)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[Hashable, _Stream] = {}  # used by the engine's thread only
+        self._streams: dict[Hashable, OutputStream] = {}  # used by the engine's thread only
         self._is_closing, self._pid = False, os.getpid()
         self._ending, self._has_ended = threading.Lock(), False  # once True, refuse calls
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
@@ -97,6 +100,24 @@ class AsyncLLM(Refusing):
         """
         return self._grow(prompt, sampling_params, request_id, priority, None)
 
+    def resume_stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        before: CompletionOutput,
+        *,
+        request_id: Hashable | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a request with one sample, of which another engine has made the part `before`.
+
+        Outputs are those that `generate_stream` would yield after it had yielded `before`.
+
+        Raises:
+            ValueError: as for `generate_stream`, or the parameters ask for several samples.
+        """
+        return self._grow(prompt, sampling_params, request_id, priority, None, before)
+
     async def _grow(
         self,
         prompt: Prompt,
@@ -104,29 +125,72 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None,
         priority: int,
         kind: RequestOutputKind | None,  # None for the kind of `params`
+        before: CompletionOutput | None = None,  # what the only sample already has
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
         if params is None:
             params = self._llm.get_default_sampling_params()
-        made = self._call(
-            lambda: self._llm.make_request(prompt, params, request_id=request_id, priority=priority)
-        )
-        request = await asyncio.wrap_future(made)
-        text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind)
+        known = [] if before is None else before.token_ids
+
+        def make() -> Request:
+            made = self._llm.make_request(prompt, params, request_id=request_id, priority=priority)
+            return self._llm.request_maker.after(made, known)
+
+        request = await asyncio.wrap_future(self._call(make))
+        text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind, before)
         async with self._turns:
             self._check_open()  # it may have closed meanwhile
-            stream = _Stream(asyncio.get_running_loop())
-            added = self._call(lambda: self._add(stream, request, text))
+            stream = OutputStream(asyncio.get_running_loop())
+            added = self._call(lambda: self._add(stream, request, text, before))
             try:
                 await asyncio.wrap_future(added)
-                while not stream.is_finished:
-                    output = shown.of(await stream.take())
-                    if output is not None:
-                        yield output
+                async for output in stream.read(shown):
+                    yield output
             finally:
-                # Aborting an already finished or never added request is a no-op.
-                if not stream.is_finished and not self._is_closing:
-                    self._call(lambda: self._drop(stream))
+                self._leave(stream)
+
+    @asynccontextmanager
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams,
+        *,
+        request_ids: Sequence[Hashable],
+        priority: int = 0,
+    ) -> AsyncIterator[list[AsyncIterator[RequestOutput]]]:
+        """Queue prompts together, and yield the stream of each. If one is refused, queue none.
+
+        The streams are as in `generate_stream`. Leaving the block aborts unfinished requests.
+        `max_num_requests` has no effect.
+
+        Args:
+            request_ids: an id per prompt, as in `generate_stream`.
+
+        Raises:
+            ValueError: a prompt, a parameter or an id is invalid.
+            RuntimeError: the AsyncLLM is closed, or asleep.
+        """
+        self._check_open()
+        streams = [OutputStream(asyncio.get_running_loop()) for _ in prompts]
+        make = partial(self._llm.make_request, sampling_params=sampling_params, priority=priority)
+
+        def add() -> None:
+            pairs = zip(prompts, request_ids, strict=True)
+            requests = [make(prompt, request_id=one) for prompt, one in pairs]
+            for stream, request, prompt in zip(streams, requests, prompts, strict=True):
+                self._add(stream, request, prompt_text(prompt))
+
+        try:
+            await asyncio.wrap_future(self._call(add))
+            yield [stream.read(Shown(sampling_params.output_kind)) for stream in streams]
+        finally:
+            for stream in streams:
+                self._leave(stream)
+
+    def _leave(self, stream: OutputStream) -> None:
+        """Abort a request, unless it has finished or was never added."""
+        if not stream.is_finished and not self._is_closing:
+            self._call(partial(self._drop, stream))
 
     def generate(
         self,
@@ -136,7 +200,7 @@ class AsyncLLM(Refusing):
         *,
         lora_request: None = None,
         priority: int = 0,
-    ) -> "Generation":
+    ) -> Generation:
         """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
 
         See `generate_stream`.
@@ -162,6 +226,39 @@ class AsyncLLM(Refusing):
     def get_tokenizer(self) -> ChatTokenizer:
         """See `LLM.get_tokenizer`."""
         return self._llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return self._llm.get_default_sampling_params()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The sizes of the engine; with several replicas, of each."""
+        return self._llm.engine.config
+
+    @property
+    def num_slots(self) -> int:
+        """The maximum number of samples that run at the same time."""
+        return len(self._llm.engine.engines) * self.config.max_num_seqs
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The maximum number of drafts per round; 0 without speculation."""
+        return max(self._llm.engine.engines[0].scheduler.policy.choices)
+
+    def is_alive(self) -> bool:
+        """Return whether the engine runs, or waits for requests. False after a fatal error."""
+        return self._thread.is_alive() and not self._is_closing
+
+    async def compile_grammar(self, outputs: StructuredOutputs) -> None:
+        """Compile a grammar outside the engine's thread, so that no request waits for it.
+
+        Raises:
+            ValueError: the grammar cannot be followed.
+        """
+        if (grammars := self._llm.request_maker.grammars) is None:
+            raise ValueError("structured_outputs need a checkpoint with a tokenizer")
+        await asyncio.to_thread(grammars.compile, outputs)
 
     async def save_dynamic_config(self, path: str | Path) -> None:
         """See `LLM.save_dynamic_config`."""
@@ -190,6 +287,19 @@ class AsyncLLM(Refusing):
     async def stop_profile(self) -> None:
         """See `LLM.stop_profile`."""
         await self._ask(self._llm.stop_profile)
+
+    def apply(self, function: Callable[[LLM], Answer]) -> "Future[Answer]":
+        """Call `function` with the LLM between two steps, none of which is in flight.
+
+        The call is made on the engine's thread. Return the future of its result.
+        """
+
+        def call() -> Answer:
+            self._advance(self._llm.engine.land)
+            return function(self._llm)
+
+        self._check_open()
+        return self._call(call)
 
     async def close(self) -> None:
         """Abort unfinished requests and free the device's memory. Closing twice is harmless."""
@@ -261,27 +371,39 @@ class AsyncLLM(Refusing):
                 if self._is_closing:
                     break
             if not self._is_closing and engine.has_work:
-                try:
-                    touched = engine.step()
-                except Exception as error:  # the device failed, all running requests are lost
-                    finished = [i for i, s in self._streams.items() if s.has_ended]
-                    engine.reset()
-                    self._publish(finished)
-                    self._fail_all(error)
-                else:
-                    self._publish({sequence.request.request_id for sequence in touched})
+                self._advance(engine.step)
 
-    def _add(self, stream: "_Stream", request: Request, prompt: str | None) -> None:
+    def _advance(self, move: Callable[[], list[Sample]]) -> None:
+        """Call `move`, a method of the engine that returns changed samples, and publish these."""
+        try:
+            touched = move()
+        except Exception as error:  # the device failed, all running requests are lost
+            finished = [i for i, s in self._streams.items() if s.has_ended]
+            self._llm.engine.reset()
+            self._publish(finished)
+            self._fail_all(error)
+        else:
+            self._publish({sequence.request.request_id for sequence in touched})
+
+    def _add(
+        self,
+        stream: OutputStream,
+        request: Request,
+        prompt: str | None,
+        before: CompletionOutput | None = None,
+    ) -> None:
         if not stream.is_cancelled:
             stream.outputs = self._llm.start(request, prompt)
             self._streams[request.request_id] = stream
+            if before is not None and before.logprobs:
+                stream.outputs.completions[0].sequence.logprobs += before.logprobs
 
     def _abort(self, request_id: Hashable) -> bool:
         aborted = self._llm.engine.abort(request_id)
         self._publish({request_id} if aborted else ())
         return bool(aborted)
 
-    def _drop(self, stream: "_Stream") -> None:
+    def _drop(self, stream: OutputStream) -> None:
         """Abort a request whose caller stopped waiting."""
         stream.is_cancelled = True
         if stream.outputs is None:
@@ -295,7 +417,7 @@ class AsyncLLM(Refusing):
 
     def _publish(self, request_ids: Any) -> None:
         """Deliver the new outputs of requests to their callers, with one call per event loop."""
-        news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
             if stream is None or stream.outputs is None:
@@ -304,91 +426,15 @@ class AsyncLLM(Refusing):
                 output = stream.outputs.output()
             except Exception as error:  # only this request fails
                 self._drop(stream)
-                _tell(stream.loop, stream.fail, error)
+                tell(stream.loop, stream.fail, error)
                 continue
             news.setdefault(stream.loop, []).append((stream, output))
             if output.finished:
                 del self._streams[request_id]
         for loop, outputs in news.items():
-            _tell(loop, _deliver, outputs)
+            tell(loop, deliver, outputs)
 
     def _fail_all(self, error: BaseException) -> None:
         for stream in self._streams.values():
-            _tell(stream.loop, stream.fail, error)
+            tell(stream.loop, stream.fail, error)
         self._streams.clear()
-
-
-class Generation:
-    """A request that starts when it is iterated or awaited.
-
-    Iterating yields the outputs of the request. Awaiting returns its last output.
-    """
-
-    def __init__(
-        self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
-    ):
-        self._grow = grow
-        self._outputs = grow(None)
-
-    def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
-        return self._outputs
-
-    def __await__(self) -> Generator[Any, None, RequestOutput]:
-        return self._last().__await__()
-
-    async def aclose(self) -> None:
-        """Abort the request if it has been iterated and has not finished."""
-        await self._outputs.aclose()
-
-    async def _last(self) -> RequestOutput:
-        (last,) = [one async for one in self._grow(RequestOutputKind.FINAL_ONLY)]
-        return last
-
-
-class _Stream:
-    """Passes the latest output of a request from the engine's thread to the request's caller."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self.outputs: Outputs | None = None  # only the engine's thread uses this and `is_cancelled`
-        self.is_cancelled = False
-        self.is_finished = False
-        self._latest: RequestOutput | None = None
-        self._error: BaseException | None = None
-        self._has_news = asyncio.Event()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all samples ended without an abort. Used on the engine's thread."""
-        samples = [c.sequence for c in self.outputs.completions] if self.outputs else []
-        return all(sample.finish_reason not in (None, "abort") for sample in samples)
-
-    async def take(self) -> RequestOutput:
-        """Wait for the next output and return it."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        if self._error is not None:
-            self.is_finished = True
-            raise self._error
-        assert self._latest is not None
-        self.is_finished = self._latest.finished
-        return self._latest
-
-    def put(self, output: RequestOutput) -> None:
-        self._latest = output
-        self._has_news.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._has_news.set()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function on an event loop. Do nothing if the loop has closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *arguments)
-
-
-def _deliver(outputs: list[tuple[_Stream, RequestOutput]]) -> None:
-    for stream, output in outputs:
-        stream.put(output)

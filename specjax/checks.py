@@ -1,4 +1,4 @@
-"""Checks that settings share. Errors name the setting, its value and the valid values."""
+"""Checks the values of settings. Errors name the setting, its value and the valid values."""
 
 import sys
 import warnings
@@ -13,9 +13,9 @@ _OWN = "specjax", "pallas_kernels", "contextlib", "functools"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return a text that suggests the known name most similar to an unknown `name`.
+    """Return the end of an error message: a question with the known name most similar to `name`.
 
-    The text ends an error message. It is empty if no known name is similar.
+    The text is empty if no known name is similar.
     """
     near = get_close_matches(str(name), list(known), 1, NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -13,12 +13,13 @@ from importlib import import_module
 
 from specjax import __version__
 from specjax.checkpoint.demo import TARGET
-from specjax.commands import arguments, bench, compile_arguments, train
+from specjax.commands import arguments, bench, compile_arguments, serve_arguments, train
 from specjax.host.leaving import INTERRUPTED, leave_interrupted
 
 # The module of each command; its `run(args)` runs it.
 _MODULES = {
     "generate": "specjax.commands.generate",
+    "serve": "specjax.commands.serve",
     "bench": "specjax.bench.speculation",
     "bench sweep": "specjax.bench.sweep",
     "bench simulate": "specjax.bench.simulate",
@@ -30,14 +31,17 @@ _MODULES = {
     "info --compile": "specjax.commands.compile_report",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
+_NEEDS_EXTRA = {
+    **{"optax": "train", "orbax": "train", "matplotlib": "plot"},
+    **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client"), "serve"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code.
 
-    The code is 0 for success, 2 for errors that the user can fix, 130 after an interrupt, and 141
-    if the reader of the output has closed the pipe.
+    The code is 0 for success, 1 if `info --check` finds a fault, 2 for errors that the user can
+    fix, 130 after an interrupt, and 141 if the reader of the output has closed the pipe.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
@@ -95,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_arguments(command)
 
     add("generate", _add_generate, "Continue prompts.")
+    add("serve", serve_arguments.add_arguments, serve_arguments.DESCRIPTION)
     add("bench", bench.add_arguments, bench.DESCRIPTION)
     add("profile", bench.add_profile_arguments, bench.PROFILE_DESCRIPTION)
     add("train", train.add_arguments, "Train a model or a drafter.")
@@ -144,12 +149,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
     parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices per replica"
-    )
-    parser.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="replicas of the model"
-    )
+    arguments.add_devices(parser)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from pallas_kernels import KERNELS
+from pallas_kernels.page_formats import PAGE_FORMATS, PageFormat
 from specjax.checks import (
     check_choice,
     check_count,
@@ -29,9 +30,9 @@ DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
 COLLECTIVES = ("auto", "nccl", "graph")
+KV_CACHE_DTYPES = ("auto", *PAGE_FORMATS)
 SCHEDULING_POLICIES = ("fcfs", "priority")
-# The one shape of exact mode, also for smaller engines: requests of a round, rows per request, and
-# tokens of a chunk.
+# The one shape of exact mode, of any engine: requests, rows per request, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # default maximum of K with `adaptive`
 MANY_DRAFTS, MAX_DRAFTS = 16, 64  # maximum of K without a warning, without an error
@@ -97,6 +98,7 @@ class SpeculativeConfig:
             enters 0-based layer i ("entering", as in vLLM), or its output ("output", as in SGLang).
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
+        kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
     """
 
     method: str
@@ -114,22 +116,22 @@ class SpeculativeConfig:
     dynamic_config_path: str | PathLike[str] | None = None
     dynamic_config_force: bool = False
     adaptive: bool = False
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self):
-        check_choice("speculative_config.method", self.method, tuple(METHODS))
+        where = "speculative_config"
+        check_choice(f"{where}.method", self.method, tuple(METHODS))
         self._check_lookup()
         is_own = self.model is None and self.method in OWN_METHODS
         if not is_own and not isinstance(self.model, str | PathLike):
-            raise ValueError(f"speculative_config.model={self.model!r} must be a folder or hub id")
-        check_choice(
-            "speculative_config.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS
-        )
-        check_choice(
-            "speculative_config.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS
-        )
+            raise ValueError(f"{where}.model={self.model!r} must be a folder or hub id")
+        check_choice(f"{where}.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
+        check_choice(f"{where}.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS)
+        if self.kv_cache_dtype is not None:
+            check_choice(f"{where}.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._check_dynamic()
         self._check_num_drafts()
-        check_choice("speculative_config.verification", self.verification, VERIFICATIONS)
+        check_choice(f"{where}.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
 
     def _check_lookup(self) -> None:
@@ -142,20 +144,15 @@ class SpeculativeConfig:
             return
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if self.model is not None:
-            raise ValueError(
-                f"speculative_config.model={self.model!r}: method='ngram' has no checkpoint; leave "
-                "it out"
-            )
+            where = f"speculative_config.model={self.model!r}"
+            raise ValueError(f"{where}: method='ngram' has no checkpoint; leave it out")
         where = "speculative_config.prompt_lookup"
         named = {f"{where}_min": low, f"{where}_max": high}
         check_positive(**{name: value for name, value in named.items() if value is not None})
-        # If only one of them is given, it is both, as in vLLM.
+        # If only one of them is given, the other gets the same value, as in vLLM.
         if low is None and high is None:
             low, high = 2, 5
-        low, high = (
-            (high if low is None else low),
-            (low if high is None else high),
-        )
+        low, high = high if low is None else low, low if high is None else high
         if low > high:  # pyright: ignore[reportOperatorIssue]
             raise ValueError(
                 f"{where}_min={low} exceeds {where}_max={high}; lower the one or raise the other"
@@ -279,13 +276,14 @@ class EngineConfig:
         num_snapshots: number of recurrent states kept for prefix caching; None for a quarter of
             max_num_seqs.
         scheduling_policy: "fcfs" (first come, first served), or "priority" (lowest value first).
-        dtype: dtype of weights and caches.
+        dtype: dtype of weights, and of caches without a format.
+        page_format, draft_page_format: formats of the target's and the drafter's 8-bit pages.
         kernels: implementation of the GPU operations.
         collectives: how several GPUs exchange sums: "auto" (XLA's choice), "nccl" (the library), or
             "graph" (NCCL inside of CUDA graphs). See `collective_options`.
-        async_scheduling: plan and launch a step before reading the one before it.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         compile_ahead: compile every shape before the first request instead of in the background.
-        exact: run every step in one shape, so that results depend only on the request.
+        exact: one shape for chunks and one for rounds, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.
@@ -305,6 +303,8 @@ class EngineConfig:
     num_snapshots: int = None  # pyright: ignore[reportAssignmentType]  # resolved below
     scheduling_policy: str = "fcfs"
     dtype: str = "float32"
+    page_format: PageFormat | None = None
+    draft_page_format: PageFormat | None = None
     kernels: str = "auto"
     collectives: str = "auto"
     async_scheduling: bool = True
@@ -395,7 +395,7 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
     def _usual_batches(self) -> tuple[int, ...]:
-        """Return powers of two up to max_num_seqs."""
+        """Return max_num_seqs and the powers of two below it. In exact mode, return one size."""
         if self.exact:
             return (max(self.max_num_seqs, EXACT_BATCH),)
         return growing(1, self.max_num_seqs, 2)
@@ -403,8 +403,8 @@ class EngineConfig:
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
         """Return chunk shapes. Widths double up to the budget, each for 1, 4, 16, ... prompts.
 
-        A padding row costs as much as a token, and a full engine mostly runs a few short chunks
-        next to a round. Padding takes at most three quarters of a batch.
+        So a batch has less than four times as many rows as chunks. This matters because a padding
+        row takes as long as a chunk. In exact mode, there is one shape.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)

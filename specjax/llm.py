@@ -16,6 +16,7 @@ from specjax.engine.progress import progress
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
+from specjax.messages.chat import Chat, ChatOptions
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
@@ -23,13 +24,13 @@ from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
 from specjax.serving.vllm_methods import VllmMethods
-from specjax.text.chat import render_conversations
 from specjax.text.completions import Growing, Outputs, samples_of
 from specjax.text.prompts import (
     Prompt,
     RequestMaker,
     as_prompt_list,
     one_each,
+    params_each,
     prompt_text,
     refuse_lora,
     truncated,
@@ -61,14 +62,18 @@ class LLM(VllmMethods):
             that double up to the token budget, each for 1, 4, 16, ... prompts.
         num_pages: pages of the KV cache; None for all requests at full length, or as many as fit.
         page_size: tokens per page.
+        kv_cache_dtype: numbers in pages, "auto" (dtype), "fp8" (e4m3, with the checkpoint's scales
+            or 1), or "int8" (with a scale for each token and head).
+        kv_cache_dtype_skip_layers: numbers of layers whose pages stay in dtype; "sliding_window"
+            for all layers with a window.
         gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
         enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
             also need a snapshot of their states, so they reuse shorter prefixes.
-        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, or for as many as fit.
-        async_scheduling: plan and launch a step before reading the one before it.
+        num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, fewer if memory is low.
+        async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile what requests need, in all shapes, before they run. Speed and
-            rounding are then as in a warm engine. By default, requests run padded in the first
+            rounding then do not change while serving. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:
             at least `max_num_seqs` requests with 8 or more tokens each, compiled at the start.
@@ -76,7 +81,10 @@ class LLM(VllmMethods):
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
             "both" reports "processed", and adds "raw" as `Logprob.raw_logprob`.
-        tensor_parallel_size: number of devices that share the model.
+        tensor_parallel_size: number of devices that share the model, over all processes.
+        nnodes, node_rank, master_addr, master_port, distributed_timeout_seconds: several processes
+            that share the model. Only process 0 has the LLM; the others call `follow`. The page
+            "Several devices" explains each.
         data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
             that share the requests. Sizes like max_num_seqs hold for each replica.
         enable_expert_parallel: give each device whole experts, not parts of all.
@@ -107,10 +115,7 @@ class LLM(VllmMethods):
         get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
         self._sleep = SleepOfAll(self.engine)
         self.request_maker = RequestMaker(
-            serving.config,
-            serving.tokenizer,
-            serving.target.vocab_size,
-            serving.eos_ids,
+            *(serving.config, serving.tokenizer, serving.target.vocab_size, serving.eos_ids),
             self.engine.number_of,
         )
 
@@ -126,16 +131,16 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Continue each prompt. Outputs come in the order of the prompts.
 
-        If a single request fails, for example because of its grammar, it ends with finish_reason
-        "error", and the other requests continue.
+        A request that fails, for example because of its grammar, ends with finish_reason "error".
+        The other requests continue.
 
         Args:
             prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
                 list of these.
             sampling_params: parameters for all prompts, or a list with one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: whether to show progress (as a bar, or as log lines if there is no terminal),
-                or a class with the arguments of tqdm, which then shows the progress.
+            use_tqdm: whether to show progress (a bar, or log lines without a terminal), or a class
+                like tqdm, which then shows it.
             lora_request: must be None; LoRA adapters are not supported.
             priority: with scheduling_policy="priority", requests with low values go first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
@@ -168,8 +173,7 @@ class LLM(VllmMethods):
         last output of a request is `finished`. Requests start when the iteration starts; leaving it
         aborts unfinished requests. Between two outputs, the LLM may be used for other calls.
 
-        `use_tqdm` logs the progress every ten seconds, because text printed between outputs would
-        break a bar.
+        `use_tqdm` logs the progress every ten seconds; printed outputs would break a bar.
 
         Raises:
             ValueError: as for `generate`; raised by the call itself.
@@ -210,6 +214,8 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
 
+        Each sample's `message` has its content, reasoning and tool calls; see docs/tools.md.
+
         Args:
             messages: each message's content is a text, or a list of {"type": "text", "text": ...}.
             chat_template: a Jinja template, or the name of a template in the checkpoint.
@@ -219,24 +225,28 @@ class LLM(VllmMethods):
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
-            options: further arguments of `generate`.
+            options: tool_choice, parallel_tool_calls, reasoning_effort and response_template (see
+                `ChatOptions`), and further arguments of `generate`.
 
         Raises:
             ValueError: messages cannot be rendered, or as for `generate`.
             CheckpointError: there is no chat template.
         """
         self._check_open()
-        prompts = render_conversations(
+        chosen, options = ChatOptions.split({"tools": tools, **options})
+        chat = Chat.of(
             self.get_tokenizer(),
             messages,
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            chosen,
             content_format=chat_template_content_format,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
-            variables=chat_template_kwargs or {},
+            variables=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **options)
+        outputs = self.generate(chat.prompts, chat.params, use_tqdm, lora_request, **options)
+        return chat.read(outputs)
 
     def make_request(
         self,
@@ -280,7 +290,7 @@ class LLM(VllmMethods):
             return self.engine.metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the counters that vLLM also has, under vLLM's names; see `metrics`."""
+        """Return the metrics that vLLM also has, under vLLM's names; see `metrics`."""
         return list_metrics(self.metrics())
 
     def save_dynamic_config(self, path: str | Path) -> None:
@@ -291,7 +301,7 @@ class LLM(VllmMethods):
         """
         with self._lock:
             self._check_open()
-            save_profile(self.engine.engines[0], Path(path))
+            save_profile(self.engine, Path(path))
 
     def get_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer, with encode, decode and apply_chat_template.
@@ -395,9 +405,7 @@ class LLM(VllmMethods):
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if tokenization_kwargs:
             given = truncated(given, tokenization_kwargs)
-        all_params = one_each("sampling_params", given, len(listed))
-        if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
-            raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
+        all_params = params_each(given, len(listed))
         priorities = one_each("priority", 0 if priority is None else priority, len(listed))
         with self._lock:
             self._check_awake()

@@ -1,12 +1,13 @@
 """Outputs for users: the continuations of a prompt, and log-probabilities of their tokens."""
 
+import secrets
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the target, and its rank (1 is the most likely)."""
+    """A token's log-probability in the target's distribution, and its rank (1: most likely)."""
 
     logprob: float
     rank: int
@@ -15,6 +16,51 @@ class Logprob(NamedTuple):
 
 
 TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the most likely
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call. Mistral's chat templates require nine letters or digits."""
+    return secrets.token_hex(5)[:9]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that the model asks for.
+
+    Attributes:
+        name: the function's name.
+        arguments: JSON text. It is not valid JSON if the model's text is not, or is incomplete.
+        id: the id for the message with the function's answer. Ids are not compared.
+    """
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=new_call_id, compare=False)
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """An output of `LLM.chat`, divided into the parts of an assistant's message."""
+
+    content: str | None  # None if there is no text apart from tool calls
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form, which can be appended to the conversation."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            found["reasoning"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return found
 
 
 @dataclass(frozen=True)
@@ -29,6 +75,7 @@ class CompletionOutput:
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None while the text grows
     stop_reason: int | str | None  # stop text or token id; None for end of sequence and length
     error: Exception | None = None  # the error, if this request failed
+    message: ChatMessage | None = None  # the text's parts; only in outputs of `LLM.chat`
 
     def finished(self) -> bool:
         """Return whether the output is complete."""
@@ -45,6 +92,8 @@ class RequestMetrics:
         scheduled_ts: when the first sample was first scheduled in a step; None before that.
         first_token_ts: when the first token was read; None before that.
         last_token_ts: when the latest token was read; None before the first token.
+        rounds: the number of drafts and of accepted drafts for each round with drafts, of all
+            samples; empty until the request has finished.
     """
 
     num_generation_tokens: int
@@ -52,6 +101,7 @@ class RequestMetrics:
     scheduled_ts: float | None
     first_token_ts: float | None
     last_token_ts: float | None
+    rounds: Sequence[tuple[int, int]] = ()
 
     @property
     def first_token_latency(self) -> float | None:
@@ -63,7 +113,7 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: Hashable  # a string by default; any id given by the user
+    request_id: Hashable  # the id that the user gave; by default a number, as a string
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None  # its first entry is None

@@ -48,6 +48,8 @@ class StructuredOutputs:
         choice: a list of texts; the output equals one of them.
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
         json_object: True for any JSON object; equivalent to the schema {"type": "object"}.
+        structural_tag: any text, in which each of the "triggers" begins one of the "structures": a
+            "begin" text, JSON of a "schema", and an "end" text. A mapping or JSON text.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -55,6 +57,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
 
     def __post_init__(self):
         if self.json_object not in (True, None):
@@ -64,8 +67,8 @@ class StructuredOutputs:
         fields = {name: value for name, value in vars(self).items() if value is not None}
         if len(fields) != 1:
             raise ValueError(
-                "structured_outputs takes exactly one of json, regex, choice, grammar and "
-                "json_object, not "
+                "structured_outputs takes exactly one of json, regex, choice, grammar, "
+                "json_object and structural_tag, not "
                 f"{sorted(fields) or 'none'}"
             )
         if self.json_object:
@@ -92,6 +95,40 @@ class StructuredOutputs:
                     f"structured_outputs.choice={self.choice!r} must list texts, none empty"
                 )
             object.__setattr__(self, "choice", choices)
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _structural_tag(self.structural_tag))
+
+
+def _structural_tag(given: Any) -> Mapping[str, Any]:
+    """Return a structural tag as a mapping.
+
+    Raises:
+        ValueError: it is malformed, or a structure begins with no trigger.
+    """
+    where = "structured_outputs.structural_tag"
+    try:
+        tag = json_module.loads(given) if isinstance(given, str) else given
+    except json_module.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(tag, Mapping) or set(tag) - {"type"} != {"structures", "triggers"}:
+        raise ValueError(f"{where}={given!r} must have the keys structures and triggers")
+    triggers = _texts(f"{where}.triggers", tag["triggers"])
+    structures = tag["structures"]
+    if not isinstance(structures, Sequence) or not structures:
+        raise ValueError(f"{where}.structures={structures!r} must be a list, not empty")
+    for one in structures:
+        if not isinstance(one, Mapping) or set(one) != {"begin", "schema", "end"}:
+            raise ValueError(f"{where}.structures has {one!r}; it must have begin, schema and end")
+        _texts(f"{where}.structures: begin", [one["begin"]])
+        if not isinstance(one["end"], str) or not isinstance(one["schema"], Mapping):
+            raise ValueError(f"{where}.structures has {one!r}: end is a text, schema a mapping")
+        if not one["begin"].startswith(triggers):
+            raise ValueError(
+                f"{where}: {one['begin']!r} begins with no trigger of {list(triggers)}; add one"
+            )
+    if idle := [t for t in triggers if not any(s["begin"].startswith(t) for s in structures)]:
+        raise ValueError(f"{where}: the trigger {idle[0]!r} begins no structure; leave it out")
+    return tag
 
 
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
@@ -112,7 +149,7 @@ class SamplingParams:
     previous parameters kept. Tokens that tie at a threshold are kept.
 
     Attributes:
-        n: number of samples per prompt; they share the prompt's pages.
+        n: number of samples per prompt. They share the KV cache pages of the prompt.
         presence_penalty: number subtracted from the logits of tokens in the output.
         frequency_penalty: number subtracted from a logit for each occurrence of the token in the
             output.

@@ -30,7 +30,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field that vLLM has and specjax does not have."""
+    """A field of vLLM that specjax lacks, and which of its values are accepted without effect."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here
@@ -60,7 +60,6 @@ STRUCTURED: Mapping[str, Taken] = {
     "disable_any_whitespace": Taken((False,), "a grammar can exclude whitespace"),
     "disable_additional_properties": Taken((False,), 'say "additionalProperties": false'),
     "whitespace_pattern": Taken((None,), "a grammar can define whitespace"),
-    "structural_tag": Taken((None,), "a grammar can have text around JSON"),
 }
 SPECULATION: Mapping[str, Taken] = {
     **dict.fromkeys(
@@ -75,7 +74,6 @@ SPECULATION: Mapping[str, Taken] = {
         _SAME,
     ),
     "quantization": Taken((None,), "the checkpoint's config says how weights are quantised"),
-    "kv_cache_dtype": Taken((None, "auto"), "caches have the dtype of the weights"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")
@@ -106,7 +104,7 @@ Class = TypeVar("Class", bound=type)
 def take_keys(
     given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the items of `given` whose keys are known. vLLM's keys in `table` are dropped.
+    """Return `given` without the keys in `table`, which are vLLM's. Other keys must be in `known`.
 
     Raises:
         ValueError: a key of vLLM has a value that would change something (the message names the

@@ -39,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-shapes", action="store_true", help="engines compile the shapes that a GPU would get"
     )
+    parser.addoption(
+        "--recompile", action="store_true", help="compile for an H200 what earlier runs compiled"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,6 +91,13 @@ def process() -> Process:
 @pytest.fixture(scope="module", autouse=True)
 def small_process(process) -> Iterator[None]:
     """Long runs forget programs before memory runs out; engines must not hold them."""
+    yield
+    process.keep_small()
+
+
+@pytest.fixture
+def small_test(process) -> Iterator[None]:
+    """As `small_process`, after each of a module's tests: they have engines of their own."""
     yield
     process.keep_small()
 

@@ -10,13 +10,13 @@ import json
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import ANY_SHAPES, generate, patched
+from support.engines import ANY_SHAPES, generate, held, patched
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
@@ -96,21 +96,6 @@ async def idle(llm: AsyncLLM) -> None:
 
 def alone(built: LLM, prompt: Any, params: SamplingParams) -> Any:
     return generate(built, prompt, params)[0].outputs[0]
-
-
-@contextmanager
-def held(built: LLM) -> Iterator[Callable[[int], None]]:
-    """Within, the engine makes no step but those let go; the thread that asks for them goes on.
-
-    A request of `LONG` takes more than 80 steps, so that it has not ended after a few.
-    """
-    step, allowed = built.engine.step, threading.Semaphore(0)
-
-    def step_if_allowed() -> list:
-        return step() if allowed.acquire(timeout=0.001) else []
-
-    with patched(built.engine, "step", step_if_allowed):
-        yield allowed.release
 
 
 async def read(llm, prompt, params, started=None, *, leaves=False, **options):

@@ -1,18 +1,13 @@
 """K chosen anew in every step, by rules and by what was measured: tokens and counts on a device."""
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from threading import Barrier
-
 import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of
-from support.engines import K, generate_tokens, make_llm, random_prompts, simulated_engines
+from support.engines import K, generate_tokens, make_llm, random_prompts
 from support.shared_models import EOS, eagle3, llama, of_few_words, without_end
 
 from specjax import SamplingParams
 from specjax.host.speculation.acceptance import Acceptance
-from specjax.host.speculation.lockstep import LockstepPolicy
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 from specjax.host.speculation.step_cost import StepCost
 
@@ -116,60 +111,3 @@ def test_a_round_of_the_policy_before_teaches_nothing(llm):
     while engine.has_work:
         engine.step()
     assert sample.finish_reason == "length" and sample.error is None
-
-
-@dataclass
-class Meeting:
-    """Replicas in threads, in lock step."""
-
-    rank: int
-    shared: dict
-    barrier: Barrier
-
-    @property
-    def is_leader(self):
-        return self.rank == 0
-
-    def gather(self, load):
-        self.shared[self.rank] = load
-        self.barrier.wait()
-        return [self.shared[rank] for rank in range(2)]
-
-    def broadcast(self, k):
-        if self.is_leader:
-            self.shared["k"] = k
-        self.barrier.wait()
-        chosen = self.shared["k"]
-        self.barrier.wait()
-        return chosen
-
-
-def test_replicas_in_lock_step_run_the_same_k(folder):
-    """Two engines with different requests: one of them decides, one runs dry before the other.
-
-    On simulated devices.
-    """
-    shared, barrier = {}, Barrier(2, timeout=60)
-    cost = StepCost({1: {0: 1.0, 3: 1.3}, 4: {0: 1.0, 3: 3.0}}, ks=range(4))
-    samples = []
-    with (
-        simulated_engines(),
-        make_llm(folder, "ngram") as one,
-        make_llm(folder, "ngram") as other,
-    ):
-        expected = generate_tokens(one, PROMPTS, PARAMS)
-        engines = one.engine, other.engine
-        for rank, engine in enumerate(engines):
-            policy = GoodputPolicy(range(4), cost, Acceptance(K), learns_cost=False)
-            engine.set_policy(LockstepPolicy(policy, Meeting(rank, shared, barrier)))
-        before = one.metrics().k_histogram
-        for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            llm = one if i < 6 else other
-            samples += llm.engine.add(llm.make_request(*pair))
-        with ThreadPoolExecutor(2) as pool:
-            while any(engine.has_work for engine in engines):
-                list(pool.map(lambda engine: engine.step(), engines))
-        assert [sample.output for sample in samples] == expected
-        # Whatever K a replica ran, it ran when the leader's was the same.
-        ran = {k for k, n in one.metrics().k_histogram.items() if n > before.get(k, 0)}
-        assert set(other.metrics().k_histogram) <= ran

@@ -13,9 +13,10 @@ from statistics import median
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of, write_profile
-from support.engines import K, generate_tokens, random_prompts
+from support.engines import VOCAB, K, generate_tokens, random_prompts
 from support.engines import make_llm as make_any_llm
 from support.logits import double
 from support.shared_models import EOS, eagle3, llama
@@ -37,6 +38,8 @@ from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
 from specjax.host.speculation.policy import GoodputPolicy, Round, StaticPolicy, TablePolicy
+from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.step_cost import StepCost
 from specjax.serving.dynamic_k import fingerprint
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
@@ -114,6 +117,28 @@ def test_a_profile_is_of_a_model_and_a_device(tmp_path, checkpoints, folder, hea
     with pytest.warns(UserWarning, match="measured on 'abacus'.*save_dynamic_config"):
         make_llm(folder, head, dynamic_config_path=path, adaptive=True).close()
     make_llm(folder, head, dynamic_config_path=path, dynamic_config_force=True).close()
+
+
+def test_what_replicas_learned_is_averaged_by_their_rounds(tmp_path, folder, head):
+    path, sizes = tmp_path / "learned.json", {"decode_batches": (1, 4), "data_parallel_size": 2}
+    speculation = {"adaptive": True, "num_speculative_tokens": 1}
+    with make_any_llm(folder, "eagle3", head, speculation=speculation, **sizes) as llm:
+        for engine, ms, rate in zip(llm.engine.engines, (10.0, 30.0), (0.5, 0.9), strict=True):
+            cost = {batch: {0: ms / 2, 1: batch * ms} for batch in (1, 4)}
+            policy = GoodputPolicy((0, 1), StepCost(cost), Acceptance(1, [rate]))
+            engine.scheduler.policy = policy
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 10)]
+        generate_tokens(llm, random_prompts(8, 8, vocab_size=VOCAB), params)
+        means = [one.scheduler.policy.learned() for one in llm.engine.engines]
+        rounds = [one.metrics().num_decode_steps for one in llm.engine.engines]
+        llm.save_dynamic_config(path)
+    saved, (first, second) = Profile.read(path), means
+    assert 0 < rounds[1] != rounds[0]
+    for batch, k in product((1, 4), (0, 1)):
+        times = [one.step_ms[batch][k] for one in means]
+        assert saved.step_ms[batch][k] == pytest.approx(np.average(times, weights=rounds))
+    rates = np.average([first.rates, second.rates], axis=0, weights=rounds)
+    assert saved.rates == pytest.approx(rates) and first.rates != second.rates
 
 
 def test_what_was_learned_is_where_a_later_engine_begins(tmp_path, folder, head, llm):
@@ -269,9 +294,9 @@ def test_chunks_are_timed_beside_the_rounds(slow_engine):
     for _ in range(8):
         slow_engine.step()
     alone = len(watched.rounds)
-    assert alone > 2 and not any(outcome.other_ms for outcome in watched.rounds[2:])
+    assert alone > 2 and not any(outcome.chunk_ms for outcome in watched.rounds[2:])
     serve(slow_engine, [second])
-    others = [outcome.other_ms for outcome in watched.rounds[alone:]]
+    others = [outcome.chunk_ms for outcome in watched.rounds[alone:]]
     assert 1 <= sum(ms > 0 for ms in others) <= 3
 
 

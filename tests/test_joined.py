@@ -64,15 +64,15 @@ def test_the_same_tokens_as_apart(checkpoints, name):
 def test_what_a_joined_round_says_of_the_chunks():
     """Its own time is not known, so that of all, less what such a round takes, is the chunks'."""
 
-    def other_ms(**times):
+    def chunk_ms(**times):
         cost = StepCost({4: {0: 10.0, 2: 14.0}})
         policy = GoodputPolicy((0, 2), cost, Acceptance(2))
         outcome = Round(4, 2, 0, Counter(), None)
         for _ in range(300):
             policy.observe(replace(outcome, **times))
-        return policy._other
+        return policy._chunk_ms
 
-    assert other_ms(other_ms=30.0, is_joined=True) == pytest.approx(16, rel=0.05)
-    assert other_ms(other_ms=9.0, is_joined=True) == 0, "it can be faster than a round alone"
-    assert other_ms(other_ms=30.0) == 0, "what was disturbed says nothing"
-    assert other_ms(ms=14.0, other_ms=30.0) == pytest.approx(30, rel=0.05)
+    assert chunk_ms(chunk_ms=30.0, is_joined=True) == pytest.approx(16, rel=0.05)
+    assert chunk_ms(chunk_ms=9.0, is_joined=True) == 0, "it can be faster than a round alone"
+    assert chunk_ms(chunk_ms=30.0) == 0, "what was disturbed says nothing"
+    assert chunk_ms(ms=14.0, chunk_ms=30.0) == pytest.approx(30, rel=0.05)

@@ -5,7 +5,7 @@ from support.engines import generate, make_llm, tokens_of
 
 from specjax import SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
 
 SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 48}
 LLAMA = {"num_hidden_layers": 2}

@@ -18,10 +18,12 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.outputs"],
     ["specjax.host", "specjax.host.grammar", "specjax.host.residents", "specjax.device"],
     ["specjax.engine", "specjax.text"],
+    ["specjax.messages"],
     ["specjax.serving"],
-    ["specjax.llm", "specjax.engine_args"],
+    ["specjax.llm", "specjax.engine_args", "specjax.following"],
     ["specjax.async_llm", "specjax.inspect", "specjax.train"],
     ["specjax.rl", "specjax.bench"],
+    ["specjax.ray", "specjax.server"],
     ["specjax.commands"],
     ["specjax.cli", "specjax.__main__", "specjax"],
 ]

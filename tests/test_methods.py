@@ -93,7 +93,7 @@ def head_of(checkpoints, name) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def served(request, checkpoints) -> Iterator[Served]:
+def served(request, checkpoints, process) -> Iterator[Served]:
     folder = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
     way, head = WAYS[request.param], head_of(checkpoints, request.param)
     sizes = {**SIZES, **SNAPSHOTS}
@@ -107,6 +107,7 @@ def served(request, checkpoints) -> Iterator[Served]:
         drafting._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
         make = partial(make_llm, folder, way.method, head, **SNAPSHOTS)
         yield Served(way, drafting, plain, make)
+    process.keep_small()
 
 
 @pytest.fixture(scope="module")

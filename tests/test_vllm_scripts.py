@@ -206,8 +206,10 @@ def test_what_a_template_is_given(llm):
     assert prompt_of(parts, chat_template=template) == "user:6;me:"
     options = {"chat_template": template, "chat_template_content_format": "openai"}
     assert prompt_of(parts, **options) == "user:2;me:"
-    given = {"tools": [{"name": "<a>"}], "chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of("hi", **given) == 'user:hi;(no thinking)[{"name": "<a>"}]me:'
+    given = {"tools": [{"name": "a", "description": "<a>"}], "tool_choice": "none"}
+    given |= {"chat_template_kwargs": {"enable_thinking": False}}
+    shown = '[{"name": "a", "description": "<a>"}]'
+    assert prompt_of("hi", **given) == f"user:hi;(no thinking){shown}me:"
     begun = [{"role": "assistant", "content": " The answer "}]
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     assert prompt_of("hi", begun, **goes_on) == "user:hi;assistant: The answer "
@@ -222,7 +224,7 @@ def test_arguments_of_tool_calls_reach_the_template_parsed(llm):
 
 def test_chats_with_several_templates(checkpoints, folder):
     listed = [("default", "plain"), ("tool_use", "{{ tools[0].name }}:")]
-    made, tools = checkpoints.copy(folder), {"tools": [{"name": "f"}]}
+    made, tools = checkpoints.copy(folder), {"tools": [{"name": "f"}], "tool_choice": "none"}
     config = {"chat_template": [{"name": name, "template": text} for name, text in listed]}
     (made / "tokenizer_config.json").write_text(json.dumps(config))
     cases = ({}, "plain"), (tools, "f:"), (tools | {"chat_template": "default"}, "plain")

@@ -175,8 +175,7 @@ def attention_options(
     if form == "soft cap":
         return {"soft_cap": 2.0}
     if form == "float8":
-        scales = np.linspace(0.5, 2, 2 * num_kv_heads, dtype=np.float32)
-        return {"kv_scale": scales.reshape(2, num_kv_heads)}
+        return {"scales": np.array([[0.5, 2]], np.float32)}
     return {}
 
 
@@ -296,7 +295,7 @@ def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any)
     def call(state, item, kernels, config):
         kv, angles, table, positions = state
         qkv, layer = item
-        q, kv = rope_write(
+        q, kv, _ = rope_write(
             qkv, HeadWeights(), angles, kv, layer, table, positions,
             num_heads=num_heads, kernels=kernels,
         )  # fmt: skip

@@ -50,7 +50,7 @@ def paged_attention(
     window: int | None = None,
     origins: Array | None = None,
     soft_cap: float | None = None,
-    kv_scale: Array | None = None,
+    scales: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the attention's output [B, T, H, D], and the log-sum-exp [B, T, H] of its scores."""
@@ -62,8 +62,8 @@ def paged_attention(
     for b in range(batch):
         length = positions[b].max() + 1
         entries = f64(pages[table[b]]).reshape(-1, *pages.shape[2:])[:length]
-        if kv_scale is not None:
-            entries = entries * f64(kv_scale)[..., None]
+        if scales is not None:
+            entries = entries * f64(scales)[0, :, None, None]
         key, value = (np.repeat(entries[:, i], group, axis=1) for i in range(2))  # [j, H, D]
         scores = np.einsum("thd,jhd->htj", q[b], key) / math.sqrt(dim)
         if soft_cap is not None:

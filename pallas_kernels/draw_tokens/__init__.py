@@ -44,8 +44,8 @@ def draw_tokens(
         temperature: f32[B]; 0 for the argmax. Other values are raised to at least MIN_TEMPERATURE.
         seeds: u32[B], a seed per request.
         stream: selects one of the independent sources of noise under a seed.
-        counters: i32[B] each, further keys of the noise. The first counter holds the values of the
-            requests' first rows. It increases by one per row, like a token's position.
+        counters: arrays i32[B], which also key the noise. The first array is for each request's
+            first row, and its values increase by one per row, like a token's position.
         token_ids: i32[V], the columns' token ids, which are distinct. The noise is keyed by these
             ids, and the returned tokens are such ids. None if the ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.
@@ -77,11 +77,12 @@ def draw_scored(
     """Return one token i32[N] per row, and its score f32[N], for one part of a larger vocabulary.
 
     The part has V tokens, starting with token `first` (i32[], a multiple of 64). The returned
-    tokens are ids in the larger vocabulary. A score is the row's maximum of logits / T + noise. If
-    every part of a vocabulary is sampled like this, the token with the highest score is the token
-    that `draw_tokens` samples from the whole vocabulary. The token of a row without a possible
-    token is -1. Its score is NaN if one of the logits is NaN, else -inf. Other arguments and errors
-    are as in `draw_tokens`.
+    tokens are ids in the larger vocabulary. The score of a token is logits / T + noise, or its
+    logit at temperature 0. If every part of a vocabulary is sampled like this, the token with the
+    highest score is the token that `draw_tokens` samples from the whole vocabulary.
+
+    If no token is possible in a row, its token is -1, and its score is NaN if a logit is NaN, else
+    -inf. Other arguments and errors are as in `draw_tokens`.
     """
     _check(logits, temperature, seeds, counters)
     keyed = temperature, seeds, int(stream), counters

@@ -1,4 +1,4 @@
-"""The gated delta rule with one lazily advanced state per request (Yang et al. 2024).
+"""The gated delta rule, with one state per request that is updated lazily (Yang et al. 2024).
 
 For every value head with state S [D_v, D_k], a token decays the state, reads it, writes it, and
 reads the output:
@@ -12,12 +12,13 @@ per head, and q is scaled by D_k^-1/2. Value head j reads key head j // (H_v / H
 
 A request's cache is one state, and ring buffers for its last tokens. The state lags behind: it
 includes all tokens except the last `pending` tokens. These are accepted, but the step that ran them
-did not know this yet. It left their e^g, k and u in the rings. So a call first folds the pending
-tokens into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new tokens
-on a copy of the state, and leaves their e^g, k and u for the next call, which knows the number of
-accepted tokens. One state is read and written, regardless of the number of verified tokens, and
-rejected tokens need no rollback: their columns are overwritten. The convolution reads the raw
-inputs of the W - 1 tokens before the new tokens.
+did not know this yet. It left their e^g, k and u in the rings.
+
+A call first folds the pending tokens into the state, S <- e^g S + u k^T, and writes the state once.
+Then it runs the T new tokens on a copy of the state, and leaves their e^g, k and u for the next
+call, which knows the number of accepted tokens. So one state is read and written, regardless of the
+number of verified tokens. Rejected tokens need no rollback: their columns are overwritten. The
+convolution reads the raw inputs of the W - 1 tokens before the new tokens.
 
 Folding and verification round their results in the same order: e^g S is rounded, then u k^T is
 added by one fused multiply-add. So a state has the same bits for any division of its tokens into

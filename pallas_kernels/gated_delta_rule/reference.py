@@ -25,9 +25,9 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, H_v]
 
     def only(self, is_real: jax.Array) -> "Tokens":
-        """Return the tokens, with a replacement for each token whose `is_real` bool[B, T] is false.
+        """Return the tokens, with zeros for each token whose `is_real` bool[B, T] is false.
 
-        The replacements leave every state unchanged, even where the old tokens were NaN.
+        Zeros leave every state unchanged, and replace NaN.
         """
         wide = is_real[..., None]
         q, k, v = (jnp.where(wide[..., None], x, 0.0) for x in (self.q, self.k, self.v))

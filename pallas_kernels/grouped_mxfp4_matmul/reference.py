@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.reference import from_to, products_of_blocks
-from pallas_kernels.triton_call import of_e2m1
+from pallas_kernels.triton_call import e2m1
 
 BLOCK = 32  # inputs that share a scale
 
@@ -39,5 +39,5 @@ def unpacked(values: jax.Array, exponents: jax.Array, dtype: Any) -> jax.Array:
     blocks = jnp.stack([runs & 15, runs >> 4], axis=-2)
     blocks = blocks.reshape(*values.shape[:-1], -1, BLOCK)[..., : exponents.shape[-2], :]
     powers = exponents.swapaxes(-1, -2).astype(jnp.int32)[..., None] - 127
-    numbers = jnp.ldexp(of_e2m1(blocks.astype(jnp.uint32)), powers)
+    numbers = jnp.ldexp(e2m1(blocks.astype(jnp.uint32)), powers)
     return numbers.astype(dtype).reshape(*values.shape[:-1], -1)

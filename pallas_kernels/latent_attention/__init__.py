@@ -8,8 +8,8 @@ the same key (c, r) and the same value c. For row t of request b,
     out[b, t, h] = sum_j softmax_j(scale q[b, t, h] . (c_j, r_j)) c_j
 
 over j <= positions[b, t], where token j of request b is in page `page_table[b, j // page_size]` at
-offset `j % page_size`. The pool already contains the new tokens' entries. The caller applies the
-up-projection of values.
+offset `j % page_size`. A pool of 8-bit numbers (see `page_formats`) is multiplied by its scales.
+The pool already contains the new tokens' entries. The caller applies the up-projection of values.
 """
 
 import jax
@@ -17,6 +17,7 @@ import jax
 from pallas_kernels.dispatch import run
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.triton import latent_attention_triton
+from pallas_kernels.page_formats import check_scales
 
 IMPLEMENTATIONS = {"triton": latent_attention_triton, "reference": latent_attention_reference}
 
@@ -30,6 +31,7 @@ def latent_attention(
     *,
     rank: int,
     scale: float,
+    scales: jax.Array | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
     """Return the weighted sums of latents [B, T, H, rank] in q's dtype.
@@ -45,6 +47,8 @@ def latent_attention(
             A row at -1 is padding, and its result is 0.
         rank: the number of latent dimensions in an entry.
         scale: multiplies the scores.
+        scales: f32, for a pool of 8-bit numbers: [L, 2] of a layer's latents c and rotated parts r
+            (None if all are 1), or [L, pages, page_size, 2] if the format has scales of tokens.
         kernels: implementation to use, see `dispatch.run`.
 
     Pages past a request's last position do not affect the result: they may contain NaN.
@@ -65,6 +69,7 @@ def latent_attention(
         raise ValueError(f"page_table must be [B={q.shape[0]}, P]; got {page_table.shape}")
     if not 0 < rank < q.shape[3]:
         raise ValueError(f"rank must be between 0 and E={q.shape[3]}; got {rank}")
+    check_scales(pool, scales, "pool", (2,))
     return run(
         "latent_attention",
         kernels,
@@ -76,4 +81,5 @@ def latent_attention(
         positions,
         rank=rank,
         scale=scale,
+        scales=scales,
     )

@@ -15,6 +15,7 @@ def latent_attention_reference(
     *,
     rank: int,
     scale: float,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `latent_attention`.
 
@@ -43,7 +44,8 @@ def latent_attention_reference(
         column = (i * pages * page_size + jnp.arange(pages * page_size))[None]  # [1, C]
         used = column < jnp.repeat(block_ends, page_size, axis=1)  # [B, C]
         entries = pool.at[layer, ids].get(mode="promise_in_bounds")
-        entries = entries.reshape(batch, pages * page_size, width).astype(q.dtype)
+        entries = dequantised(entries, scales, layer, ids, rank, q.dtype)
+        entries = entries.reshape(batch, pages * page_size, width)
         # NaN in an unused page would give NaN even with weight zero.
         entries = jnp.where(used[..., None], entries, 0)
         scores = jnp.einsum("bre,bce->brc", queries, entries, preferred_element_type=jnp.float32)
@@ -72,3 +74,26 @@ def latent_attention_reference(
     _, total, out = jax.lax.fori_loop(0, num_blocks, block, carry)
     out = out / jnp.where(total > 0, total, 1.0)
     return out.astype(q.dtype).reshape(batch, num_rows, num_heads, rank)
+
+
+def dequantised(
+    entries: jax.Array,
+    scales: jax.Array | None,
+    layer: jax.Array,
+    ids: jax.Array,
+    rank: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Return entries [..., page_size, E] times their scales, in `dtype`.
+
+    The entries are from the pages `ids` i32[...] of the layer. `scales` are the scales of the pool,
+    or None if all are 1.
+    """
+    if scales is None:
+        return entries.astype(dtype)
+    has_token_scales = scales.ndim > 2
+    own = scales[layer, ids] if has_token_scales else scales[layer]  # [..., 2]
+    is_latent = jnp.arange(entries.shape[-1]) < rank
+    own = jax.lax.broadcast_to_rank(own, entries.ndim)
+    each = jnp.where(jax.lax.broadcast_to_rank(is_latent, own.ndim), own[..., :1], own[..., 1:])
+    return (entries.astype(jnp.float32) * each).astype(dtype)

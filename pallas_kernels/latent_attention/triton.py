@@ -1,10 +1,12 @@
 """Attention over latents in two Triton kernels.
 
 The first is a flash kernel, in which several programs may divide a request's context. The second
-kernel combines their results. A program of the first kernel computes up to `block_rows` of a
-request's T H rows. It reads every `num_splits`-th block of `block_tokens` tokens in the request's
-context. An entry is read once, and used both as key and as value. As in paged attention, a row's
-bits depend neither on other requests nor on other rows of its request.
+kernel combines their results.
+
+A program of the first kernel computes up to `block_rows` of a request's T H rows. It reads every
+`num_splits`-th block of `block_tokens` tokens in the request's context. An entry is read once, and
+used both as key and as value. As in paged attention, a row's bits depend neither on other requests
+nor on other rows of its request.
 """
 
 import functools
@@ -15,7 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
+from pallas_kernels.quantisation import zero_of
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 RANKS = (64, 128, 256, 512)
@@ -42,20 +47,27 @@ class LatentTuning:
     num_stages: int
 
 
-# Bytes per element of q -> block_rows: (block_tokens, num_warps, num_stages), for a rank of 512.
+# Bytes per element of q and of the pool -> block_rows: (block_tokens, num_warps, num_stages), for a
+# rank of 512.
 # Blocks of 128 rows are impossible: the f32 accumulator [block_rows, rank] and the queries would
 # not fit in the registers and the shared memory.
 TILES = {
-    2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
-    4: {16: (16, 8, 2), 32: (16, 8, 2)},
+    (2, 2): {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
+    (2, 1): {16: (32, 4, 3), 32: (32, 8, 3)},  # converting numbers would spill at 64 rows
+    (4, 4): {16: (16, 8, 2), 32: (16, 8, 2)},
 }
 
 
 def choose_config(
-    batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
+    batch: int,
+    num_rows: int,
+    num_heads: int,
+    context: int,
+    dtype: jnp.dtype,
+    pool_dtype: jnp.dtype,
 ) -> LatentTuning:
     """Return the tiling for `num_rows` rows per request that attend to up to `context` tokens."""
-    tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
+    tiles, rows = TILES[dtype.itemsize, pool_dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
     programs = batch * -(-rows // block_rows)
@@ -75,6 +87,7 @@ def latent_attention_triton(
     *,
     rank: int,
     scale: float,
+    scales: jax.Array | None = None,
     config: LatentTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -83,11 +96,13 @@ def latent_attention_triton(
     Raises:
         UnsupportedError: the kernel does not support an argument.
     """
+    if reason := why_no_kernel(pool, None if interpret else compute_capability()):
+        raise UnsupportedError(reason)
     _check_supported(q, pool, rank)
     batch, num_rows, num_heads, _ = q.shape
     if config is None:
         capacity = page_table.shape[1] * pool.shape[2]
-        config = choose_config(batch, num_rows, num_heads, capacity, q.dtype)
+        config = choose_config(batch, num_rows, num_heads, capacity, q.dtype, pool.dtype)
     # Rows and heads are one axis, so that the kernel computes fewer addresses.
     q = q.reshape(batch, num_rows * num_heads, -1)
     out = jax.ShapeDtypeStruct((*q.shape[:2], rank), q.dtype)
@@ -96,15 +111,17 @@ def latent_attention_triton(
         partials = (*q.shape[:2], config.num_splits)
         statistic = jax.ShapeDtypeStruct(partials, jnp.float32)
         attended = [jax.ShapeDtypeStruct((*partials, rank), jnp.float32), statistic, statistic]
+    operands = [q, pool, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions]
     attended = triton_call(
         functools.partial(
             _attention_kernel,
             num_heads=num_heads,
+            is_scaled=scales is not None,
             rank=rank,
             scale=scale * LOG2_E,
             config=config,
         ),
-        [q, pool, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions],
+        operands if scales is None else [*operands, scales],
         attended,
         name="latent_attention",
         grid=(pl.cdiv(q.shape[1], config.block_rows), batch, config.num_splits),
@@ -129,12 +146,14 @@ def latent_attention_triton(
 
 
 def _check_supported(q: jax.Array, pool: jax.Array, rank: int) -> None:
+    # As in paged attention, converting 8 bits to f32 would spill.
+    formats = {one.dtype for one in PAGE_FORMATS.values()} if q.dtype == jnp.bfloat16 else ()
     supported = {
         "rank": (rank, RANKS),
         "rotated dimensions": (q.shape[3] - rank, ROTATED),
         "page_size": (pool.shape[2], PAGE_SIZES),
         "dtype of q": (q.dtype.name, DTYPES),
-        "dtype of the pool": (pool.dtype.name, (q.dtype.name,)),
+        "dtype of the pool": (pool.dtype.name, (q.dtype.name, *sorted(formats))),
     }
     for name, (value, values) in supported.items():
         if value not in values:
@@ -149,14 +168,16 @@ def _attention_kernel(
     layer_ref,  # [1]
     page_table_ref,  # [B, P]
     positions_ref,  # [B, T]
-    *out_refs,
+    *refs,  # optional f32 scales; then the outputs
     num_heads: int,
+    is_scaled: bool,
     rank: int,
     scale: float,  # includes log2(e): exp2 is the hardware's instruction
     config: LatentTuning,
 ):
-    num_rows, width = q_ref.shape[1:]
-    page_size = pool_ref.shape[2]
+    scales_ref, *out_refs = refs if is_scaled else (None, *refs)
+    (num_rows, width), page_size = q_ref.shape[1:], pool_ref.shape[2]
+    has_token_scales = scales_ref is not None and len(scales_ref.shape) > 2
     request, split = pl.program_id(1), pl.program_id(2)
     layer = layer_ref[0]
 
@@ -182,23 +203,32 @@ def _attention_kernel(
         page_index = jax.lax.div(column, page_size)
         page = load(page_table_ref.at[request, page_index], mask=column < end, other=-1)
         used = page >= 0
-        offset = jax.lax.rem(column, page_size)[:, None]
+        within = jax.lax.rem(column, page_size)
+        offset = within[:, None]
 
         def load_entries(element):
             mask = jnp.broadcast_to(used[:, None], (config.block_tokens, element.shape[1]))
             at = (layer, page[:, None], offset, element)
-            return load(pool_ref.at[at], mask=mask, other=0.0)
+            return load(pool_ref.at[at], mask=mask, other=zero_of(pool_ref.dtype)).astype(q.dtype)
+
+        def scaled(x, part):  # x [R, C] times the scales of a part of the entries
+            if not has_token_scales:
+                return x if scales_ref is None else x * scales_ref[layer, part]
+            at = (layer, page, within, jnp.int32(part))
+            return x * load(scales_ref.at[at], mask=used, other=0.0)[None]
 
         entries = load_entries(latent)  # [C, rank]
         # By default, f32 would be multiplied as tf32.
-        scores = dot(q, entries, trans_b=True, precision="highest")
-        scores += dot(q_rotated, load_entries(rotated), trans_b=True, precision="highest")
+        scores = scaled(dot(q, entries, trans_b=True, precision="highest"), 0)
+        rope = load_entries(rotated)
+        scores += scaled(dot(q_rotated, rope, trans_b=True, precision="highest"), 1)
         column = jnp.where(used, column, NOWHERE)[None]
         scores = jnp.where(column <= last[:, None], scores * scale, -jnp.inf)  # [R, C]
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - new_maximum[:, None])
         decay = jnp.exp2(maximum - new_maximum)
-        out = out * decay[:, None] + dot(weights.astype(q.dtype), entries, precision="highest")
+        out = out * decay[:, None]
+        out += dot(scaled(weights, 0).astype(q.dtype), entries, precision="highest")
         return out, new_maximum, total * decay + jnp.sum(weights, axis=1)
 
     carry = (
@@ -211,23 +241,29 @@ def _attention_kernel(
     stop = pl.cdiv(jnp.maximum(end_block - split, 0), config.num_splits)
     out, maximum, total = jax.lax.fori_loop(0, stop, block, carry)
 
-    where = (request, row[:, None])
-    if config.num_splits == 1:
+    _store(out_refs, (request, row, split), latent, exists, out, maximum, total, q.dtype)
+
+
+def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
+    """Write the rows' outputs, or a split's partial results if there are several outputs."""
+    request, row, split = where
+    rows = row[:, None]
+    if len(out_refs) == 1:
         out = out / jnp.where(total > 0, total, 1.0)[:, None]
         mask = jnp.broadcast_to(exists[:, None], out.shape)
-        store(out_refs[0].at[*where, latent], out.astype(q.dtype), mask=mask)
+        store(out_refs[0].at[request, rows, latent], out.astype(dtype), mask=mask)
         return
     # For a split without visible tokens, the combine kernel reads only the statistics.
     mask = jnp.broadcast_to((exists & (total > 0))[:, None], out.shape)
-    store(out_refs[0].at[*where, split, latent], out, mask=mask)
+    store(out_refs[0].at[request, rows, split, latent], out, mask=mask)
     for ref, statistic in zip(out_refs[1:], (maximum, total), strict=True):
         store(ref.at[request, row, split], statistic, mask=exists)
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of its splits' results [splits, rank].
+    """Write one row of the output, the weighted sum of the results of parts of its context.
 
-    A split's weight follows from the maximum of its scores.
+    The weight of a part's result [rank] follows from the maximum of the part's scores.
     """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]

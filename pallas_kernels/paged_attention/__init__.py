@@ -8,15 +8,15 @@ over o - window < j <= p, where o is origins[b, t], or p without origins. Token 
 page `page_table[b, j // page_size]` at offset `j % page_size`. G = H / H_kv query heads share a key
 head. f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator
 has one more term, exp(sinks[h]), so that all weights of a row may be small. K and V are the
-contents of the pool. In a float8 pool, they are multiplied by `kv_scale[0, h']` and
-`kv_scale[1, h']`. The pool already contains the new tokens' keys and values. T is the length of a
-chunk in prefill, K + 1 in verification, and 1 in plain decoding.
+contents of the pool. A pool of 8-bit numbers (see `page_formats`) is multiplied by its scales. The
+pool already contains the new tokens' keys and values. T is the length of a chunk in prefill, K + 1
+in verification, and 1 in plain decoding.
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import run
+from pallas_kernels.page_formats import check_scales
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.triton import paged_attention_triton
 
@@ -33,7 +33,7 @@ def paged_attention(
     window: int | None = None,
     origins: jax.Array | None = None,
     soft_cap: float | None = None,
-    kv_scale: jax.Array | None = None,
+    scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
@@ -50,7 +50,8 @@ def paged_attention(
             for all tokens.
         origins: i32[B, T], the last position of each row's window; None for `positions`.
         soft_cap: c, the bound of scores' absolute values; None for no bound.
-        kv_scale: f32[2, H_kv], scales of keys and values; only for a float8_e4m3fn pool.
+        scales: f32, for a pool of 8-bit numbers: [L, 2] of a layer's keys and values (None if all
+            are 1), or [L, pages, page_size, 2, H_kv] if the format has scales of tokens.
         sinks: [H], for each head an additional score that has no value; None for no sinks.
         kernels: implementation to use, see `dispatch.run`.
 
@@ -83,7 +84,7 @@ def paged_attention(
         raise ValueError(f"soft_cap must be positive, or None for no cap; got {soft_cap}")
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(f"sinks must be [H={q.shape[2]}]; got {sinks.shape}")
-    _check_scale(kv, kv_scale)
+    check_scales(kv, scales, "kv", kv.shape[3:5])
     return run(
         "paged_attention",
         kernels,
@@ -96,7 +97,7 @@ def paged_attention(
         window=window,
         origins=origins,
         soft_cap=soft_cap,
-        kv_scale=kv_scale,
+        scales=scales,
         sinks=sinks,
     )
 
@@ -113,24 +114,12 @@ def paged_attention_part(
     """Return the attention over one part of a context, and the log-sum-exp of each row's scores.
 
     The output is f32[B, T, H, D], and the log-sum-exp f32[B, T, H]. The average of all parts'
-    outputs, weighted by exp(log-sum-exp), is the output over the whole context. The arguments are
-    as in `paged_attention`, but positions count from the start of the part. A row before the part
-    attends to nothing, so its log-sum-exp is -inf. A row past the part's end attends to the whole
-    part. The part's tokens are not divided among programs, so this is fast only for many rows.
+    outputs, weighted by exp(log-sum-exp), is the output over the whole context. This is fast only
+    for many rows, because the part's tokens are not divided among programs.
+
+    The arguments are as in `paged_attention`, but positions count from the start of the part. A row
+    before the part attends to nothing, so its log-sum-exp is -inf. A row past the part's end
+    attends to the whole part.
     """
     operands = q, kv, layer, page_table, positions
     return run("paged_attention", kernels, IMPLEMENTATIONS, *operands, returns_lse=True)
-
-
-def _check_scale(kv: jax.Array, kv_scale: jax.Array | None) -> None:
-    needed = (2, kv.shape[4])
-    if kv.dtype != jnp.float8_e4m3fn:
-        if kv_scale is not None:
-            raise ValueError(f"kv_scale is for a pool of float8_e4m3fn; this one has {kv.dtype}")
-    elif kv_scale is None:
-        raise ValueError(
-            f"kv_scale is missing: a pool of float8_e4m3fn needs f32{list(needed)}, the scales of "
-            "keys and of values per head; all 1 if they were stored unscaled"
-        )
-    elif kv_scale.shape != needed:
-        raise ValueError(f"kv_scale must be [2, H_kv={needed[1]}]; got {kv_scale.shape}")

@@ -16,7 +16,7 @@ def paged_attention_reference(
     window: int | None = None,
     origins: jax.Array | None = None,
     soft_cap: float | None = None,
-    kv_scale: jax.Array | None = None,
+    scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
     returns_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -36,6 +36,7 @@ def paged_attention_reference(
     queries = q.reshape(batch, num_rows, num_kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
     group = queries.shape[3]
     queries = queries.reshape(batch, num_kv_heads, num_rows * group, dim) * (dim**-0.5)
+    has_token_scales = scales is not None and scales.ndim > 2
     origins = positions if origins is None else origins
     row_positions, row_origins = (
         jnp.repeat(x, group, axis=1)[:, None, :, None] for x in (positions, origins)
@@ -59,10 +60,16 @@ def paged_attention_reference(
         used = (column >= starts) & (column < jnp.repeat(block_ends, page_size, axis=1))
         used = used[:, None]  # [B, 1, C]
 
-        def load(which):
+        def gather(pool, which):  # [B, H_kv, C, ...]
             # Gather with heads first, as the products need them, to avoid a transpose.
-            tokens = kv.at[layer, ids[:, None], :, which, heads].get(mode="promise_in_bounds")
-            return tokens.reshape(batch, num_kv_heads, pages * page_size, dim).astype(q.dtype)
+            tokens = pool.at[layer, ids[:, None], :, which, heads].get(mode="promise_in_bounds")
+            return tokens.reshape(batch, num_kv_heads, pages * page_size, *tokens.shape[4:])
+
+        def load(which):
+            return gather(kv, which).astype(q.dtype)
+
+        def scales_of(which):  # of tokens, [B, H_kv, 1, C]
+            return jnp.where(used, gather(scales, which), 0.0)[:, :, None]
 
         keys = load(0)
         # NaN in an unused page would give NaN even with weight zero.
@@ -72,8 +79,10 @@ def paged_attention_reference(
         if window is not None:
             visible &= column > row_origins - window
         scores = jnp.einsum("bhrd,bhcd->bhrc", queries, keys, preferred_element_type=jnp.float32)
-        if kv_scale is not None:
-            scores *= kv_scale[0][None, :, None, None]
+        if has_token_scales:
+            scores *= scales_of(0)
+        elif scales is not None:
+            scores *= scales[layer, 0]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -83,7 +92,7 @@ def paged_attention_reference(
         scale = jnp.exp(maximum - finite)
         partial = jnp.einsum(
             "bhrc,bhcd->bhrd",
-            weights.astype(values.dtype),
+            (weights * scales_of(1) if has_token_scales else weights).astype(values.dtype),
             values,
             preferred_element_type=jnp.float32,
         )
@@ -109,8 +118,8 @@ def paged_attention_reference(
     first_block = jnp.minimum(starts.min() // (pages * page_size), num_blocks)
     maximum, total, out = jax.lax.fori_loop(first_block, num_blocks, block, carry)
     out = out / jnp.where(total > 0, total, 1.0)
-    if kv_scale is not None:
-        out *= kv_scale[1][None, :, None, None]
+    if scales is not None and not has_token_scales:
+        out *= scales[layer, 1]
 
     def by_row(x):
         """Return x [B, H_kv, T G, ...] reshaped to [B, T, H, ...]."""

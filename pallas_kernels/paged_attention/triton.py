@@ -1,11 +1,13 @@
 """Paged attention in two Triton kernels.
 
 The first is a flash kernel, in which several programs may divide a request's context. The second
-kernel combines their results. A program of the first kernel computes up to `block_rows` of the T G
-rows of one request and key head. It reads every `num_splits`-th block of `block_tokens` tokens in
-the request's context. So a block's number alone determines which program adds the block, and in
-which order. Blocks that a row does not attend to add exactly 0. A row's bits thus depend neither on
-other requests nor on other rows of its request.
+kernel combines their results.
+
+A program of the first kernel computes up to `block_rows` of the T G rows of one request and key
+head. It reads every `num_splits`-th block of `block_tokens` tokens in the request's context. So a
+block's number alone determines which program processes it, and in which order results are added.
+Blocks that a row does not attend to add exactly 0. A row's bits thus depend neither on other
+requests nor on other rows of its request.
 """
 
 import functools
@@ -16,14 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
 from pallas_kernels.paged_attention.tuning import AttentionTuning, choose_config
+from pallas_kernels.quantisation import zero_of
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float32")
-FP8 = "float8_e4m3fn"
 
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30  # maximum of no scores; finite, so that differences are never NaN
@@ -40,7 +44,7 @@ def paged_attention_triton(
     window: int | None = None,
     origins: jax.Array | None = None,
     soft_cap: float | None = None,
-    kv_scale: jax.Array | None = None,
+    scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
     returns_lse: bool = False,
     config: AttentionTuning | None = None,
@@ -51,6 +55,8 @@ def paged_attention_triton(
     Raises:
         UnsupportedError: the kernel does not support an argument.
     """
+    if reason := why_no_kernel(kv, None if interpret else compute_capability()):
+        raise UnsupportedError(reason)
     _check_supported(q, kv)
     batch, num_rows, num_heads, dim = q.shape
     page_size, _, num_kv_heads = kv.shape[2:5]
@@ -61,7 +67,7 @@ def paged_attention_triton(
     if returns_lse:
         config = replace(config, num_splits=1)
     operands = [q, kv, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions]
-    operands += [x for x in (origins, kv_scale, sinks) if x is not None]
+    operands += [x for x in (origins, scales, sinks) if x is not None]
     attended = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if returns_lse else q.dtype)]
     if returns_lse:
         attended.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
@@ -76,7 +82,7 @@ def paged_attention_triton(
             window=window,
             soft_cap=soft_cap,
             has_origins=origins is not None,
-            is_scaled=kv_scale is not None,
+            is_scaled=scales is not None,
             has_sinks=sinks is not None,
             config=config,
         ),
@@ -108,8 +114,9 @@ def paged_attention_triton(
 
 
 def _check_supported(q: jax.Array, kv: jax.Array) -> None:
-    # Converting float8 to f32 would spill: a thread of f32 tiles already holds whole rows of D.
-    stored = (q.dtype.name, FP8) if q.dtype == jnp.bfloat16 else (q.dtype.name,)
+    # Converting 8 bits to f32 would spill: a thread of f32 tiles already holds whole rows of D.
+    formats = {one.dtype for one in PAGE_FORMATS.values()} if q.dtype == jnp.bfloat16 else ()
+    stored = q.dtype.name, *sorted(formats)
     supported = {
         "head dimension D": (q.shape[3], DIMS),
         "page_size": (kv.shape[2], PAGE_SIZES),
@@ -121,12 +128,6 @@ def _check_supported(q: jax.Array, kv: jax.Array) -> None:
             raise UnsupportedError(
                 f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
             )
-    # Up to 4 GiB, Pallas uses 32-bit element offsets, which Triton treats as signed.
-    if kv.dtype.itemsize == 1 and 2**31 < kv.size <= 2**32:
-        raise UnsupportedError(
-            f"kv of {kv.size / 2**30:.1f} GiB in {kv.dtype}: the Triton kernel takes up to 2 GiB "
-            "or more than 4 GiB of one-byte numbers"
-        )
 
 
 def _attention_kernel(
@@ -135,7 +136,7 @@ def _attention_kernel(
     layer_ref,  # [1]
     page_table_ref,  # [B, P]
     positions_ref,  # [B, T]
-    *refs,  # optional [B, T] origins, f32[2, H_kv] scales, [H] sinks; then the outputs
+    *refs,  # optional [B, T] origins, f32 scales, [H] sinks; then the outputs
     window: int | None,
     soft_cap: float | None,
     has_origins: bool,
@@ -172,8 +173,9 @@ def _attention_kernel(
         oldest = jnp.min(jnp.where(last >= 0, origin, NOWHERE))
         first = jnp.maximum(oldest - window + 1, 0)
     scale = LOG2_E / math.sqrt(dim)  # includes log2(e): exp2 is the hardware's instruction
-    if scale_ref is not None:
-        scale = scale * scale_ref[0, kv_head]
+    has_token_scales = scale_ref is not None and len(scale_ref.shape) > 2
+    if scale_ref is not None and not has_token_scales:
+        scale = scale * scale_ref[layer, 0]
 
     def block(i, carry):
         out, maximum, total = carry
@@ -184,14 +186,23 @@ def _attention_kernel(
         page = load(page_table_ref.at[request, page_index], mask=needed, other=-1)
         used = page >= 0
         mask = jnp.broadcast_to(used[:, None], (config.block_tokens, dim))
-        offset = jax.lax.rem(column, page_size)[:, None]
+        within = jax.lax.rem(column, page_size)
+        offset = within[:, None]
 
         def load_tokens(which):
             at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
-            return load(kv_ref.at[at], mask=mask, other=0.0).astype(q.dtype)  # [C, D]
+            return load(kv_ref.at[at], mask=mask, other=zero_of(kv_ref.dtype)).astype(
+                q.dtype
+            )  # [C, D]
+
+        def load_scales(which):
+            at = (layer, page, within, jnp.int32(which), kv_head)
+            return load(scale_ref.at[at], mask=used, other=0.0)[None]  # [1, C]
 
         # By default, f32 would be multiplied as tf32.
         scores = dot(q, load_tokens(0), trans_b=True, precision="highest") * scale  # [R, C]
+        if has_token_scales:
+            scores = scores * load_scales(0)
         if soft_cap is not None:
             scores = jnp.tanh(scores * (1 / (LOG2_E * soft_cap))) * (LOG2_E * soft_cap)
         column = jnp.where(used, column, NOWHERE)[None]
@@ -203,7 +214,8 @@ def _attention_kernel(
         weights = jnp.exp2(scores - new_maximum[:, None])
         decay = jnp.exp2(maximum - new_maximum)
         values = load_tokens(1)
-        out = out * decay[:, None] + dot(weights.astype(q.dtype), values, precision="highest")
+        of_values = weights * load_scales(1) if has_token_scales else weights
+        out = out * decay[:, None] + dot(of_values.astype(q.dtype), values, precision="highest")
         return out, new_maximum, total * decay + jnp.sum(weights, axis=1)
 
     maximum = jnp.full((config.block_rows,), UNSEEN, jnp.float32)
@@ -221,8 +233,8 @@ def _attention_kernel(
         for number in (first_block, end_block)
     )
     out, maximum, total = jax.lax.fori_loop(start, stop, block, carry)
-    if scale_ref is not None:
-        out = out * scale_ref[1, kv_head]
+    if scale_ref is not None and not has_token_scales:
+        out = out * scale_ref[layer, 1]
 
     where = (request, t[:, None], head[:, None])
     if config.num_splits == 1:
@@ -241,9 +253,9 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of its splits' results [splits, D].
+    """Write one row of the output, the weighted sum of the results of parts of its context.
 
-    A split's weight follows from the maximum of its scores.
+    The weight of a part's result [D] follows from the maximum of the part's scores.
     """
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]

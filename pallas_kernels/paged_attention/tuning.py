@@ -17,7 +17,7 @@ class AttentionTuning:
     block_tokens: int  # keys and values per iteration
     num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
-    num_stages: int  # of Triton's pipeline; page ids and tokens take 2 each, so 5 are 2 blocks
+    num_stages: int  # of Triton's pipeline; 5 for 2 blocks (2 each for page ids and tokens)
 
 
 # Bytes per element of q -> D -> block_rows: (block_tokens, num_warps, num_stages).

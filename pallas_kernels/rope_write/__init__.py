@@ -7,7 +7,8 @@ For a row at position p, whose projection has the heads q | gate | k | v in that
 
 where rotate turns dimensions i and i + n of a head by the row's i-th angle, for i < n, and keeps
 dimensions past 2 n (Su et al. 2021; partial rotation, HF's pairing). The norm is applied only if
-its weight is not None. Gates are ignored.
+its weight is not None. Gates are ignored. In a pool of 8-bit numbers (see `page_formats`), k' and v
+are divided by their scales.
 
 A row writes nothing if its position is -1 or past the page table, or if its page is not assigned
 (-1).
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.dispatch import run
+from pallas_kernels.page_formats import check_scales
 from pallas_kernels.rope_write.reference import rope_write_reference
 from pallas_kernels.rope_write.reference import split_heads as split_heads
 from pallas_kernels.rope_write.triton import rope_write_triton
@@ -43,12 +45,13 @@ def rope_write(
     positions: jax.Array,
     *,
     num_heads: int,
+    scales: jax.Array | None = None,
     eps: float = 0.0,
     is_centred: bool = False,
     writes: bool = True,
     kernels: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """Return queries [B, T, H, D] in the pool's dtype, and the pool that replaces the old pool.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return queries [B, T, H, D] in the projection's dtype, the new pool, and its new scales.
 
     Args:
         qkv: [B, T, F], the projection, with F = (H + gates + 2 H_kv) D.
@@ -60,6 +63,7 @@ def rope_write(
         page_table: i32[B, P], the pages of each request in order; -1 where no page is assigned.
         positions: i32[B, T], the absolute position of each row.
         num_heads: H, the number of query heads; 0 to write only keys and values.
+        scales: f32, see `paged_attention`. Scales of tokens are updated like the pool.
         eps, is_centred: arguments of the norms, see `rms_norm`.
         writes: whether to write to the pool; if not, only queries are computed.
         kernels: implementation to use, see `dispatch`.
@@ -93,6 +97,7 @@ def rope_write(
         given = getattr(weights, name)
         if given is not None and given.shape != (wanted,):
             raise ValueError(f"weights.{name} must be [{wanted}]; got {given.shape}")
+    check_scales(kv, scales, "kv", kv.shape[3:5])
     return run(
         "rope_write",
         kernels,
@@ -104,6 +109,7 @@ def rope_write(
         layer,
         page_table,
         positions,
+        scales,
         num_heads=num_heads,
         eps=eps,
         is_centred=is_centred,

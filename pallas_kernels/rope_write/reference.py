@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantisation import as_stored
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
@@ -17,12 +18,13 @@ def rope_write_reference(
     layer: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
+    scales: jax.Array | None,
     *,
     num_heads: int,
     eps: float,
     is_centred: bool,
     writes: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """See `rope_write`."""
     num_kv_heads, dim = kv.shape[4:]
     q, k, v = split_heads(
@@ -38,7 +40,15 @@ def rope_write_reference(
         eps=eps,
         is_centred=is_centred,
     )
-    return q, write_pages(kv, layer, page_table, positions, k, v) if writes else kv
+    if not writes:
+        return q, kv, scales
+    page, page_size = pages_of(kv, page_table, positions), kv.shape[2]
+    has_layer_scales = scales is not None and scales.ndim == 2
+    of_layer = scales[layer][:, None] if has_layer_scales else None  # [2, 1]
+    rows, made = as_stored(jnp.stack([k, v], axis=2), kv.dtype, of_layer)  # [B, T, 2, H_kv, D]
+    if made is not None:
+        scales = scales.at[layer, page, positions % page_size].set(made, mode="drop")
+    return q, kv.at[layer, page, positions % page_size].set(rows, mode="drop"), scales
 
 
 def split_heads(
@@ -84,19 +94,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([*rotated, rest], axis=-1)
 
 
-def write_pages(
-    kv: jax.Array,
-    layer: jax.Array,
-    page_table: jax.Array,
-    positions: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> jax.Array:
-    """Write k and v [B, T, H_kv, D] to the pages of positions i32[B, T]; return the pool."""
-    num_pages, page_size = kv.shape[1:3]
+def pages_of(pool: jax.Array, page_table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the page of each position i32[B, T], or the number of pages if there is no page."""
+    num_pages, page_size = pool.shape[1:3]
     index = positions // page_size
     page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)
     # The scatter drops page ids past the pool; negative ids would wrap around.
-    page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
-    rows = jnp.stack([k, v], axis=2).astype(kv.dtype)  # [B, T, 2, H_kv, D]
-    return kv.at[layer, page, positions % page_size].set(rows, mode="drop")
+    return jnp.where((positions >= 0) & (page >= 0), page, num_pages)

@@ -1,4 +1,4 @@
-"""One Triton kernel for all operations between the projection of q, k and v and attention."""
+"""A Triton kernel for all operations after the projection of q, k and v and before attention."""
 
 import functools
 from dataclasses import dataclass
@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.page_formats import page_format, why_no_kernel
+from pallas_kernels.quantisation import as_stored
 from pallas_kernels.triton_call import load, store, triton_call
 
 
@@ -36,6 +39,7 @@ def rope_write_triton(
     layer: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
+    scales: jax.Array | None,
     *,
     num_heads: int,
     eps: float,
@@ -43,14 +47,19 @@ def rope_write_triton(
     writes: bool,
     config: RopeWriteTuning = DEFAULT,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """See `rope_write`."""
     page_size, _, num_kv_heads, dim = kv.shape[2:]
     half = cos.shape[-1]
     if dim & (dim - 1) or dim < 16:
         raise UnsupportedError(f"kv has heads of D={dim}; a power of two of at least 16 is needed")
-    if kv.dtype.itemsize < 2:
-        raise UnsupportedError(f"kv is {kv.dtype}; bfloat16, float16 or float32 is needed")
+    if reason := why_no_kernel(kv, None if interpret else compute_capability()):
+        raise UnsupportedError(reason)
+    if kv.dtype.itemsize < 2 and page_format(kv.dtype) is None:
+        raise UnsupportedError(f"kv is {kv.dtype}; 16 or 32 bits, or a page format, are needed")
+    has_token_scales = scales is not None and scales.ndim > 2
+    layer_scales = [] if scales is None or has_token_scales else [scales]
+    pools = [kv, scales] if has_token_scales else [kv]
     batch, num_rows = positions.shape
     present = [x for x in (bias, q_norm, k_norm) if x is not None]
     kernel = functools.partial(
@@ -68,7 +77,10 @@ def rope_write_triton(
         is_centred=is_centred,
         writes=writes,
         block_heads=config.block_heads,
-        dtype=kv.dtype,
+        dtype=qkv.dtype,
+        pool_dtype=kv.dtype,
+        num_pools=len(pools),
+        has_layer_scales=len(layer_scales) > 0,
     )
     num_made = num_heads + 2 * num_kv_heads if writes else num_heads
     call = functools.partial(
@@ -79,15 +91,19 @@ def rope_write_triton(
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    queries = jax.ShapeDtypeStruct((batch, num_rows, num_heads, dim), kv.dtype)
+    queries = jax.ShapeDtypeStruct((batch, num_rows, num_heads, dim), qkv.dtype)
     operands = [qkv, cos, sin, page_table, positions, layer.reshape(1), *present]
     if not writes:
         (q,) = call(operands, [queries])
-        return q, kv
-    pool = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
-    made = [queries, pool] if num_heads else [pool]  # arrays must not be empty
-    *q, kv = call([*operands, kv], made, aliases={len(operands): len(made) - 1})
-    return (q[0] if q else jnp.zeros(queries.shape, queries.dtype)), kv
+        return q, kv, scales
+    operands += layer_scales
+    made = [queries] if num_heads else []  # arrays must not be empty
+    aliases = {len(operands) + i: len(made) + i for i in range(len(pools))}
+    made += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools]
+    results = call([*operands, *pools], made, aliases=aliases)
+    q = results[0] if num_heads else jnp.zeros(queries.shape, queries.dtype)
+    new = results[-len(pools) :]
+    return q, new[0], new[1] if has_token_scales else scales
 
 
 def _kernel(
@@ -112,6 +128,9 @@ def _kernel(
     writes,
     block_heads,
     dtype,
+    pool_dtype,
+    num_pools,
+    has_layer_scales,
 ):
     weights = iter(refs[: sum(has)])
     bias_ref, q_norm_ref, k_norm_ref = (next(weights) if one else None for one in has)
@@ -157,7 +176,8 @@ def _kernel(
     sin = load(sin_ref.at[b, t, angle], mask=turns, other=0.0)
     y = (x * cos + jnp.where(i < half, -other, other) * sin).astype(dtype)
 
-    outputs = iter(refs[sum(has) + writes :])  # after the input pool, which is updated in place
+    # After the input pools, which are updated in place.
+    outputs = iter(refs[sum(has) + (has_layer_scales + num_pools) * writes :])
     # In interpret mode masked lanes store the old value, so their indices must also be distinct.
     if num_heads:
         store(next(outputs).at[b, t, head[:, None], i], y, mask=mask & is_q[:, None])
@@ -166,16 +186,19 @@ def _kernel(
         index = jnp.maximum(position, 0) // page_size
         page = table_ref[b, jnp.minimum(index, table_width - 1)]
         stands = (position >= 0) & (index < table_width) & (page >= 0)
-        kept = jnp.where(is_q, head + 2 * num_kv_heads, head - num_heads)[:, None]
+        kept = jnp.where(is_q, head + 2 * num_kv_heads, head - num_heads)
+        wide = kept[:, None]
+        token = layer_ref[0], jnp.maximum(page, 0), jnp.maximum(position, 0) % page_size
+        given = None
+        if has_layer_scales:
+            of_layer = refs[sum(has)]
+            given = jnp.where(is_v, of_layer[layer_ref[0], 1], of_layer[layer_ref[0], 0])
+        y, made = as_stored(y, pool_dtype, given)
         store(
-            next(outputs).at[
-                layer_ref[0],
-                jnp.maximum(page, 0),
-                jnp.maximum(position, 0) % page_size,
-                kept // num_kv_heads,
-                kept % num_kv_heads,
-                i,
-            ],
+            next(outputs).at[*token, wide // num_kv_heads, wide % num_kv_heads, i],
             y,
             mask=mask & ~is_q[:, None] & stands,
         )
+        if made is not None:
+            at = *token, kept // num_kv_heads, kept % num_kv_heads
+            store(next(outputs).at[at], made, mask=is_made & ~is_q & stands)

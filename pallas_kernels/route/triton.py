@@ -1,4 +1,4 @@
-"""A Triton kernel for routes. One program computes all rows; if possible, warps have whole rows.
+"""A Triton kernel for routes. One program computes all rows, and a warp has whole rows if it can.
 
 Scores are mapped to sortable integers, called keys. To choose an expert, the kernel takes the
 maximum key of a row. It then replaces this key by one of the lowest keys, which encodes the rank of
@@ -179,7 +179,7 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 def _sortable(x: jax.Array) -> jax.Array:
     """Map floats x f32 to keys i32 that have the same order.
 
-    The keys exceed the reserved keys, even if their low 16 bits are replaced.
+    The keys exceed the lowest keys, which are reserved, even if their low 16 bits are replaced.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)

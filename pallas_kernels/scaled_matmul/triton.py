@@ -1,4 +1,4 @@
-"""The scaled product on tensor cores: one program per tile of the result and part of the depth.
+"""The scaled product on tensor cores. A program computes a tile, over all or a part of the depth.
 
 A program widens numbers in registers, multiplies a tile of the matrix, and applies the tile's
 scales to the product. If several programs share the depth, XLA sums their results in order.
@@ -28,13 +28,13 @@ class ScaledMatmulTuning:
     block_rows: int
     block_columns: int  # of the result: rows of the stored matrix
     block_depth: int
-    num_splits: int  # of the depth
+    num_splits: int  # number of programs that share the depth
     num_warps: int
     num_stages: int
     unroll: int = 1  # tiles of the depth that are loaded together
 
 
-# Keys are the maximum of rows. The splits follow from the matrix.
+# Keys are maximum numbers of rows. `with_splits` replaces the number of splits.
 BFLOAT16 = {
     16: ScaledMatmulTuning(16, 64, 128, 1, 4, 4),
     32: ScaledMatmulTuning(32, 64, 128, 1, 4, 4),
@@ -42,7 +42,7 @@ BFLOAT16 = {
     None: ScaledMatmulTuning(128, 128, 128, 1, 8, 3),
 }
 FLOAT32 = ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
-MAX_PROGRAMS = 400  # that share the depth: three for each of an H100's multiprocessors
+MAX_PROGRAMS = 400  # if they share the depth: three for each of an H100's multiprocessors
 MIN_TILES = 4  # of the depth, for each program
 # With more rows, as prompts have, XLA multiplies by the dequantised matrix. On an H100 the kernel
 # that dequantises takes as long as reading the matrix four times; where this begins to pay is an
@@ -51,7 +51,7 @@ MAX_ROWS = 512
 
 
 def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> ScaledMatmulTuning:
-    """Return the tiles for x [num_rows, depth] and a matrix [num_columns, depth]."""
+    """Return the tuning for x [num_rows, depth] and a matrix [num_columns, depth]."""
     if jnp.dtype(dtype) == jnp.float32:
         return FLOAT32
     (config, *_) = (x for most, x in BFLOAT16.items() if most is None or num_rows <= most)
@@ -61,7 +61,7 @@ def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> Sc
 def with_splits(
     config: ScaledMatmulTuning, num_rows: int, num_columns: int, depth: int
 ) -> ScaledMatmulTuning:
-    """Return tiles in which programs share the depth if there would be few programs."""
+    """Return `config`, with the depth divided among programs if there would be few programs."""
     blocks = pl.cdiv(num_rows, config.block_rows) * pl.cdiv(num_columns, config.block_columns)
     tiles = pl.cdiv(depth, config.block_depth)
     fits = [n for n in (2, 4, 8) if n * blocks <= MAX_PROGRAMS and n * MIN_TILES <= tiles]
@@ -82,7 +82,7 @@ def scaled_matmul_triton(
     """See `scaled_matmul`.
 
     Raises:
-        UnsupportedError: a dtype or the blocks' sizes.
+        UnsupportedError: a dtype or the block size is not supported, or the matrix is too large.
     """
     num_rows, depth = x.shape
     num_columns, dtype = len(values) - first, dtype or x.dtype

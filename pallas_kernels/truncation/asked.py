@@ -18,8 +18,8 @@ class Asked(NamedTuple):
     top_p: jax.Array
     min_p: jax.Array
     cuts_k: jax.Array  # whether top_k may exclude tokens
-    cuts_p: jax.Array  # whether top_p may
-    cuts_min: jax.Array  # whether min_p may
+    cuts_p: jax.Array  # whether top_p may exclude tokens
+    cuts_min: jax.Array  # whether min_p may exclude tokens
 
     @classmethod
     def read(cls, refs: Any, row: jax.Array, vocab_size: int) -> "Asked":

@@ -32,7 +32,8 @@ class RowCandidates(NamedTuple):
 
         Args:
             lane: the candidates' numbers, counted tile by tile.
-            unrolls: whether to wait for the counts of all tiles at once, which takes registers.
+            unrolls: whether to load the counts of all tiles before using them, which takes
+                registers.
         """
 
         def pass_tile(carry, tile):

@@ -17,7 +17,7 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Write a lower bound of the row's threshold, as a key, and the row's maximum and total mass.
+    """Write a lower bound of the row's threshold (a key), and the row's maximum and sum of weights.
 
     If no token is to be excluded, write only the bound 0.
     """

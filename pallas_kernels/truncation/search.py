@@ -1,7 +1,7 @@
 """Finds thresholds within a Triton kernel, bit by bit.
 
 Keys are integers that have the order of the logits (see `order`). A threshold keeps all keys that
-are not below it. The highest threshold that keeps enough weight is searched.
+are not below it. This module finds the highest threshold that keeps enough weight.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,12 @@ def highest_key(
 ) -> jax.Array:
     """Return the highest threshold that keeps keys with a total weight of at least `wanted`.
 
-    Only the `num_bits` leading bits of the threshold are found; all others are zero.
-    `known` has the key of the leading bits that are already known, and the number of these bits. It
-    is None if no bits are known. If all weights sum to less than `wanted`, or if `is_asked` is
-    false, the result is the known key, or 0 if no bits are known.
+    Only the `num_bits` leading bits of the threshold are found; all others are zero. `known` is a
+    pair: a key with the leading bits that are already known, and the number of these bits. It is
+    None if no bits are known.
+
+    If all weights sum to less than `wanted`, or if `is_asked` is false, the result is the known
+    key, or 0 if no bits are known.
     """
 
     def refine(bit, key):

@@ -1,14 +1,14 @@
 """Checks how often a drafter's drafts are accepted, and whether another setup would help.
 
-The target runs over whole texts without a cache. At several places of each text, the drafter drafts
+The target runs over whole texts without a cache. The drafter drafts at several places of each text,
 from the target's features up to that place, with the same calls as in serving. A draft is accepted
 if it is the target's choice. Trials repeat this with other auxiliary layers, features, mask tokens
 and vocabularies. If the drafts of a trial are accepted clearly more often, the trial reveals a
 fault.
 
-The number of accepted drafts varies much between places, which hides a small fault if there are few
-texts. The overlap of the drafter's and the target's distributions varies little. The overlap is the
-acceptance rate of sampled drafts at temperature 1. A clear gain in either figure reveals a fault.
+The number of accepted drafts varies much between places, so few texts hardly reveal a small fault.
+The overlap of the drafter's and the target's distributions, which is the acceptance rate of sampled
+drafts at temperature 1, varies little. A clear gain in either figure reveals a fault.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,12 +67,12 @@ class Tally(NamedTuple):
     """Accepted drafts and overlaps at the P places of all texts."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
-    is_counted: np.ndarray  # bool[P, K], whether the text before the draft is the target's choice
+    is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice
     in_common: np.ndarray  # f64[P], overlap for the first draft: sum of min(p, q) over tokens
 
     @property
     def rates(self) -> list[float]:
-        """The fraction of accepted drafts at each position."""
+        """The fraction of accepted drafts for each of the K draft positions."""
         counts = np.maximum(self.is_counted.sum(0), 1)
         return ((self.is_accepted & self.is_counted).sum(0) / counts).tolist()
 
@@ -87,9 +87,9 @@ class Tally(NamedTuple):
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
-        """Return whether `other` is better by more than chance.
+        """Return whether `other` is better than this tally by more than chance.
 
-        `is_paired` tells whether both tallies have the same places.
+        `is_paired` means that both tallies have the same places.
         """
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
@@ -219,7 +219,7 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return a trial of an EAGLE-3 head with the opposite of its `recycle_normed`."""
+    """Return a trial in which an EAGLE-3 head feeds back its other state: normed or not normed."""
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (
@@ -292,10 +292,10 @@ def _draft(
     drafter: Drafter,
     k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draft after each of `starts`, with one request per place.
+    """Draft after each of the positions `starts`, in a separate request for each.
 
-    Returns drafts i32[N, k], and the drafter's distributions f32[N, V] of the first drafts at
-    temperature 1.
+    Returns greedy drafts i32[N, k], and the drafter's distributions f32[N, V] for the first draft
+    at temperature 1.
     """
     count, length = len(starts), len(tokens)
     num_pages = length // PAGE_SIZE

@@ -1,12 +1,14 @@
-"""Measures plain decoding, then each drafter. If it is interrupted, it keeps the results so far."""
+"""Measures plain decoding and drafters. An interrupted measurement keeps its results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
+from specjax.bench.devices import set_policies, share_target
 from specjax.bench.engines import step_budget
 from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.machine import CpuTime, Machine, Moment, load_now
@@ -16,6 +18,7 @@ from specjax.bench.screen import Screen
 from specjax.bench.settings import BenchSettings
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.engine.compile_progress import watch_compiling
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -66,7 +69,7 @@ class BenchRun:
                 llm = stack.enter_context(load_llm(settings, method))
             self._engines[method] = engine = llm.engine
             # All engines share one copy of the target's weights.
-            engine.params = engine.params._replace(target=self._engines[PLAIN].params.target)
+            share_target(engine, self._engines[PLAIN])
             warm_up(self._engines, shown, batches[0])
             in_turn = "" if method == PLAIN else ", alternating with plain decoding"
             screen.begin(f"measuring {name}{in_turn}")
@@ -79,7 +82,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations and plain decoding in turn.
+        """Measure the configurations `shown` and plain decoding in turn.
 
         If the measurement is interrupted, the figures so far are kept.
         """
@@ -126,7 +129,8 @@ class BenchRun:
         }
 
     def _machine(self, platform: str) -> Machine:
-        return Machine.look(self._load, self._spans, has_gpu=platform == "gpu")
+        num_gpus = self.settings.devices.num_devices if platform == "gpu" else 0
+        return Machine.look(self._load, self._spans, num_gpus=num_gpus)
 
     def lines(self, report: Mapping[str, Any]) -> list[str]:
         """Return the lines that are shown below the table of a report."""
@@ -162,9 +166,9 @@ def summarise_rounds(shown: Sequence[Configuration], rounds: Sequence[Round]) ->
 def load_workload(settings: BenchSettings) -> list[list[Request]]:
     """Return the prompts as batches of requests."""
     folder = resolve(settings.model)
+    check_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+    assert tokenizer is not None
     requests = make_requests(
         tokenize(read_questions()[: settings.num_prompts], tokenizer),
         max_tokens=settings.max_tokens,
@@ -173,12 +177,12 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
         seed=settings.seed,
         stop_ids=read_eos_ids(folder, tokenizer),
     )
-    size = settings.batch_size
+    size = settings.num_together
     return [requests[i : i + size] for i in range(0, len(requests), size)]
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load an `LLM` without or with a drafter, and compile every step of the measurement."""
+    """Load an `LLM` for a drafting method or for `PLAIN`, and compile all of its steps."""
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),
@@ -189,6 +193,7 @@ def load_llm(settings: BenchSettings, method: str) -> LLM:
         max_num_batched_tokens=step_budget(settings.batch_size, settings.ks[-1]),
         compile_ahead=True,
         verbose=False,
+        **asdict(settings.devices),
     )
 
 
@@ -203,8 +208,9 @@ def warm_up(
         for request in requests
     ]
     for configuration in configurations:
-        engines[configuration.method].set_policy(StaticPolicy(configuration.k))
-        decode(engines[configuration.method], short)
+        engine = engines[configuration.method]
+        set_policies(engine, partial(StaticPolicy, configuration.k))
+        decode(engine, short)
 
 
 def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
@@ -213,6 +219,7 @@ def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
     device = environment["device_kind"]
     if environment["platform"] == "cpu":
         device = describe_processors(environment)
+    device = settings.devices.describe(device)
     mode = f"temperature {settings.temperature}" if settings.temperature else "greedy"
     prompts = f"{settings.num_prompts} prompts, up to {settings.max_tokens} tokens each"
     return [

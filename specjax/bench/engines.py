@@ -7,12 +7,15 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from specjax.bench.devices import Devices, set_policies, share_target
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.checks import check_positive, check_seed
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -41,7 +44,8 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
-    synthetic_rates: tuple[float, ...] | None = None  # acceptance rates that replace the drafter's
+    synthetic_rates: tuple[float, ...] | None = None  # accept drafts at these rates; None: verify
+    devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})
@@ -75,17 +79,18 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests, which repeat prompts if there are too few prompts.
+        """Return `batch_size` requests for each replica, which repeat prompts if there are too few.
 
         The requests ignore EOS, so that batches stay full.
         """
+        count = batch_size * self.devices.data_parallel_size
         folder = resolve(self.model)
+        check_tokenizer(folder)
         tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+        assert tokenizer is not None
         prompts = tokenize(read_questions(), tokenizer)
         return make_requests(
-            [prompts[i % len(prompts)] for i in range(batch_size)],
+            [prompts[i % len(prompts)] for i in range(count)],
             max_tokens=self.max_tokens,
             max_model_len=self.max_model_len,
             temperature=self.temperature,
@@ -110,6 +115,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
         rounds=args.rounds,
         dtype=args.dtype,
         synthetic_rates=read_rates(args.synthetic_rates),
+        devices=Devices.of(args),
     )
 
 
@@ -163,7 +169,7 @@ class Engines(NamedTuple):
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Load the models, and compile the steps of every K."""
+    """Yield an LLM without and an LLM with the drafter. The steps of every K are compiled."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work
@@ -173,6 +179,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         "max_num_batched_tokens": step_budget(max_batch, max(setup.ks)),
         "compile_ahead": True,
         "verbose": show_progress,
+        **asdict(setup.devices),
     }
     model = setup.model
     with (
@@ -180,9 +187,9 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         LLM(model, speculative_config=setup.speculative_config, **sizes) as drafting,
     ):
         engine = drafting.engine
-        engine.params = engine.params._replace(target=plain.engine.params.target)
+        share_target(engine, plain.engine)
         for k in setup.ks:
-            engine.set_policy(StaticPolicy(k), show_progress=show_progress)
+            set_policies(engine, partial(StaticPolicy, k), show_progress=show_progress)
         yield Engines(plain, drafting)
 
 

@@ -1,4 +1,4 @@
-"""Describes the versions and the hardware that results depend on, in addition to the code."""
+"""Describes the versions and the hardware on which a benchmark runs."""
 
 import os
 import platform

@@ -51,10 +51,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes the scores from which sampling picks a request's next token.
-
-    One forward pass runs over all tokens of the request.
-    """
+    """Computes with a forward pass the scores from which sampling picks a request's next token."""
 
     engine: Engine
 

@@ -68,8 +68,8 @@ class CpuTime:
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
     """Return the time that threads ran, divided by the time that they ran or waited.
 
-    The divisor counts at most `num_cpus` processors at a time, because further threads wait for
-    each other. Return None if the times are unknown.
+    The divisor is at most `num_cpus` times the time that passed, because more threads than
+    processors must wait for each other. Return None if the times are unknown.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))
@@ -82,9 +82,10 @@ class Machine:
 
     Attributes:
         load: mean number of processes that ran or waited, in the minute before the measurement.
-        num_processors: number of processors; this process may use `num_cpus` of them.
+        num_processors: number of processors of the machine.
+        num_cpus: number of processors that this process may use.
         cpu_share: CPU share while measuring (see the function `cpu_share`); None if unknown.
-        num_gpu_processes: number of other processes on the GPU; 0 without a GPU.
+        num_gpu_processes: number of other processes on the GPUs in use; 0 without a GPU.
     """
 
     load: float
@@ -94,11 +95,11 @@ class Machine:
     num_gpu_processes: int
 
     @classmethod
-    def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
+    def look(cls, load: float, spans: Sequence[CpuTime], *, num_gpus: int) -> "Machine":
         """Check the machine after a measurement.
 
         `load` is the load that was read before the measurement. `spans` are the CPU times of the
-        measurement's rounds.
+        measurement's rounds. `num_gpus` is the number of GPUs that the measurement used.
         """
         cpus = num_cpus()
         return cls(
@@ -106,7 +107,7 @@ class Machine:
             num_processors=os.cpu_count() or cpus,
             num_cpus=cpus,
             cpu_share=cpu_share(spans, cpus),
-            num_gpu_processes=count_gpu_processes() if has_gpu else 0,
+            num_gpu_processes=count_gpu_processes(num_gpus) if num_gpus else 0,
         )
 
     @property
@@ -143,12 +144,16 @@ def load_now() -> float:
         return 0.0
 
 
-def count_gpu_processes() -> int:
-    """Count the other processes on the first visible GPU, which this process must be using."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+def count_gpu_processes(num_gpus: int) -> int:
+    """Count the other processes on the first visible GPUs, which this process must be using.
+
+    A process that uses several GPUs counts several times.
+    """
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpus = ",".join((visible or [str(i) for i in range(num_gpus)])[:num_gpus])
     try:
         listed = subprocess.run(
-            [*_NVIDIA_SMI, f"--id={gpu}"],
+            [*_NVIDIA_SMI, f"--id={gpus}"],
             capture_output=True,
             text=True,
             timeout=_PATIENCE_SECONDS,
@@ -157,4 +162,4 @@ def count_gpu_processes() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     # In a container this process is listed with another id, or no process is listed.
-    return max(0, sum(line.strip().isdigit() for line in listed.splitlines()) - 1)
+    return max(0, sum(line.strip().isdigit() for line in listed.splitlines()) - num_gpus)

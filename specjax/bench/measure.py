@@ -1,4 +1,4 @@
-"""Times configurations, which decode the same prompts in turn in one process.
+"""Times configurations (a drafting method and K), which decode the same prompts in turn.
 
 A round runs one batch of prompts under every configuration, back to back, so that other load on the
 machine affects all of them equally. Only decoding is timed. It begins when every prompt of the
@@ -8,9 +8,11 @@ batch has its first token, and ends when the last output is complete.
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TypeAlias
 
+from specjax.bench.devices import set_policies
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
@@ -39,7 +41,8 @@ PLAIN_ONE = Configuration(PLAIN, 0)
 class Run:
     """The results of one batch of prompts under one configuration.
 
-    Fields other than `outputs` exclude prefill.
+    Fields other than `outputs` exclude prefill. Steps are summed over replicas, which run at the
+    same time. They include the last step of a replica that ends first, which gives no token.
     """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
@@ -48,6 +51,7 @@ class Run:
     num_tokens: int
     num_request_steps: int  # steps, counted once per request that gained tokens
     num_accepted_per_pos: tuple[int, ...]
+    num_replicas: int = 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,9 +59,14 @@ class Run:
         return self.num_tokens / self.seconds
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of steps, summed over replicas."""
+        return self.seconds * self.num_replicas
+
+    @property
     def ms_per_step(self) -> float:
         """Mean milliseconds per step."""
-        return 1e3 * self.seconds / self.num_steps
+        return 1e3 * self.step_seconds / self.num_steps
 
     @property
     def ms_per_token(self) -> float:
@@ -65,7 +74,7 @@ class Run:
         return self.ms_per_step * self.num_request_steps / self.num_tokens
 
 
-Round: TypeAlias = Mapping[Configuration, Run]  # of the same batch of prompts
+Round: TypeAlias = Mapping[Configuration, Run]  # all runs decode the same batch of prompts
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> Run:
@@ -88,11 +97,16 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
     seconds, after = time.perf_counter() - start, engine.metrics()
     while engine.has_work:  # a step launched before the last result was read
         engine.step()
-    return as_run(outputs, seconds, before, after)
+    return as_run(outputs, seconds, before, after, num_replicas=len(engine.engines))
 
 
 def as_run(
-    outputs: Mapping[Hashable, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
+    outputs: Mapping[Hashable, tuple[int, ...]],
+    seconds: float,
+    before: Metrics,
+    after: Metrics,
+    *,
+    num_replicas: int = 1,
 ) -> Run:
     """Return the run between two snapshots of the counters, `before` and `after`.
 
@@ -112,6 +126,7 @@ def as_run(
         num_tokens=num_tokens,
         num_request_steps=num_tokens - sum(accepted),  # each gives 1 token + accepted drafts
         num_accepted_per_pos=accepted,
+        num_replicas=num_replicas,
     )
 
 
@@ -129,6 +144,6 @@ def measure(
         first, runs = i % len(configurations), {}
         for configuration in [*configurations[first:], *configurations[:first]]:
             engine = engines[configuration.method]
-            engine.set_policy(StaticPolicy(configuration.k))
+            set_policies(engine, partial(StaticPolicy, configuration.k))
             runs[configuration] = decode(engine, requests)
         yield runs

@@ -1,4 +1,4 @@
-"""Plots results."""
+"""Plots the results of `specjax bench sweep`."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def plot_sweep(report: dict[str, Any], path: Path) -> None:
-    """Plot time per output token and regret by batch size, one line per policy, as a PNG."""
+    """Write a PNG with the time per output token and the regret of each policy, by batch size."""
     batches = report["batches"]
     sizes = [int(batch) for batch in batches]
     figure = Figure(figsize=(10, 4), layout="constrained")

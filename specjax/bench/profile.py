@@ -4,13 +4,16 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from specjax.bench.devices import set_policies
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
 from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.measure import decode
@@ -25,9 +28,9 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """A policy of constant K, which records outcomes of drafts and times of rounds.
+    """A policy of constant K, which records how many drafts are accepted and the times of rounds.
 
-    Only rounds with a full batch are timed.
+    Only the times of rounds with a full batch are recorded.
     """
 
     is_learning = True
@@ -68,34 +71,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
-    """Measure every K at every batch size, in turn, for the setup's number of rounds.
+    """Measure every K at every batch size. The Ks take turns, `setup.rounds` times.
 
     `is_online` becomes the field `is_online` of the profile.
     """
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()
     total = setup.rounds * len(setup.batch_sizes) * len(setup.ks)
+    workloads = {size: setup.make_requests(size) for size in setup.batch_sizes}
     with (
         open_engines(setup, show_progress=show_progress) as engines,
         stages(total, show_progress=show_progress) as begin,
     ):
         engine = engines.drafting.engine
-        for batch_size in setup.batch_sizes:
-            requests = setup.make_requests(batch_size)
+        for batch_size, requests in workloads.items():
             at_size = times[batch_size] = {k: [] for k in setup.ks}
             for i in range(setup.rounds):
                 first = i % len(setup.ks)
                 for k in [*setup.ks[first:], *setup.ks[:first]]:
                     begin(f"K={k} at batch size {batch_size}")
-                    watched = Watched(k, batch_size)
-                    engine.set_policy(watched)
+                    each = set_policies(engine, partial(Watched, k, batch_size))
                     if not i:
                         warm_up(engine, requests)
-                    watched.milliseconds.clear()
+                    for watched in each:
+                        watched.milliseconds.clear()
                     decode(engine, requests)
-                    at_size[k] += watched.milliseconds
-                    if k == max(setup.ks):
-                        verdicts += watched.verdicts
+                    for watched in each:
+                        at_size[k] += watched.milliseconds
+                        if k == max(setup.ks):
+                            verdicts += watched.verdicts
         model = describe_model(engines.drafting)
     for batch_size, at_size in times.items():
         if empty := [k for k, found in at_size.items() if not found]:
@@ -114,10 +118,10 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
 
 
 def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
-    """Return for each i in 1..max_k the fraction of rounds that accept at least i drafts.
+    """Return for each i in 1..max_k an estimate of the fraction of rounds that accept i drafts.
 
-    The counts are censored: a round with fewer than i drafts does not show whether draft i would be
-    accepted.
+    Rounds with fewer than i drafts do not show whether draft i would be accepted. So the fraction
+    is the product of conditional rates, each from the rounds that verified the draft.
     """
     rates = []
     for i in range(max_k):
@@ -128,7 +132,7 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
 
 
 def describe_model(llm: LLM) -> str:
-    """Return the fingerprint of an LLM's models, which is compared with a profile's fingerprint."""
+    """Return the fingerprint of an LLM's target and drafter, by which a profile names them."""
     return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
 
 
@@ -148,6 +152,7 @@ def provenance(
         "method": setup.method,
         "dtype": setup.dtype,
         "device": environment["device_kind"],
+        "devices": asdict(setup.devices),
         "machine": describe_processors(environment),
         "versions": environment["versions"],
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -36,7 +36,7 @@ class Figures:
     """The results of one configuration, without prefill. Rates are ratios of totals over rounds.
 
     Attributes:
-        num_tokens: number of tokens decoded in all rounds, without the first tokens of prefill.
+        num_tokens: number of tokens in all rounds, except the first token of each output.
         tokens_per_second: tokens per second of the whole batch.
         plain_tokens_per_second: tokens per second of plain decoding in the same rounds.
         times_plain: `tokens_per_second` divided by `plain_tokens_per_second`.
@@ -123,13 +123,14 @@ class _Totals:
     """Sums over runs. Rates are ratios of these sums, so that they are consistent."""
 
     seconds: float
+    step_seconds: float
     steps: int
     tokens: int
     request_steps: int
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> "_Totals":
-        names = "seconds", "num_steps", "num_tokens", "num_request_steps"
+        names = "seconds", "step_seconds", "num_steps", "num_tokens", "num_request_steps"
         return cls(*(sum(getattr(run, name) for run in runs) for name in names))
 
     @property
@@ -138,7 +139,7 @@ class _Totals:
 
     @property
     def ms_per_step(self) -> float:
-        return 1e3 * self.seconds / self.steps
+        return 1e3 * self.step_seconds / self.steps
 
 
 def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
@@ -164,8 +165,8 @@ def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
 def identity_line(figures: Sequence[Figures]) -> str | None:
     """Return the line that says whether outputs are identical to plain decoding's outputs.
 
-    Return None if only plain decoding was measured. The line counts the prompts that every row of
-    the table has run. After an interrupt, some prompts may not count.
+    Return None if only plain decoding was measured. The line gives the number of prompts that ran
+    under every configuration.
     """
     if len(figures) == 1:
         return None
@@ -191,7 +192,7 @@ def repetition_line(figures: Sequence[Figures]) -> str:
 
 
 def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> str | None:
-    """Return a line of text about the cost and the gain of a round, here and on an H100.
+    """Return a line of text about the cost of a round with drafts, and the tokens that it gives.
 
     Return None if no configuration has drafts. The line describes K = 3 if it was measured, else
     the smallest K. Of the drafters with this K, it describes the drafter that gains most.
@@ -232,7 +233,7 @@ _FROM_LEFT = 0, len(_HEADER) - 1  # the other columns are numbers
 
 
 def cells(figures: Figures) -> tuple[str, ...]:
-    """Return the cells of a row of the table. Plain decoding's row has no comparison."""
+    """Return the cells of a row of the table. Some are empty for plain decoding."""
     f, is_plain = figures, figures.method == PLAIN
     return (
         f.configuration,

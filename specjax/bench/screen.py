@@ -20,7 +20,7 @@ class Screen:
     """Shows the current work and the measured rows of a table. This base class shows nothing."""
 
     def begin(self, work: str) -> None:
-        """Announce the work that begins."""
+        """Show that `work` begins, such as loading or measuring a configuration."""
 
     def progress(self, num_done: int, total: int) -> None:
         """Report that `num_done` of `total` units of the current work are done.
@@ -40,10 +40,7 @@ class Screen:
 
 
 class Lines(Screen):
-    """Prints rows to `stream`, and the current work to `log`, line by line.
-
-    If `stream` is None, rows are not printed.
-    """
+    """Prints rows as lines to `stream`, or nowhere if it is None. Reports the work to `log`."""
 
     def __init__(self, names: Sequence[str], stream: TextIO | None, log: Logger):
         """`names` are the names of all rows that will be shown."""

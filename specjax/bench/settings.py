@@ -1,8 +1,9 @@
 """The settings of `specjax bench`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from specjax.bench.devices import Devices
 from specjax.bench.measure import PLAIN, PLAIN_ONE, Configuration
 from specjax.bench.workload import read_questions
 from specjax.checks import check_seed
@@ -25,6 +26,7 @@ class BenchSettings:
     seed: int
     rounds: int
     dtype: str
+    devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self):
         for name in "batch_size", "rounds", "num_prompts":
@@ -49,13 +51,20 @@ class BenchSettings:
         available = len(read_questions())
         if self.num_prompts > available:
             raise ValueError(f"--num-prompts {self.num_prompts}: there are {available}")
-        if self.num_prompts % self.batch_size:
+        if self.num_prompts % self.num_together:
+            times = self.devices.data_parallel_size
+            replicas = f" on each of {times} replicas" if times > 1 else ""
             raise ValueError(
                 f"--num-prompts {self.num_prompts} does not fill batches of --batch-size "
-                f"{self.batch_size}; use a multiple"
+                f"{self.batch_size}{replicas}; use a multiple of {self.num_together}"
             )
         check_seed(**{"--seed": self.seed})
         SamplingParams(temperature=self.temperature)
+
+    @property
+    def num_together(self) -> int:
+        """The number of prompts that all replicas decode together."""
+        return self.batch_size * self.devices.data_parallel_size
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:

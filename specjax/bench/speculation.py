@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.bench.comparison import BenchRun
+from specjax.bench.devices import Devices
 from specjax.bench.engines import read_drafter, read_integers
 from specjax.bench.report import Figures
 from specjax.bench.screen import Screen, open_screen
@@ -18,7 +19,7 @@ from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.writing import check_writable
 from specjax.serving.drafters import parse_drafter
 
-FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually and with --full; prompts
+FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually, Ks with --full, prompts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
         screen.end(trial.lines(report))
         if args.json:
             print(text, flush=True)
-    return 130 if trial.is_interrupted else 0
+        if trial.is_interrupted:  # as engines close, a second interrupt ends the process at once
+            raise KeyboardInterrupt
+    return 0
 
 
 def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:
@@ -56,13 +59,17 @@ def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:
 
 def read_settings(args: argparse.Namespace) -> BenchSettings:
     """Return the settings that the command's options describe."""
-    available = len(read_questions())
+    available, devices = len(read_questions()), Devices.of(args)
     num_prompts = args.num_prompts
     if num_prompts is None:
-        if not 1 <= args.batch_size <= available:
-            raise ValueError(f"--batch-size {args.batch_size} must be in 1..{available}")
-        few = max(FEW_PROMPTS, args.batch_size)
-        num_prompts = (available if args.full else few) // args.batch_size * args.batch_size
+        num_replicas = devices.data_parallel_size
+        if not 1 <= args.batch_size <= available // num_replicas:
+            of_all = f", for {num_replicas} replicas" if num_replicas > 1 else ""
+            most = available // num_replicas
+            raise ValueError(f"--batch-size {args.batch_size} must be in 1..{most}{of_all}")
+        together = args.batch_size * num_replicas
+        few = max(FEW_PROMPTS, together)
+        num_prompts = (available if args.full else few) // together * together
     return BenchSettings(
         model=args.model,
         drafters=read_drafters(args.model, args.drafter, takes_all=args.full),
@@ -75,6 +82,7 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
         seed=args.seed,
         rounds=args.rounds,
         dtype=args.dtype,
+        devices=devices,
     )
 
 

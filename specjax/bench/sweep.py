@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from specjax.bench.devices import Devices, set_policies
 from specjax.bench.engines import (
     Engines,
     Setup,
@@ -60,18 +62,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
-    """Measure every policy at every batch size, in turn. Return the JSON report."""
+    """Measure every policy at every batch size. The policies take turns. Return the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    workloads = {size: setup.make_requests(size) for size in setup.batch_sizes}
     with open_engines(setup, show_progress=show_progress) as engines, ExitStack() as stack:
         policies = make_policies(setup, profile, engines)
         names = [OFF, *policies]
         total = sum(num_rounds(setup, size) for size in setup.batch_sizes) * len(names)
         begin = stack.enter_context(stages(total, show_progress=show_progress))
-        for batch_size in setup.batch_sizes:
-            requests = setup.make_requests(batch_size)
+        for batch_size, requests in workloads.items():
             warm_up(engines.plain.engine, requests)
             for k in setup.ks:
-                engines.drafting.engine.set_policy(StaticPolicy(k))
+                set_policies(engines.drafting.engine, partial(StaticPolicy, k))
                 warm_up(engines.drafting.engine, requests)
             at_size = runs[batch_size] = {name: [] for name in names}
             for i in range(num_rounds(setup, batch_size)):
@@ -80,7 +82,7 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
                     begin(f"{name} at batch size {batch_size}")
                     engine = (engines.plain if name == OFF else engines.drafting).engine
                     if name != OFF:
-                        engine.set_policy(policies[name]())
+                        set_policies(engine, policies[name])
                     before = engine.metrics().k_histogram
                     ran = decode(engine, requests)
                     figures = {
@@ -116,11 +118,10 @@ def make_policies(
 ) -> dict[str, Callable[[], Policy]]:
     """Return a factory for each policy, by the policy's name.
 
-    Each factory returns a new policy, in the state of a policy whose engine has just started.
+    Each factory returns a new policy, which knows no more than at the start of an engine.
     """
     engine, max_k = engines.drafting.engine, max(setup.ks)
-    measured = adaptive_policy(max_k)
-    engine.set_policy(measured)
+    measured, *_ = set_policies(engine, partial(adaptive_policy, max_k))
     first_cost = deepcopy(measured.cost)
 
     def adaptive() -> Policy:
@@ -133,7 +134,7 @@ def make_policies(
     if profile is not None:
         for name in "table", "profile":
             policies[name] = lambda name=name: make_policy(name, profile, batches)
-            engine.set_policy(policies[name]())
+            set_policies(engine, policies[name])
     return policies | {ADAPTIVE: adaptive}
 
 
@@ -208,7 +209,8 @@ def describe(report: dict[str, Any]) -> str:
             f"outputs that differ from decoding without speculation: {differing}",
             f"{settings['model']} with {settings['method']}, {settings['dtype']}, temperature "
             f"{settings['temperature']:g}, {settings['max_tokens']} tokens each; medians over "
-            f"{settings['rounds']} runs or more; {machine}",
+            f"{settings['rounds']} runs or more; "
+            f"{Devices(**settings['devices']).describe(machine)}",
             "off: an engine without a drafter; adaptive begins each run knowing only the times "
             "that the engine measured at its start",
         ]

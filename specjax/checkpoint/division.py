@@ -1,7 +1,7 @@
 """Divides a model's arrays over devices, by dividing the tensors of its checkpoint.
 
 Each device runs a smaller model, which has only some of the whole model's heads, MLP columns and
-vocabulary tokens. The specs of the smaller model describe the arrays that one device holds.
+vocabulary tokens. The `TensorSpec`s of the smaller model describe the arrays that one device holds.
 
 A divided axis of a file tensor consists of sections, such as the rows of q, k and v. Sections have
 names in `TensorSpec.cuts`. Each name has a `Share`, which defines the part of the section that each
@@ -58,10 +58,11 @@ def grouped(
     """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
-    heads. If the number of devices is a larger multiple of the number of key heads, and `may_copy`
-    is true, several devices have copies of the same key head, and divide its query heads.
-    Otherwise, each key head is on one device, with all of its query heads. The last devices may
+    heads. Usually each key head is on one device, with all of its query heads. The last devices may
     then have heads of zeros.
+
+    But if `may_copy` is true, and the number of devices is 2, 3, ... times the number of key heads,
+    several devices have copies of the same key head, and divide its query heads.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:
@@ -135,12 +136,12 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class DividedSpec(TensorSpec):
-    """The spec of an array [devices, ...] that stacks the arrays of all devices.
+    """The `TensorSpec` of an array [devices, ...] that stacks the arrays of all devices.
 
     The inherited fields describe the whole model's array.
 
     Attributes:
-        local: the spec of one device's array. Its tensor names are empty.
+        local: the `TensorSpec` of one device's array. Its tensor names are empty.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
         taken: for each device, the indices of the file tensors that it takes; None for a tensor of
@@ -164,7 +165,7 @@ class DividedSpec(TensorSpec):
 
     @property
     def whole(self) -> TensorSpec:
-        """The spec of the whole model's array."""
+        """The `TensorSpec` of the whole model's array."""
         return type(self.local)(**{one.name: getattr(self, one.name) for one in fields(TensorSpec)})
 
     @property
@@ -214,11 +215,11 @@ class DividedSpec(TensorSpec):
 
 
 def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int) -> Any:
-    """Return the specs of a model whose arrays are divided over devices, as a tree like `local`.
+    """Return the `TensorSpec`s of a model that is divided over devices, in a tree like `local`.
 
     Args:
-        whole: the tree of the whole model's specs.
-        local: the tree of specs of the model that each device runs.
+        whole: the tree of the whole model's `TensorSpec`s.
+        local: the tree of `TensorSpec`s of the model that each device runs.
         shares: the share for each name of a section in `TensorSpec.cuts`.
         num_devices: the number of devices.
 

@@ -1,4 +1,4 @@
-"""Reads arrays that a program passes in, from NumPy, JAX or another library such as torch.
+"""Reads arrays from users, made by NumPy, JAX or another library such as torch.
 
 The other library is not imported: its arrays are read by the DLPack protocol, and torch tensors are
 recognised by their methods.

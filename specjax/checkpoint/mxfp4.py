@@ -20,7 +20,7 @@ BLOCK = 32  # numbers that share a scale
 
 @dataclass(frozen=True)
 class MXFP4Spec(TensorSpec):
-    """The spec of experts' weights [E, in, out] in MXFP4.
+    """The `TensorSpec` of experts' weights [E, in, out] in MXFP4.
 
     The file tensors are blocks u8[E, out, in / 32, 16] and scales u8[E, out, in / 32].
     """
@@ -55,7 +55,7 @@ def mxfp4_experts(
     rows: str | None = None,
     columns: str | None = None,
 ) -> Any:
-    """Return the spec of experts [E, in, out] stored as `name`_blocks and `name`_scales.
+    """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
     If the input axis may be divided over devices, `rows` is its name. If the output axis may be
     divided, `columns` is its name. At most one of the two is given. If one of them is given, the

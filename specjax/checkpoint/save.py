@@ -39,7 +39,7 @@ def save_checkpoint(
     returns the same bits.
 
     Args:
-        specs: the tree of `TensorSpec`, with the structure of `params`.
+        specs: a tree of `TensorSpec`s, with the structure of `params`.
         extra: more tensors, by their name in the file; they keep their dtypes.
         file: the name of the safetensors file.
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Sections = tuple[tuple[str | None, int], ...]  # names and numbers of rows
+Sections = tuple[tuple[str | None, int], ...]  # (name, number of rows) of each section
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TensorSpec:
             a new leading axis; 0 without such an axis.
         is_squeezed: whether to drop the second axis, which has size one.
         dtype: the fixed dtype of the array; None for the model's dtype.
-        fill: the initial value for training. If None, matrices are random, and norms are one.
+        fill: the initial value for training; None for the defaults of `init_params`.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
         cuts: for each file tensor, the ways in which it may be divided over devices (see
@@ -73,7 +73,7 @@ class TensorSpec:
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the file tensors in the order of `names`; `find` takes a name, see `Readable`."""
+        """Return the file tensors in the order of `names`. `find(name)` returns a `Readable`."""
         return [find(name).read() for name in self.names]
 
     @property
@@ -167,7 +167,7 @@ def projection(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of projections [out, in] that are merged into an array [in, sum of outs].
+    """Return a `TensorSpec` that merges projections [out, in] into an array [in, sum of outs].
 
     All projections have the same input.
 
@@ -199,8 +199,9 @@ def cut_rows(
 
     Args:
         shapes: the shapes of the file tensors.
-        sections: the sections of the axis `axis` of all tensors, one after the other. If they are a
-            name, each tensor has one section of this name. None for an axis that is never divided.
+        sections: the sections of the axis `axis` of all tensors, one after the other. If `sections`
+            is a name, each tensor has one section with this name. None for an axis that is never
+            divided.
         groups: the name of the tensors' first axis, if it may be divided instead.
     """
     if sections is None:
@@ -223,7 +224,7 @@ def stored(
     fill: float | None = None,
     rows: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of tensors that are only concatenated (norms, biases, embeddings).
+    """Return a `TensorSpec` that only concatenates tensors (norms, biases, embeddings).
 
     `rows` is the `sections` of the first axis (see `cut_rows`), if it may be divided over devices.
     """
@@ -231,7 +232,7 @@ def stored(
 
 
 def depthwise(name: str, channels: int, taps: int, sections: str | Sections | None = None) -> Any:
-    """Return the spec of depthwise convolution weights [taps, channels].
+    """Return the `TensorSpec` of depthwise convolution weights [taps, channels].
 
     The file tensor is [channels, 1, taps]. `sections` divides the channels (see `cut_rows`).
     """
@@ -248,9 +249,10 @@ def experts(
     rows: str | None = None,
     columns: str | None = None,
 ) -> Any:
-    """Return the spec of an array [experts, in, sum of outs]: one merged projection per expert.
+    """Return the `TensorSpec` of an array [experts, in, sum of outs].
 
-    `rows` and `columns` are explained in `projection`.
+    It merges the projections of each expert into one matrix. `rows` and `columns` are explained in
+    `projection`.
     """
     shapes = tuple((n, num_in) for _ in names for n in num_outs)
     return TensorSpec(
@@ -274,7 +276,7 @@ def fused_experts(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the spec of experts that are stored in one tensor, as an array [experts, in, out].
+    """Return the `TensorSpec` of an array [experts, in, out], stored in one tensor.
 
     The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `rows` and `columns`
     are explained in `projection`.

@@ -34,6 +34,17 @@ class StoredTensor:
     offset: int  # bytes from the start of the file to element [0, 0, ...]
     strides: tuple[int, ...] | None = None  # in elements; None if C-contiguous
 
+    def map(self) -> np.ndarray:
+        """Return a read-only array whose parts are read from the file when they are used."""
+        if 0 in self.shape or self.strides not in (None, contiguous_strides(self.shape)):
+            return self.read()
+        try:
+            return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        except (OSError, ValueError) as error:  # ValueError: it became shorter
+            raise CheckpointError(
+                f"{self.path} cannot be read ({error}); check the file and its permissions"
+            ) from error
+
     def read(self) -> np.ndarray:
         """Read the tensor into a new, writable, C-contiguous array."""
         strides = contiguous_strides(self.shape) if self.strides is None else self.strides
@@ -50,6 +61,11 @@ class StoredTensor:
             return flat.reshape(self.shape)
         byte_strides = [stride * flat.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(flat, self.shape, byte_strides).copy(order="C")
+
+
+def read_partly(tensor: Readable) -> Any:
+    """Return a tensor, mapped if a file stores it as it is, because only parts will be used."""
+    return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -64,6 +64,16 @@ def read_tokenizer(folder: Path) -> StoredTokenizer | None:
     return StoredTokenizer(tokenizer, special, config)
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Check that a checkpoint folder has a tokenizer, which prompts of text need.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise CheckpointError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+
+
 def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
     where = str(folder / CONFIG)
     fields, listed = _named(config), _unnamed(config, where)

@@ -8,7 +8,11 @@ import json
 from typing import Any
 
 from specjax.checkpoint.demo import TARGET
-from specjax.config import DTYPES, METHODS, OWN_METHODS
+from specjax.config import COLLECTIVES, DTYPES, KV_CACHE_DTYPES, METHODS, OWN_METHODS
+
+DEVICE_OPTIONS = (
+    *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "collectives"),
+)
 
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
 
@@ -54,6 +58,37 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="numbers in pages; default: auto, those of --dtype",
+    )
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that `read_devices` reads."""
+    group = parser.add_argument_group("several devices")
+    group.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices per replica"
+    )
+    group.add_argument(
+        "--data-parallel-size", type=int, default=1, metavar="N", help="replicas of the model"
+    )
+    group.add_argument(
+        "--enable-expert-parallel", action="store_true", help="divide experts as a whole"
+    )
+    group.add_argument(
+        "--collectives",
+        choices=COLLECTIVES,
+        default="auto",
+        help="how GPUs exchange sums; default: %(default)s",
+    )
+
+
+def read_devices(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of an `LLM` about several devices."""
+    return {name: getattr(args, name) for name in DEVICE_OPTIONS}
 
 
 def read_object(option: str, text: str) -> dict[str, Any]:

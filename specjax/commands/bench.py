@@ -6,7 +6,7 @@ This module imports nothing slow, so that help is instant.
 import argparse
 
 from specjax.checkpoint.demo import DRAFTERS, TARGET
-from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP
+from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP, add_devices
 from specjax.config import DTYPES
 from specjax.host.speculation.methods import NAMES as POLICIES
 
@@ -15,6 +15,7 @@ PROFILE_DESCRIPTION = "Measure step times and acceptance rates, to choose K from
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
 SHOW = "Print a profile's time per output token, by batch size and K."
+_BATCH = "prompts that decode together on each replica"
 PROFILE_HELP = "a profile, as `specjax profile` writes it"
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="all drafters of a demo, more Ks and all prompts, unless other options set them",
     )
-    parser.add_argument("--batch-size", type=int, default=1, help="prompts that decode together")
+    parser.add_argument("--batch-size", type=int, default=1, help=_BATCH)
     parser.add_argument("--num-prompts", type=int, help="default: 8, with --full all that ship, 24")
     parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, default=512, help="default: %(default)s")
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    add_devices(parser)
     kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
     _add_sweep(kinds.add_parser("sweep", help=SWEEP, description=SWEEP))
     _add_simulate(kinds.add_parser("simulate", help=SIMULATE, description=SIMULATE))
@@ -89,7 +91,10 @@ def _add_setup(
     )
     parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
     parser.add_argument(
-        "--batch-size", default=batch_sizes, metavar="B,B", help="default: %(default)s"
+        "--batch-size",
+        default=batch_sizes,
+        metavar="B,B",
+        help=f"{_BATCH}; default: %(default)s",
     )
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, default=256, help="default: %(default)s")
@@ -103,6 +108,7 @@ def _add_setup(
         help="accept drafts at these rates by position, regardless of their tokens; one per draft",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_devices(parser)
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:

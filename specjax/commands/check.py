@@ -16,6 +16,7 @@ from specjax.bench.checkup import Tally, Text, Trial, as_gain, check, measure
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.commands.arguments import read_object
 from specjax.commands.info import read_model
 from specjax.commands.speculation import read_speculation
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--check needs a drafter; name one with --drafter, like --drafter mtp")
     config = with_method(given, model)
     rows = read_rows(None if args.data is None else Path(args.data))
+    check_tokenizer(resolve(model))
     with LLM(
         model,
         speculative_config=config,
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         page_size=args.page_size,
+        kv_cache_dtype=args.kv_cache_dtype,
         verbose=False,
     ) as llm:
         folder = resolve(model if config.model is None else config.model)
@@ -94,7 +97,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return functions that turn a text into a prompt, by the form's name, default first."""
+    """Return the functions that turn a text into a prompt, by name. The default comes first."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 
@@ -133,8 +136,8 @@ def check_served(
 ) -> dict[str, Any]:
     """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
 
-    The report has figures from three sources (serving, the reference and the trials), and a list
-    of the faults that were found.
+    The report has figures of the served drafter, of the same drafter run at single places of the
+    texts ("reference") and of trials ("tried"), and a list of the faults that were found.
     """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)
@@ -176,9 +179,9 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return the acceptance length, and the overlap at the first draft.
+    """Return the acceptance length, and the overlap of the two models' distributions.
 
-    The overlap compares the drafter's and the target's distributions, and is a mean over places.
+    The overlap compares the distributions of the first drafts, and is a mean over places.
     """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 

@@ -67,6 +67,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         drafter=None if drafter == OWN_SHAPE else drafter,
         num_layers=args.layers,
         page_size=args.page_size,
+        kv_cache_dtype=args.kv_cache_dtype,
         tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
         collectives=args.collectives or "auto",
     )

@@ -5,13 +5,17 @@ The prompts come from the command line or from a file.
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from specjax import vllm_names
-from specjax.commands.arguments import read_object
+from specjax.checkpoint.demo import NAMES
+from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.tokenizer_files import check_tokenizer
+from specjax.commands.arguments import read_devices, read_object
 from specjax.commands.speculation import read_speculation
 from specjax.llm import LLM, Prompt
 from specjax.outputs import CompletionOutput, RequestOutput
@@ -24,6 +28,7 @@ from specjax.vllm_names import take_keys
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "stop", "ignore_eos"),
 )
+_PATH = re.compile(r"(?:/|~/|\.{1,2}/)\S*")
 _ROW_KEYS = ("prompt", "question", "prompt_token_ids")
 
 
@@ -32,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.prompts_file)
     conversations = as_conversations(prompts) if args.chat else None
     params = read_sampling_params(args)
+    if any(isinstance(prompt, str) for prompt in prompts):
+        check_tokenizer(resolve(args.model))
     num_finished = 0
     try:
         # Sizes have the same defaults as in `LLM`, so that both run the same programs.
@@ -43,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             page_size=args.page_size,
-            tensor_parallel_size=args.tensor_parallel_size,
-            data_parallel_size=args.data_parallel_size,
+            kv_cache_dtype=args.kv_cache_dtype,
+            **read_devices(args),
         ) as llm:
             given = prompts if conversations is None else render(llm, conversations)
             for output in llm.generate_stream(given, params, use_tqdm=True):
@@ -84,6 +91,12 @@ def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
 
     Each line of a file is a text, or a JSON object if the file is a .jsonl.
     """
+    for text in listed:
+        if text in NAMES or _PATH.fullmatch(text):
+            raise ValueError(
+                f"the prompt {text!r} looks like a model; give models with --model, and such "
+                "prompts with --prompts-file"
+            )
     prompts: list[Prompt] = [*listed]
     if file is not None:
         try:

@@ -30,13 +30,7 @@ from specjax.inspect.gpus import GPU, GPUS
 from specjax.serving.assembly import Plan, make_plan
 from specjax.serving.defaults import DEFAULTS, DtypeChoice
 from specjax.serving.drafters import with_method
-from specjax.serving.memory import (
-    CacheBytes,
-    EngineNeeds,
-    drafter_cache_bytes,
-    target_cache_bytes,
-    weight_bytes,
-)
+from specjax.serving.memory import CacheBytes, EngineNeeds, weight_bytes
 from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
@@ -60,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         page_size=args.page_size,
+        kv_cache_dtype=args.kv_cache_dtype,
         num_devices=1 if args.devices is None else args.devices,
     )
     report = {"answer": answer(report)} | report | {"environment": describe_environment()}
@@ -103,6 +98,7 @@ def describe(
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     page_size: int = 16,
+    kv_cache_dtype: str = "auto",
     num_devices: int = 1,
 ) -> dict[str, Any]:
     """Return the report as JSON-compatible types, by section.
@@ -113,6 +109,7 @@ def describe(
         model: a checkpoint (its folder, hub id or demo name), or a config file, or a folder with a
             config file.
         dtype: dtype of weights and caches, except in the sections of GPUs ("h100" and "h200").
+        kv_cache_dtype: numbers in pages, as for `LLM`, also in the sections of GPUs.
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
         num_devices: number of GPUs over which an engine is divided, in the sections of GPUs.
 
@@ -129,6 +126,7 @@ def describe(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=None,
             page_size=page_size,
+            kv_cache_dtype=kv_cache_dtype,
         )
         for count in dict.fromkeys((1, num_devices))
     ]
@@ -186,6 +184,7 @@ class Needs:
 class Described:
     """A target and its drafter, as the report describes them."""
 
+    plan: Plan
     specs: Any  # of the target's parameters
     target: Model
     drafter: Drafter
@@ -200,13 +199,13 @@ class Described:
         target, page_size = plan.source.target, plan.config.page_size
         windows = page_windows(target, plan.config)
         models = plan.source.specs, target, plan.drafter, plan.drafter_params
-        return cls(*models, plan.num_drafts, page_size, windows)
+        return cls(plan, *models, plan.num_drafts, page_size, windows)
 
     def slot(self, dtype: str) -> dict[str, int] | None:
-        """Return the bytes per request that the target keeps outside pages, by part.
+        """Return the bytes per request that the target keeps outside pages, by name.
 
-        The parts are "state" and the inputs that are needed to advance the state. Return None if
-        the target is not recurrent.
+        The names are "state" and names of inputs that are needed to advance the state. Return None
+        if the target is not recurrent.
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
@@ -226,27 +225,19 @@ class Described:
             for x in jax.tree.leaves(self.drafter_params)
         )
 
-    def caches(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's cache, and of the drafter's cache."""
-        sizes = self.page_size, self.num_drafts, dtype
-        return (
-            target_cache_bytes(self.target, *sizes, self.windows),
-            drafter_cache_bytes(self.drafter, *sizes),
-        )
-
     def needs(self, dtype: str) -> Needs:
-        """Return the memory that is needed with one recurrent state per request.
+        """Return the memory for weights and requests.
 
-        An accepted token advances the state in the next round.
+        Each request of a recurrent target has one recurrent state.
         """
-        own, drafter = self.caches(dtype)
+        own, drafter = self.plan.cache_bytes(dtype)
         weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the memory that is needed with K + 1 snapshots per request instead of one state.
+        """Return the memory for weights and requests if each request had K + 1 recurrent states.
 
-        The snapshots are the states after each token of a round. Return None if the target is not
+        Some engines keep the state after each token of a round. Return None if the target is not
         recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
@@ -306,13 +297,14 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
     """Return the bytes of the cache per token and per request.
 
-    For comparison, the result includes the bytes that snapshots of recurrent states would need.
+    For comparison, they include the bytes that K + 1 recurrent states per request would need.
     """
-    (own, drafter), has_drafter = setup.caches(dtype), setup.drafter != NoDrafter()
+    (own, drafter), has_drafter = setup.plan.cache_bytes(dtype), setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
     slot, num_states = setup.slot(dtype), setup.num_drafts + 1
+    stored = setup.plan.config.page_format
     return {
-        "dtype": dtype,
+        "dtype": stored.dtype if stored else dtype,
         "kv_bytes_per_token": {
             "target": kv[0],
             "drafter": kv[1] if has_drafter else None,
@@ -365,10 +357,10 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 def describe_gpu(
     setup: Described, each: Described, config: EngineConfig, gpu: GPU
 ) -> dict[str, Any]:
-    """Return the longest request and the largest batches that fit in bf16.
+    """Return the longest request that fits in bf16, and how many requests of some lengths fit.
 
-    The largest batches are numbers of requests, for several lengths of a request. `each` is `setup`
-    divided over GPUs of this kind.
+    `setup` describes the models on one device. `each` describes them on each of several GPUs over
+    which they are divided.
     """
     whole, needs = setup.needs("bfloat16"), each.needs("bfloat16")
     snapshots = each.needs_with_snapshots("bfloat16")

@@ -27,15 +27,15 @@ def defer(
     *,
     model: StepModel,
 ) -> EngineState:
-    """Return the state that keeps a round's features for `observe_deferred`.
+    """Return the engine's state after keeping a round's features for `observe_deferred`.
 
     The round has no drafts. Call this function before the requests' progress is updated.
 
     Args:
         slots: i32[B], the slot of each request in the round.
         is_active: bool[B], whether each request is active.
-        features: the features of the round's N rows. The first row of a request has the features
-            of its latest token.
+        features: the features of the round's N rows. The first row of a request has the features of
+            its latest token.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     batch, width = len(slots), model.max_deferred(len(slots))
@@ -51,10 +51,10 @@ def defer(
 def observe_deferred(
     params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
 ) -> EngineState:
-    """Return the state after the drafter has observed the rows that `defer` kept.
+    """Return the engine's state after the drafter has observed the rows that `defer` kept.
 
-    `inputs` are the inputs of the last deferred round. All deferred rounds must have had the same
-    requests in the same rows.
+    `inputs` are the inputs of the last round whose rows were kept. All these rounds must have had
+    the same requests in the same rows.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))

@@ -36,7 +36,7 @@ class History:
         return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
 
     def extended(self, tokens: list[jax.Array]) -> "History":
-        """Return the history after committing `tokens`, a list of an array i32[B] per position."""
+        """Return the history after committing `tokens`, a list with an i32[B] per position."""
         if not tokens:
             return self
         longer = self.then(jnp.stack(tokens, axis=1))
@@ -97,8 +97,8 @@ def apply_processors(
 ) -> jax.Array:
     """Return the logits f32[B, T, V], edited by each request's logits processors.
 
-    Row t of request b follows `history.lengths[b]` + t tokens. The given logits are the model's:
-    all other edits come after the logits processors.
+    Row t of request b follows `history.lengths[b]` + t tokens. The argument `logits` holds the
+    model's logits, because all other edits come after these processors.
     """
     lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])[None]  # [B, T]
 

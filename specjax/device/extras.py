@@ -50,9 +50,10 @@ class ExtraWork(NamedTuple):
         return self._process(logits, self.requests(), self.history(), (), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return packed log-probabilities of tokens i32[B, T], as `logprobs_mode` defines them.
+        """Return log-probabilities of tokens i32[B, T], packed by `pack_logprobs`.
 
-        `raw` are the model's logits. `logits` are the model's logits after logits processors.
+        `logprobs_mode` determines the distribution. `raw` are the model's logits. `logits` are the
+        model's logits after logits processors.
         """
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
@@ -77,7 +78,7 @@ class ExtraWork(NamedTuple):
         known: jax.Array,
         starts: jax.Array,
     ) -> jax.Array:
-        """Return packed log-probabilities of the token after each row of a chunk.
+        """Return log-probabilities of the token after each row of a chunk; see `pack_logprobs`.
 
         Output tokens are scored as in `logprobs`. Prompt tokens were not sampled, so they are
         scored with the raw logits.

@@ -74,18 +74,18 @@ class StepModel(NamedTuple):
     width_multiple: int  # the number of rows per request in a round is a multiple of this
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
     windows: tuple[int, ...] = ()  # sizes of the windows whose layers have separate pages
-    max_deferred_rows: int = 0  # maximum number of kept rows of all requests, see `deferral`
+    max_deferred_rows: int = 0  # maximum number of rows kept for `observe_deferred`
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
-        """Return the number of rows per request in a round of k drafts."""
+        """Return the number of rows per request, including padding, in a round of k drafts."""
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts the drafter may observe together.
 
-        Each round has `batch` requests. The result is 0 if the drafter must observe every round at
-        once.
+        Each round has `batch` requests. The result is 0 if the drafter must observe every round
+        when it ends.
         """
         count = self.max_deferred_rows // batch
         while count * batch % self.row_multiple:

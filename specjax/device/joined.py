@@ -44,8 +44,8 @@ def joined_step(
     Args:
         chunks: the inputs of the chunks, which are padded to `width` tokens per prompt.
         round_: the inputs of the round, whose requests have no chunk and draft `k` tokens each.
-        chunk_variant: the variant of the chunks.
-        variant: the variant of the round.
+        chunk_variant: the `Variant` of the chunks: request options that are compiled.
+        variant: the `Variant` of the round.
 
     Returns:
         The state, and a pair: the outputs of the chunks, and the outputs of the round.

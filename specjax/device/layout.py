@@ -39,7 +39,7 @@ class Layout:
         return -(-self.vocab_size // 32)
 
     def packing(self, kind: type[Inputs]) -> Packing[Inputs]:
-        """Return the packing of `kind`, a class of inputs."""
+        """Return the `Packing` of `kind`, a class of inputs such as `PrefillInputs`."""
         if kind not in self._packings:
             self._packings[kind] = Packing(kind, self)
         return self._packings[kind]

@@ -19,7 +19,18 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.placement import DIVIDED, REPLICATED, Placement, assemble, default_device
+from specjax.checkpoint.stored_tensor import Readable, read_partly
+from specjax.device.placement import (
+    DIVIDED,
+    REPLICATED,
+    Placement,
+    assemble,
+    default_device,
+    own_part,
+    own_sharding,
+    place_numbers,
+    with_other_parts,
+)
 from specjax.device.weights.stored import as_stored
 
 Log = Callable[[str], object]  # takes a line
@@ -32,7 +43,7 @@ def no_log(line: str) -> None:
 
 
 def keep_name(name: str) -> str:
-    """Return `name` unchanged. Use this as `rename` if the files have the names in the specs."""
+    """Return `name` unchanged. Use this as `rename` if the files have the `TensorSpec`s' names."""
     return name
 
 
@@ -58,24 +69,33 @@ def load_params(
 
     Args:
         placement: Where arrays are placed; None for `default_device`.
-        rename: A function that maps a tensor's name in the specs to its name in the files.
+        rename: A function that maps a tensor's name in `specs` to its name in the files.
         ignore: A function that takes a tensor's name in the files, and returns whether the tensor
             may be unused.
 
     Raises:
-        CheckpointError: Tensors are missing, wrong or unused, which is checked before any tensor is
-            read. Or tensors have NaN or infinity. The message lists the tensors.
+        CheckpointError: Tensors are missing or unused, have a wrong shape or dtype, or have values
+            that are not finite in `dtype`. The message lists the tensors. All checks but the last
+            run before any tensor is read.
     """
     leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)
     placement = placement or Placement.on(default_device())
 
     def load(spec: TensorSpec) -> tuple[jax.Array, Any]:
-        parts = spec.read(lambda name: files.tensor(rename(name)))
-        parts = [_narrowed(part) for part in parts]
         place = DIVIDED if isinstance(spec, DividedSpec) else REPLICATED
-        array = lay_out(parts, spec, dtype, placement.sharding(place))
-        is_finite = all_finite(array)
+        sharding = placement.sharding(place)
+
+        def find(name: str) -> Readable:
+            return files.tensor(rename(name))
+
+        if place == DIVIDED and not sharding.is_fully_addressable:
+            parts = [read_partly(find(name)) for name in spec.names]  # other processes have others
+        else:
+            parts = spec.read(find)
+        parts = [_narrowed(part) for part in parts]
+        array = lay_out(parts, spec, dtype, sharding)
+        is_finite = all_finite(own_part(array))
         # Block, so that the host's copy is freed before the next tensors are read.
         return jax.block_until_ready(array), is_finite
 
@@ -95,7 +115,7 @@ def load_params(
 def lay_out(
     parts: Sequence[Any], spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> jax.Array:
-    """Return the array that a spec describes, in newly allocated memory.
+    """Return the array that a `TensorSpec` describes, in newly allocated memory.
 
     Args:
         parts: The spec's tensors in the files, as NumPy arrays, or JAX arrays on any device.
@@ -103,18 +123,19 @@ def lay_out(
         dtype: The array's dtype, unless the spec has a dtype.
         sharding: The devices on which the array is placed, and how it is split over them.
     """
-    dtype = np.dtype(spec.dtype or dtype)
+    dtype, own = np.dtype(spec.dtype or dtype), own_sharding(sharding)
     if spec.is_stored and parts[0].dtype == dtype:
-        return jax.device_put(parts[0], sharding, may_alias=False)
+        whole = jax.device_put(parts[0], own, may_alias=False)
+        return with_other_parts(whole, sharding)
     # Layers differ only in tensor names; without names, all share one compiled program.
     spec = replace(spec, names=("",) * len(parts))
-    if isinstance(spec, DividedSpec) and isinstance(sharding, NamedSharding):
-        if all(isinstance(part, np.ndarray) for part in parts):
-            each = zip(*(spec.parts(parts, i) for i in range(spec.num_devices)), strict=True)
-            placed = tuple(assemble(own, sharding) for own in each)
-            return _join_each(spec.local, dtype, sharding)(placed)
-    on_device = tuple(jax.device_put(part, _whole(sharding)) for part in parts)
-    return _join(spec, dtype, sharding)(on_device)
+    if isinstance(spec, DividedSpec) and isinstance(own, NamedSharding):
+        if own != sharding or all(isinstance(part, np.ndarray) for part in parts):
+            each = zip(*(spec.parts(parts, i) for i in place_numbers(sharding)), strict=True)
+            placed = tuple(assemble(one, own) for one in each)
+            return with_other_parts(_join_each(spec.local, dtype, own)(placed), sharding)
+    on_device = tuple(jax.device_put(part, _whole(own)) for part in parts)
+    return with_other_parts(_join(spec, dtype, own)(on_device), sharding)
 
 
 def _narrowed(tensor: Any) -> Any:

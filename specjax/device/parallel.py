@@ -1,4 +1,4 @@
-"""Makes the specs and parameters of models and draft heads that are divided over devices."""
+"""Makes the `TensorSpec`s and parameters of models and heads that are divided over devices."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ class Divisible(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """The share for each name of a section in `TensorSpec.cuts`."""
+        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
         ...
 
     @property
@@ -59,10 +59,10 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
 
 
 def shapes_of(specs: Any, dtype: Any) -> Any:
-    """Return the shapes of the arrays that a tree of specs describes.
+    """Return the shapes of the arrays that a tree of `TensorSpec`s describes.
 
-    The shape of an array that is divided over devices is `is_divided`. `dtype` is the dtype of
-    arrays whose specs have no dtype.
+    `is_divided` is true for the shape of an array that is divided over devices. `dtype` is the
+    dtype of arrays whose specs have no dtype.
     """
 
     def shape(spec: TensorSpec) -> jax.ShapeDtypeStruct:
@@ -76,8 +76,7 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
     """Return `params`, the parameters of a whole model or head, divided over devices.
 
-    The devices are the devices of `placement`. Every device gets a copy of an array that is not
-    divided.
+    An array that is not divided is copied to every device of `placement`.
 
     Raises:
         ValueError: `params` have other arrays or shapes than the model or head.

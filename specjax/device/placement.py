@@ -21,8 +21,8 @@ REPLICATED, DIVIDED = PartitionSpec(), PartitionSpec(AXIS)
 
 
 def default_device() -> Device:
-    """Return the device that engines run on: JAX's first device."""
-    return jax.devices()[0]
+    """Return the device that engines run on: JAX's first device of this process."""
+    return jax.local_devices()[0]
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,20 @@ class Placement:
         return self.mesh.size
 
     @property
+    def is_here(self) -> bool:
+        """Whether all devices belong to this process."""
+        return self.sharding().is_fully_addressable
+
+    @property
     def device(self) -> Device:
-        """One of the mesh's devices, which are all of the same kind."""
-        return self.mesh.devices.flat[0]
+        """One of this process's devices. The mesh's devices are all of the same kind."""
+        return self.mesh.local_devices[0]
 
     def sharding(self, spec: PartitionSpec = REPLICATED) -> Sharding:
-        """Return the sharding of an array that every device has, or of one that is divided.
+        """Return the sharding for arrays that are `REPLICATED` or `DIVIDED`.
 
-        A `DIVIDED` array is [devices, ...], and each device holds its own [1, ...].
+        Every device has the whole of a replicated array. A divided array is [devices, ...], and
+        each device holds its row [1, ...].
         """
         memory = self.device.default_memory().kind  # a source array may be in host memory
         if self.mesh.size == 1:
@@ -58,11 +64,11 @@ class Placement:
         return NamedSharding(self.mesh, spec, memory_kind=memory)
 
     def put(self, tree: Any) -> Any:
-        """Return a tree of arrays that every device has.
+        """Return `tree` with its arrays on every device.
 
         NumPy arrays in `tree` must not be modified later.
         """
-        return jax.device_put(tree, self.sharding())
+        return put(tree, self.sharding())
 
     def copy(self, tree: Any) -> Any:
         """Return a copy of arrays that are placed on another mesh with as many devices.
@@ -87,24 +93,83 @@ def is_divided(x: Any) -> bool:
 
 
 def divided_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape [devices, ...] of a divided array, without saying on which devices it is."""
+    """Return the shape and sharding of a divided array [devices, ...], on no particular devices."""
     mesh = AbstractMesh((shape[0],), (AXIS,))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, DIVIDED))
 
 
 def local_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape of the array of each device."""
+    """Return the shape of the array that each device holds."""
     return jax.ShapeDtypeStruct(x.shape[1:] if is_divided(x) else x.shape, x.dtype)
 
 
 def on_one(x: jax.Array) -> jax.Array:
-    """Return an array of one device, of which all devices hold the same values."""
+    """Return one row of a divided array whose rows are equal; return other arrays unchanged."""
     return x.addressable_shards[0].data[0] if is_divided(x) else x
+
+
+def own_sharding(sharding: Sharding) -> Sharding:
+    """Return the sharding of the part of an array that the devices of this process have."""
+    if sharding.is_fully_addressable:
+        return sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    mesh = sharding.mesh.local_mesh
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def place_numbers(sharding: Sharding) -> list[int]:
+    """Return the numbers of this process's devices among the devices of a named sharding."""
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    process = jax.process_index()
+    devices = enumerate(sharding.mesh.devices.flat)
+    return [i for i, device in devices if device.process_index == process]
+
+
+def own_part(x: Any) -> Any:
+    """Return the part of an array that the devices of this process have, without a copy.
+
+    The part of a `DIVIDED` array is [devices of this process, ...]. NumPy arrays, and arrays of no
+    other process, are returned themselves.
+    """
+    if getattr(x, "is_fully_addressable", True):
+        return x
+    count = len(x.addressable_shards)
+    shape = (count, *x.shape[1:]) if is_divided(x) else x.shape
+    return _of_shards(shape, own_sharding(x.sharding), x)
+
+
+def with_other_parts(own: jax.Array, sharding: Sharding) -> jax.Array:
+    """Return the array with this sharding whose part in this process is `own`, without a copy.
+
+    The other processes make the same call with their parts.
+    """
+    if sharding.is_fully_addressable:
+        return own
+    assert isinstance(sharding, NamedSharding)
+    is_whole = sharding.spec == REPLICATED
+    shape = own.shape if is_whole else (sharding.num_devices, *own.shape[1:])
+    return _of_shards(shape, sharding, own)
+
+
+def _of_shards(shape: tuple[int, ...], sharding: Sharding, x: jax.Array) -> jax.Array:
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def put(own: Any, sharding: Sharding) -> Any:
+    """Return a tree of arrays with this sharding. In each process, `own` has its parts of them.
+
+    NumPy arrays in `own` must not be modified later.
+    """
+    placed = jax.device_put(own, own_sharding(sharding))
+    return jax.tree.map(lambda x: with_other_parts(x, sharding), placed)
 
 
 def assemble(parts: Sequence[np.ndarray], sharding: Sharding) -> jax.Array:
     """Return the divided array [devices, ...] with these parts, one per device."""
     shape = len(parts), *parts[0].shape
     places = sharding.addressable_devices_indices_map(shape)
-    placed = [jax.device_put(parts[at[0].start][None], one) for one, at in places.items() if at]
+    placed = [
+        jax.device_put(parts[at[0].start or 0][None], one) for one, at in places.items() if at
+    ]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

@@ -53,7 +53,7 @@ class Requests:
     """All parameters of requests, fixed at admission."""
 
     prompt_lengths: Int32[jax.Array, "B"]
-    limits: Int32[jax.Array, "B"]  # maximum number of tokens of a request, with its prompt
+    limits: Int32[jax.Array, "B"]  # maximum number of tokens, including the prompt
     stop_ids: Int32[jax.Array, "B stop_ids"]
     sampling: Sampling
     edits: Edits

@@ -75,8 +75,10 @@ def choose(
 
     With Gumbel noise, this samples from softmax(logits / T) (Gumbel-max). The noise is a function
     of the request's seed and the token's position. `positions` i32[B] are the positions of each
-    request's first row. Rows at temperature 0 take the plain argmax. Ties go to the lowest id. If a
-    row leaves no token (all its logits are -inf, or one is NaN), the result is -1.
+    request's first row.
+
+    Rows at temperature 0 take the plain argmax. Ties go to the lowest id. If no token is possible
+    in a row (all its logits are -inf, or one is NaN), the result is -1.
     """
     return vocabulary.draw(logits, sampling, Stream.TARGET, (positions,), kernels)
 
@@ -95,11 +97,12 @@ def draw_draft(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return a draft token i32[B] for each row of logits f32[B, V_d], and its distribution.
 
-    The token is sampled like the target's tokens. If the drafter has a reduced vocabulary,
-    `token_ids` i32[V_d] holds the target's id of each draft token; else it is None. These ids key
-    the noise, so that the drafter can share the target's noise. If no token is possible in a row,
-    the result is token 0. The distribution f32[B, vocab_size] is None if `wants_probs` is false. In
-    a greedy batch it is zero, because verification does not use it.
+    The token is sampled like the target's tokens. It is 0 if no token is possible in a row. If the
+    drafter has a reduced vocabulary, `token_ids` i32[V_d] holds the target's id of each draft
+    token, and these ids key the noise; else it is None.
+
+    The distribution f32[B, vocab_size] is None if `wants_probs` is false. In a greedy batch it is
+    zero, because verification does not use it.
     """
     if token_ids is None:
         token = vocabulary.draw(logits, sampling, stream, counters, kernels)

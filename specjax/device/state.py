@@ -15,8 +15,10 @@ from specjax.device.requests import Requests, init_requests
 class EngineState:
     """All state that steps read and write.
 
-    A request owns one of the S slots from its admission until it finishes. Only the device knows
-    the values of the state: the host plans with upper bounds and learns results one step later.
+    A request owns one of the S slots from its admission until it finishes or is preempted. Only the
+    device knows the values of the state: the host plans with upper bounds and learns results one
+    step later.
+
     Between steps a request has `lengths` tokens in the caches. The token at position `lengths` is
     the request's last token: it was sampled, but the target has not run on it yet.
     """
@@ -36,7 +38,7 @@ class EngineState:
 
     @property
     def pending(self) -> jax.Array:
-        """The number of tokens that the caches have but recurrent states do not yet, i32[S]."""
+        """The number of tokens that are in the caches but not yet in recurrent states, i32[S]."""
         return self.progress[:, 1]
 
     @property
@@ -72,9 +74,9 @@ class EngineState:
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state with no pending tokens at `slots`.
+        """Return the state after recording that recurrent states at `slots` include all tokens.
 
-        Use this after a chunk. Its tokens cannot be rejected, so recurrent states include them all.
+        Use this after a chunk, whose tokens cannot be rejected.
         """
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 

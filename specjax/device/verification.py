@@ -44,7 +44,7 @@ class Draft(NamedTuple):
     def stacked(
         cls, tokens: Sequence[jax.Array], probs: Sequence[jax.Array], batch: int
     ) -> "Draft":
-        """Return the draft whose `tokens` are given as an array i32[B] for each of K positions.
+        """Stack the tokens of K positions, `tokens` (an i32[B] each), into a draft.
 
         `probs` has the distributions f32[B, V] from which the tokens of each position were sampled.
         It is empty if the draft has no distributions. `batch` is B.
@@ -339,9 +339,8 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    The draws are keyed by the step's start, not only by position. With `Block`, later draws and
-    drafts affect how many drafts are accepted. So if the next step used the same draw for the same
-    position, this draw would depend on the outcome of the previous step.
+    Their key contains the position where the step starts. With only the draft's position as key,
+    the next step could use a draw that has already affected the outcome of this step (in `Block`).
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -21,7 +21,7 @@ from pallas_kernels.draw_tokens import (
 from pallas_kernels.truncation import truncate
 from specjax.device.requests import Sampling
 
-ALIGNMENT = 64  # tokens in a group that shares words of a mask and calls of the noise generator
+ALIGNMENT = 64  # tokens that share words of a mask and calls of the noise generator
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Vocabulary:
         return logits
 
     def part(self, logits: jax.Array) -> jax.Array:
-        """Return this device's columns [..., V] of logits of all tokens."""
+        """Return this device's columns [..., V] of `logits`, which have columns for all tokens."""
         return logits
 
     def columns(
@@ -150,7 +150,7 @@ class Vocabulary:
         return truncate(logits, *settings, axis=self.mesh_axis, kernels=kernels)
 
     def through_whole(self, use: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-        """Return this device's columns of `use(x)`, where x are the logits of all tokens."""
+        """Apply `use` to the logits of all tokens; return this device's columns of the result."""
         return self.part(use(self.whole(logits)))
 
 
@@ -327,7 +327,7 @@ class SplitVocabulary(Vocabulary):
     def _gather(self, scores: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the scores f32 and tokens i32 of all devices, both [devices, ...].
 
-        The devices exchange both arrays at once.
+        Both arrays are sent in one exchange.
         """
         pair = jnp.stack([jax.lax.bitcast_convert_type(scores, jnp.int32), tokens])
         scores, tokens = jax.lax.all_gather(pair, self.axis, axis=1)

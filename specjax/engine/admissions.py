@@ -1,6 +1,6 @@
 """Packs newly admitted requests into an array, which the device unpacks as `AdmitInputs`.
 
-The fields of a request are declared only in `device/requests.py`.
+`device/requests.py` declares the fields that are packed for a request.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return the row of `AdmitInputs` for a sequence. Lists may be shorter than their fields."""
+    """Return the row of `AdmitInputs` for a sequence. Lists in it are not padded yet."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(
@@ -64,12 +64,12 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """Return a container of type `kind` that holds the values of one row instead of arrays."""
+    """Return a `kind` (such as `Requests`) whose fields hold one request's values, not arrays."""
     return kind(**values)
 
 
 def _is_value(node: Any) -> bool:
-    """Return whether `node` is the value of a field (possibly a list), not a container."""
+    """Return whether `node` is a field's value (possibly a list), not a dataclass of fields."""
     return not isinstance(node, AdmitInputs | Requests | Sampling | Edits)
 
 

@@ -1,4 +1,4 @@
-"""Packs the host's plans into arrays for the device, and unpacks the results into lists.
+"""Packs the scheduler's plans into arrays for the device, and unpacks the results into lists.
 
 Each program takes a plan as one int32 array, and returns its results as one int32 array. Newly
 admitted requests and grammars' masks are additional inputs. Every array is newly allocated because
@@ -24,12 +24,12 @@ from specjax.host.residency import slot_of
 from specjax.host.sequence import RowOutput
 from specjax.outputs import Logprob, TokenLogprobs
 
-Part = PrefillPlan | DecodePlan
+Part = PrefillPlan | DecodePlan  # a step has prefill chunks, a decode round, or both
 EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 
 
 def extras_of(all_demands: Collection[Demands]) -> Extras:
-    """Return the flags of the optional work that at least one request of a step needs."""
+    """Return the flags of the optional work that the requests of a step need together."""
     extras = Extras(0)
     for demands in all_demands:
         if demands.edits:
@@ -143,7 +143,7 @@ def unpack_outputs(
 
 
 def export_features(plan: Part, features: Features) -> None:
-    """Append the features of each chunk to its sequence, if the sequence's request exports them.
+    """Append the features (hidden states) of each chunk to its sequence, if its request wants them.
 
     `features` are the features of all chunks, on the host.
     """
@@ -168,7 +168,7 @@ def pack_outputs(outputs: StepOutputs) -> jax.Array:
 
 
 class _Reader:
-    """Reads a packed array of results column by column, from the left."""
+    """Reads groups of columns of a packed array of results, from left to right."""
 
     def __init__(self, packed: np.ndarray):
         self._packed = packed

@@ -22,7 +22,7 @@ _WATCHER: ContextVar[Callable[[int, int], None] | None] = ContextVar("watcher", 
 
 @contextmanager
 def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Within the block, make engines call `tell` while compiling, and show no bars or log lines.
+    """Let engines call `tell` while they compile in the block, instead of showing progress.
 
     Engines call `tell(num_ready, num_total)` about twice a second, in the thread that waits for the
     programs.

@@ -1,10 +1,12 @@
 """Implements `Programs`, the interface between an engine and a device, with JAX.
 
-JAX compiles one program per shape and variant, before the program is needed.
+JAX compiles one program per shape and variant (the extra work that requests need), before the
+program is needed.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ from specjax.engine.compiler import FOR_SHAPES, MAX_THREADS, Compiler
 from specjax.engine.executables import executables_folder, open_executables
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import Begin, Settle
-from specjax.engine.replay import measure_rounds
+from specjax.engine.replay import filled, measure_rounds, progress_at
 from specjax.engine.step_model import empty_state, sizes_of_windows, step_model
 from specjax.engine.tracing import JITS, Jits, Program, Static, Traces
 from specjax.engine.xla_options import OPTIONS, OPTIONS_BEHIND, collective_options
 from specjax.host.speculation.step_cost import StepCost
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Toolchain:
 
 class CompiledPrograms:
     """Implements `Programs` with JAX. Without a `placement`, arrays are on `default_device`."""
+
+    num_processes = 1
 
     def __init__(
         self,
@@ -92,7 +98,10 @@ class CompiledPrograms:
             self._options |= collective_options(config.collectives)
         self._options_behind = dict(toolchain.options_behind.get(platform, {}))
         self._executables = None
-        if folder := toolchain.find_folder():
+        folder = toolchain.find_folder()
+        if folder and not self._placement.is_here:
+            log.info("compiled programs are not kept on disk: they are of several processes")
+        elif folder:
             origin = layout, self._traces.shapes, self._options
             self._executables = open_executables(folder, self._placement, self.model, *origin)
         self._compiler = Compiler(self._compile, toolchain.maps_for_shapes)
@@ -199,16 +208,35 @@ class CompiledPrograms:
         self._state, result = executable(self._weights, self._state, *arguments)
         return result
 
+    def wait_for(self, result: Any) -> None:
+        """See `Programs`."""
+        jax.block_until_ready(result)
+
+    def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """See `Programs`. No other process runs these programs."""
+
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
         """See `Programs`."""
         try:
-            others = sizes_of_windows(self._config, self.model, self._max_drafts)
-            num_pages = self._config.num_pages, *(pages for _, pages in others)
-            return measure_rounds(self, variant, self.layout, num_pages, ks, batches)
+            return measure_rounds(self, variant, self.layout, self.num_pages, ks, batches)
         finally:
             self.renew()
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """The number of pages for each page table."""
+        others = sizes_of_windows(self._config, self.model, self._max_drafts)
+        return self._config.num_pages, *(pages for _, pages in others)
+
+    def fill(self) -> None:
+        """See `TimedPrograms`."""
+        self.state = filled(self.state, self.layout.vocab_size)
+
+    def set_context(self, length: int) -> None:
+        """See `TimedPrograms`."""
+        self.state = replace(self.state, progress=progress_at(self.state, length))
 
     def release(self) -> None:
         """See `Programs`."""
@@ -218,7 +246,7 @@ class CompiledPrograms:
     def renew(self) -> None:
         """See `Programs`."""
         if self._placement.num_devices == 1:
-            with jax.default_device(self._placement.device):  # another may have no room
+            with jax.default_device(self._placement.device):  # another device may lack room
                 self.state = self._placement.put(self._empty_state())
             return
         own = jax.shard_map(
@@ -230,7 +258,7 @@ class CompiledPrograms:
         self.state = jax.jit(own)()
 
     def _empty_state(self) -> EngineState:
-        """Return the state of one device without requests."""
+        """Return the state that one device has before there are any requests."""
         return empty_state(self._config, self.model, self._max_drafts)
 
     def close(self) -> None:

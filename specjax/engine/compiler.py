@@ -1,14 +1,14 @@
 """Compiles programs in threads.
 
 A program is urgent if requests wait for it. All other programs only make later steps faster, for
-example because their shapes need less padding. They are called programs for better shapes. Threads
-for better shapes run at the lowest priority, so that they slow down neither serving nor urgent
-programs. Their priority is normal only if a caller waits until all programs are ready. XLA does
-part of the work in its own threads, which have normal priority. For better shapes, XLA may
-therefore use only one thread at a time (`xla_options.OPTIONS_BEHIND`).
+example because their shapes need less padding. They are compiled at the lowest priority, so that
+they slow down neither serving nor urgent programs. Their priority is normal only if a caller waits
+until all programs are ready. XLA does part of the work in its own threads, which have normal
+priority. For programs that are not urgent, XLA may therefore use only one thread at a time
+(`xla_options.OPTIONS_BEHIND`).
 
 An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
-default. Better shapes are compiled only while more than half of the maps are free.
+default. Programs that are not urgent are compiled only while at least half of the maps are free.
 """
 
 import logging
@@ -34,7 +34,7 @@ NICENESS = 19  # the lowest priority, for threads whose programs no request wait
 
 @dataclass
 class _Line:
-    """A queue of keys, and the threads that compile the programs of these keys."""
+    """A queue of keys of programs to compile, and the threads that compile them."""
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
@@ -42,7 +42,7 @@ class _Line:
 
 
 class Compiler:
-    """Compiles the programs of the keys passed to `ask` in threads, and holds them by key.
+    """Compiles in threads the programs whose keys are passed to `ask`, and keeps them.
 
     `compile(key, is_urgent)` must return the program of a key, and is called in any thread.
     `is_urgent` means that requests wait for the program. Programs that are not urgent are compiled
@@ -191,7 +191,7 @@ class Compiler:
                 self._changed.notify_all()
 
     def _next(self, line: _Line) -> tuple[Any] | None:
-        """Return a tuple that holds the next key of `line`; None if the thread should end."""
+        """Return the next key of `line` in a tuple of one, or None if the thread should end."""
         with self._changed:
             while line.keys:
                 if self._is_closed or is_leaving():

@@ -24,12 +24,11 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run `Observe` if the deferred rounds must be observed before `plan`.
+        """Run `Observe` unless the deferred rounds may be observed after `plan`.
 
-        Then count `plan` as a deferred round if the drafter may observe it later. `Observe` is not
-        run if no round is deferred. It is also not run if `plan` is a round without drafts, has the
-        same requests as the deferred rounds, and does not exceed `Programs.max_deferred`. `packed`
-        is the packed plan.
+        They may be if `plan` is a round without drafts of the same requests, and if there are fewer
+        deferred rounds than `Programs.max_deferred`. Then count `plan` as a deferred round if the
+        drafter may observe it later. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

@@ -56,13 +56,13 @@ class Engine:
     """Runs requests to completion on a device. Prompts and outputs are token ids.
 
     Attributes:
-        away: makes a context that a step enters while it waits for the device or for programs.
-            Within it, other threads may call all methods that do not run a step.
-        rescue: moves the requests to another engine after a step failed with the given error, or
-            raises the error. None to end the requests.
+        away: function that returns a context manager. A step waits for the device or for programs
+            inside this context, so that other threads may call methods that do not run a step.
+        rescue: function called with a failed step's error. It moves the requests to another engine
+            or raises the error. If None, all requests are dropped and the error is raised.
     """
 
-    # Builds the device. Any callable with the same arguments can replace it.
+    # Returns the engine's `Programs`. Any callable with the same arguments can replace it.
     make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
 
     def __init__(
@@ -157,7 +157,7 @@ class Engine:
         # If some shapes are not compiled yet, time the first shape now, and the others later.
         self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
-        if policy.is_learning and not has_all:  # it must not guess how times grow with K
+        if policy.is_learning and not has_all:  # so that it can measure how times grow with K
             self.repertoire.ask_for((batch, min(policy.choices)))
         self.repertoire.use(shapes)
         self.scheduler.policy, self.scheduler.all_shapes = policy, shapes
@@ -168,7 +168,7 @@ class Engine:
         return self.repertoire.number_of(processors)
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile the step variants that `requests` need and that no earlier request needed."""
+        """Compile what `requests` need, such as programs with logits processors, if it is new."""
         refuse_fork(self._pid)
         requests = list(requests)
         # A step whose requests have no grammars runs without masks.
@@ -188,7 +188,7 @@ class Engine:
         return self.scheduler.unfinished_ids
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queue a request. Return its samples, which grow as steps are read.
+        """Queue a request. Return its samples, to which later calls of `step` add tokens.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -196,7 +196,7 @@ class Engine:
         return self.scheduler.add(request, is_held=True)
 
     def adopt(self, request: Request, samples: list[Sequence]) -> None:
-        """Queue a request that another engine has handed over. It continues after its tokens."""
+        """Queue a request of another engine. Its `samples` continue after their present tokens."""
         self.scheduler.add(request, samples, is_held=True)
 
     def hand_over(self) -> list[tuple[Request, list[Sequence]]]:
@@ -222,7 +222,7 @@ class Engine:
             RuntimeError: another thread is in the middle of a step, or this process is a fork of
                 the process that built the engine. Nothing has changed.
         """
-        if os.getpid() != self._pid:  # inline, as a step makes few Python calls
+        if os.getpid() != self._pid:  # checked here, because a call would cost time in each step
             refuse_fork(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
@@ -261,7 +261,7 @@ class Engine:
                 for step in launched:
                     if isinstance(step, Extended):
                         with self.away():
-                            step.wait()
+                            step.wait(self.programs)
                         step = self.launcher.settle(step)
                     if self.config.async_scheduling:
                         self._in_flight.append(step)
@@ -316,9 +316,9 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Report the outcome of a step's part to the repertoire and the policy.
+        """Report the outcome of chunks or of a round to the repertoire and the policy.
 
-        `milliseconds` is the time of the part; None if unknown.
+        `milliseconds` is the time that they took; None if unknown.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
@@ -367,7 +367,7 @@ class Engine:
         self.programs.renew()
 
     def drain(self) -> None:
-        """Read the steps in flight if there is nothing to launch."""
+        """Read the results of the steps in flight if there is nothing to launch."""
         if not self.scheduler.has_work:
             while self._in_flight:
                 self.step()
@@ -384,8 +384,8 @@ class Engine:
         """Use the weights `params`, which have the same shapes as before, from the next step on.
 
         No step may be in flight. The caches were computed with the old weights, so they are
-        dropped, and resident requests recompute their tokens. `has_new_target` and
-        `has_new_drafter` tell the policy which weights have changed.
+        dropped, and running requests recompute their tokens. `has_new_target` and `has_new_drafter`
+        tell the policy which weights have changed.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -398,7 +398,7 @@ class Engine:
     def release(self) -> None:
         """Free the state's memory until `renew`. No step may be in flight.
 
-        Resident requests recompute their tokens afterwards.
+        Running requests recompute their tokens afterwards.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -414,7 +414,7 @@ class Engine:
         self.programs.close()
 
     def reset(self) -> None:
-        """Drop all requests and replace the state, for example after an interrupt."""
+        """Drop all requests and create an empty state, for example after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
         self._replace_state()
@@ -428,10 +428,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure the times of rounds with the Ks in `ks`.
+        """Measure the times of rounds with the Ks in `ks`. In exact mode, all get the same time.
 
-        If `has_all`, every shape is measured, which clears the prefix cache. Otherwise, only the
-        largest shape is measured.
+        Otherwise, if `has_all`, every shape is measured, which clears the prefix cache. If not
+        `has_all`, only the largest shape is measured.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -1,9 +1,9 @@
 """Keeps compiled programs on disk, so that a later process neither traces nor compiles them.
 
-Each program has a file, whose name is a digest of everything on which the program depends: the key,
-static arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest
-does not cover code outside our sources, such as a user's own drafter. If an engine uses such code,
-its programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is used
+Each program has a file, whose name is a digest of everything on which the program depends: static
+arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest does not
+cover code outside our sources, such as a user's own drafter. If an engine uses such code, its
+programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is used
 only if nobody except the folder's owner can write to it.
 """
 
@@ -98,8 +98,8 @@ class Executables:
     """The compiled programs of one engine, stored as files of a folder.
 
     `described` is a text with the values on which all of the engine's programs depend. The name of
-    a program's file is a digest of this text, of the environment and of the program's key. Programs
-    that are read run on `devices`.
+    a program's file is a digest of this text, of versions and settings, and of the program's key.
+    Programs that are read from files run on `devices`.
 
     Attributes:
         read: keys whose programs were read from the folder.
@@ -239,7 +239,7 @@ def _environment() -> str:
         "processor": _processor(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
-        "sources": _sources(),
+        "sources": sources_digest(),
         "kernels": [f"{name} {version(name)}" for name in packages_of_backend()],
     }
     return json.dumps(described, sort_keys=True)
@@ -248,14 +248,14 @@ def _environment() -> str:
 def _options() -> list[tuple[str, Any]]:
     """Return JAX's options, except options about caches and debugging.
 
-    Options may differ between threads. The current thread is the thread that compiles.
+    They are the options of the current thread, which is the thread that compiles.
     """
     options = sorted(jax.config.values.items())
     return [pair for pair in options if "cache" not in pair[0] and "debug" not in pair[0]]
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value and, recursively, the fields of dataclasses and the items of tuples in it."""
+    """Yield a value. If it is a dataclass or a tuple, also yield what it contains, recursively."""
     yield value
     held = ()
     if is_dataclass(value) and not isinstance(value, type):
@@ -299,7 +299,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _sources() -> str:
+def sources_digest() -> str:
+    """Return a digest of the files of our packages."""
     digest = _DIGEST()
     for package in SOURCES:
         for path in sorted((ROOT / package).rglob("*.py")):

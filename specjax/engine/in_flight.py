@@ -1,4 +1,4 @@
-"""Describes parts of a step that were launched and not read yet."""
+"""Describes chunks and rounds that were launched, and whose results the host has not read yet."""
 
 import time
 from collections import Counter
@@ -13,6 +13,7 @@ from specjax.device.models.model import Features
 from specjax.device.step import Extension
 from specjax.device.verification import Draft
 from specjax.engine.batch import Part
+from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.policy import Round
@@ -20,17 +21,17 @@ from specjax.host.speculation.policy import Round
 
 @dataclass
 class InFlight:
-    """A part of a step that was launched and not read yet."""
+    """Chunks or a round that were launched, and whose results the host has not read yet."""
 
     plan: Part
     variant: Variant
     outputs: jax.Array
-    start: float  # seconds, when planning of the step began
-    launched: float  # when its program was about to be launched
+    start: float  # when planning of the step began, in seconds of `time.perf_counter`
+    launched: float  # the time just before its programs were launched
     done: float | None = None  # when its outputs were first seen to be ready
     features: Features | None = None  # of the chunks' rows, if a request exports features
-    is_joined: bool = False  # whether chunks and a round were one program
-    joins: Joined | None = None  # the program that could have run this round and its chunks as one
+    is_joined: bool = False  # whether chunks and a round ran as one program
+    joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
 
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
         """Return the outcome of a round.
@@ -71,14 +72,14 @@ class Extended:
         """Whether a grammar must see the drafts before `Settle` is launched."""
         return any(sequence.matcher for sequence in self.plan.sequences)
 
-    def wait(self) -> None:
+    def wait(self, programs: Programs) -> None:
         """Wait for the drafts if a grammar must see them."""
         if self.has_grammar:
-            jax.block_until_ready(self.draft.tokens)
+            programs.wait_for(self.draft.tokens)
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done` of parts that must have ended before a later part was launched.
+    """Set `done` of chunks and rounds that must have ended before a later program was launched.
 
     If a program has already ended when its launch returns, as on a CPU, all earlier programs had
     ended before this launch.

@@ -1,4 +1,4 @@
-"""Launches the parts of a step: packs their inputs, and runs the programs for their shapes."""
+"""Launches a step's chunks and round: packs their inputs, and runs the programs for them."""
 
 import time
 from collections.abc import Sequence as SequenceOf
@@ -37,7 +37,7 @@ from specjax.host.plans import DecodePlan, PrefillPlan
 
 
 class Launcher:
-    """Launches plans on a device. Waits for the device only if a grammar must see drafts."""
+    """Launches plans on a device. It waits for the device only if a grammar must see the drafts."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Launcher:
         self._deferred = DeferredRounds(programs, layout)
 
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
-        """Launch the parts of a step, as one program if such a program is compiled.
+        """Launch a step's chunks and round, as one program if such a program is compiled.
 
         `page_tables` is `Residents.page_tables`. A round with grammars is complete only after
         `settle`.
@@ -100,9 +100,9 @@ class Launcher:
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
-        Chunks and a round are separate in exact mode, where all steps run the same programs. They
-        are also separate if the host acts between the programs of a step, if the round's `Decode`
-        is not compiled yet, or if a request exports the features of its prompt.
+        They are separate in exact mode, where all steps run the same programs. They are also
+        separate if the chunks need grammar masks or logits processors, if the round's `Decode` is
+        not compiled, or if a request exports the features of its prompt.
         """
         if self._config.exact:
             return None
@@ -166,7 +166,7 @@ class Launcher:
         return outputs, extension
 
     def _admit(self, plan: PrefillPlan) -> None:
-        """Write new requests to their slots, and restore the snapshots that chunks ask for."""
+        """Write new requests to their slots, and restore the snapshots from which chunks resume."""
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
             packed = pack_admissions(new, plan.batch, self._layout)

@@ -17,7 +17,7 @@ _SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
 
 
 def get_log(*, verbose: bool) -> logging.Logger:
-    """Return the logger of an LLM. The logger is silent unless `verbose`."""
+    """Return the logger "specjax" if `verbose`, else a logger that is silent."""
     if not verbose:
         return _SILENT
     is_configured = logging.root.handlers or _LOGGER.level or len(_LOGGER.handlers) > 1

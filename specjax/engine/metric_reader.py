@@ -1,4 +1,4 @@
-"""Lists counters as named metrics, in the form that vLLM's `get_metrics` returns."""
+"""Lists an engine's metrics in the form that vLLM's `get_metrics` returns."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ Metric = Counter | Gauge | Vector
 
 
 def list_metrics(m: Metrics) -> list[Metric]:
-    """Return the counters that vLLM also has, under vLLM's names."""
+    """Return the metrics that vLLM also has, under vLLM's names."""
     return [
         Gauge("vllm:num_requests_running", m.num_requests_running),
         Gauge("vllm:num_requests_waiting", m.num_requests_waiting),

@@ -1,4 +1,4 @@
-"""Counters of an engine since it started."""
+"""Counts what an engine does, such as steps, tokens and accepted drafts, from its start on."""
 
 import time
 from collections import Counter, defaultdict
@@ -18,14 +18,14 @@ from specjax.host.sequence import RowOutput, Sequence
 class Metrics:
     """A snapshot of an engine's counters. Times are means over steps, in milliseconds.
 
-    Counters have vLLM's names. A round that gives a request n tokens counts n - 1 accepted drafts,
-    so that mean_acceptance_length is exactly the mean number of tokens that a decoding request
-    gains per round.
+    Counters that vLLM has, too, have vLLM's names. A round that gives a request n tokens counts
+    n - 1 accepted drafts. So mean_acceptance_length is exactly the mean number of tokens that a
+    request gains in a round with drafts.
 
     Attributes:
-        num_steps: number of launched steps. A step has chunks, a round or both.
-        num_prefill_steps: number of steps with chunks.
-        num_decode_steps: number of steps with a round.
+        num_steps: number of launched steps. A step has prefill chunks, a decode round or both.
+        num_prefill_steps: number of steps with prefill chunks.
+        num_decode_steps: number of steps with a decode round.
         acceptance_rate_per_pos: fraction of the drafts at each position that were accepted. Rates
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
@@ -35,7 +35,7 @@ class Metrics:
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
             cache.
         prefix_cache_evictions: number of pages and snapshots evicted.
-        kv_cache_usage: fraction of pages in use now.
+        kv_cache_usage: fraction of pages in use now; the largest value, if there are several pools.
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
         in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.
@@ -91,10 +91,10 @@ class Metrics:
 
 
 def sum_of(parts: SequenceOf[Metrics]) -> Metrics:
-    """Return the counters of several engines together.
+    """Add up the counters of several engines.
 
-    Times and other means over steps are weighted by numbers of steps. `kv_cache_usage` is the mean
-    over engines.
+    Times and other means over steps are averaged, weighted by each engine's number of steps.
+    `kv_cache_usage` is the mean over engines.
     """
     if len(parts) == 1:
         return parts[0]
@@ -183,7 +183,8 @@ class Recorder:
     ) -> None:
         """Count the results of chunks or of a round.
 
-        `num_kept` holds the number of tokens that the sequence of each row gained.
+        `rows` and `num_kept` have an item per sequence of `plan`: the device's results, and the
+        number of tokens that the sequence gained.
         """
         self._counts["generation"] += sum(num_kept)
         if isinstance(plan, PrefillPlan):

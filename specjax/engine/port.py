@@ -4,7 +4,7 @@ The device holds the weights and the state between steps. `compiled.py` implemen
 with JAX. Any class that runs the same programs on the same packed arrays can replace it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from specjax.device.drafters.drafter import Params, Variant
@@ -37,6 +37,11 @@ class Programs(Protocol):
     @property
     def failures(self) -> Mapping[Program, Exception]:
         """The exceptions of programs that do not compile."""
+        ...
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that run the programs together."""
         ...
 
     @property
@@ -76,15 +81,29 @@ class Programs(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until a program is ready, no program is left to compile, or the time is over."""
+        """Wait until another program is ready, or none is left to compile, or the time is over."""
         ...
 
     def run(self, program: Program, *arguments: Any) -> Any:
-        """Launch a program on the state without waiting for it. Compile it first if necessary.
+        """Launch a program on the state without waiting for its result. Compile it if necessary.
 
         `arguments` are results of other programs, or NumPy arrays that must not change afterwards.
-        Outputs have the methods `copy_to_host_async` and `is_ready`, and can be converted to NumPy
-        arrays.
+        Results for the host have the methods `copy_to_host_async` and `is_ready`, and can be
+        converted to NumPy arrays.
+        """
+        ...
+
+    def wait_for(self, result: Any) -> None:
+        """Wait until arrays that a program returned are there."""
+        ...
+
+    def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function in each other process that runs the same programs, and wait for them.
+
+        The function takes the process's `Follower` and `arguments`. It must be importable.
+
+        Raises:
+            HostsError: the function failed in a process.
         """
         ...
 

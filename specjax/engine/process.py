@@ -13,7 +13,7 @@ _GUARDS = (
 
 
 class OwnLock:
-    """A reentrant lock that only the process that made it may use. A fork gets a RuntimeError.
+    """A reentrant lock for the process that creates it. In a fork, taking it is a RuntimeError.
 
     In a fork, the thread that holds the lock may not exist, so the fork would wait forever.
     """
@@ -55,7 +55,7 @@ def check_jax() -> None:
     """Refuse settings of JAX under which no engine works.
 
     Raises:
-        ValueError: a setting is refused. The message says what to set it to.
+        ValueError: a setting is refused. The message names a value that works.
     """
     name = "jax_disable_jit"
     if getattr(jax.config, name):

@@ -1,9 +1,9 @@
 """The programs of a step.
 
-Each program is a hashable value. The compiled function is its method `run`, in which its fields are
-constants. Prefill chunks run as the programs `Admit`, `Prefill` and `Begin`. A round runs as the
-program `Decode`, or as the three programs `Propose`, `Extend` and `Settle`. Other programs copy
-recurrent states, let the drafter observe deferred rounds, and run logits processors.
+Each program is a hashable value. Its method `run` is compiled with the program's fields as
+constants. Prefill chunks run as the programs `Admit`, `Prefill` and `Begin`. A decode round runs as
+the program `Decode`, or as the three programs `Propose`, `Extend` and `Settle`. Other programs copy
+recurrent states, let the drafter observe rounds without drafts, and run logits processors.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from specjax.engine.tracing import Packed, Program, Traces
 
 @dataclass(frozen=True, slots=True)
 class Admit(Program):
-    """Writes newly admitted requests to their slots. Takes packed `AdmitInputs`."""
+    """Writes new requests to their slots (rows of the state). Takes packed `AdmitInputs`."""
 
     batch: int
     inputs = AdmitInputs
@@ -56,7 +56,7 @@ class Admit(Program):
 
 @dataclass(frozen=True, slots=True)
 class Restore(Program):
-    """Copies snapshots to the recurrent states of slots. Takes packed `SnapshotInputs`."""
+    """Copies cached snapshots to the recurrent states of slots. Takes packed `SnapshotInputs`."""
 
     batch: int
     inputs = SnapshotInputs
@@ -69,7 +69,10 @@ class Restore(Program):
 
 @dataclass(frozen=True, slots=True)
 class Take(Program):
-    """Copies the recurrent states of slots to snapshots. Takes packed `SnapshotInputs`."""
+    """Copies recurrent states of slots to snapshots for the prefix cache.
+
+    Takes packed `SnapshotInputs`.
+    """
 
     batch: int
     inputs = SnapshotInputs
@@ -200,8 +203,7 @@ class Observe(Program):
 class Joined(Program):
     """Runs prefill chunks and a round as one program.
 
-    The chunks run as `Prefill` and the program in the field `begin`, and the round as the program
-    in the field `decode`.
+    It does the work of `Prefill`, then of the program `begin`, then of the program `decode`.
 
     Takes the inputs of the chunks and of the round, and returns their outputs as a pair.
     """

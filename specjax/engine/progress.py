@@ -24,7 +24,7 @@ class CallProgress:
     num_finished: int
     num_tokens: int
     seconds: float
-    acceptance_length: float | None  # of rounds with drafts; None before the first such round
+    acceptance_length: float | None  # mean over rounds with drafts; None before the first of them
     num_running: int
     num_waiting: int
     num_compiling: int  # number of programs being compiled
@@ -59,7 +59,8 @@ def progress(
 
     Args:
         use_tqdm: whether to show progress, or a class with the arguments of tqdm.
-        verbose: the LLM's option `verbose`. If it is False, only a class `use_tqdm` shows progress.
+        verbose: the LLM's option `verbose`. If it is False, progress is shown only if `use_tqdm` is
+            a class.
         draws: whether to show a bar instead of log lines if there is a terminal.
     """
     if callable(use_tqdm):

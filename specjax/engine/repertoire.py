@@ -1,11 +1,10 @@
 """Decides which shapes and variants of steps an engine can run now, and which to compile.
 
-A step has a shape and a variant. The variant is the extra work that the step's requests need. An
-engine begins with one shape for chunks and one shape for rounds, into which any step fits. It
-begins with the plain variant, whose rounds run as several programs that other variants share. A
-shape that fits some steps better is compiled in the background once running these steps without it
-has cost enough time. Requests that need a new variant wait until it is compiled; other requests do
-not wait.
+A step has a shape and a variant. The variant is the extra work that the step's requests need, such
+as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks and one
+shape for rounds, which are large enough for any step, and with the variant without extra work. A
+smaller shape is compiled in the background once the padding that it would avoid has cost enough
+time. Requests that need a new variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
@@ -30,8 +29,8 @@ from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
-PIECES_LOSE = 0.05  # fraction of a round's time lost by running several programs (about)
-JOINED_SAVES = 0.5  # fraction of the shorter part's time saved by `Joined` (for short chunks)
+PIECES_LOSE = 0.05  # a round that runs as several programs loses about this fraction of its time
+JOINED_SAVES = 0.5  # `Joined` saves about this fraction of the shorter time, of chunks or round
 
 
 class Repertoire:
@@ -43,7 +42,7 @@ class Repertoire:
         self.variants: list[Variant] = []  # needed so far; the plain variant comes first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # At least one, because for none XLA turns the conditional for log-probabilities into a
+        # At least one: with zero, XLA would turn the conditional for log-probabilities into a
         # select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
@@ -66,7 +65,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant that a step needs if its requests have the demands `all_demands`."""
+        """Return the variant (extra work) that requests with the demands `all_demands` need."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -89,7 +88,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile `shapes.first`, or all of `shapes` with `compile_ahead`.
+        """Compile `shapes.first`. With the option `compile_ahead`, compile all of `shapes`.
 
         Return whether all shapes are ready.
         """
@@ -105,7 +104,7 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile a variant in the background. With `compile_ahead`, wait until it is ready."""
+        """Compile a variant's programs in the background. With `compile_ahead`, wait for them."""
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -116,7 +115,7 @@ class Repertoire:
         self._forget()
 
     def ask_for(self, shape: Shape) -> None:
-        """Compile a shape of rounds in the background."""
+        """Compile the programs for rounds of this shape in the background."""
         needed = self._programs_for_shapes(programs_of, self.variants[:1], Shapes((), (shape,)))
         self._programs.compile_behind(needed, is_urgent=False)
 
@@ -163,9 +162,9 @@ class Repertoire:
         return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant in which to run a plan.
+        """Return the variant in which to run a plan, whose requests have `all_demands`.
 
-        This is the first variant that covers `all_demands` and is compiled in the plan's shape.
+        It is the first variant that does all that they need and is compiled in the plan's shape.
         """
         self._look()
         asked = self.asked_by(all_demands)
@@ -181,9 +180,9 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Compile `plan.better_shape` if running without this shape has cost too much time.
+        """Note that a plan took `milliseconds`, in a larger shape than `plan.better_shape`.
 
-        `milliseconds` is the time that the plan took in its present shape.
+        Compile the better shape in the background once its absence has cost too much time.
         """
         if plan.better_shape is None:
             return
@@ -197,10 +196,11 @@ class Repertoire:
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Compile `program` if running its two parts separately has cost too much time.
+        """Note that chunks and a round ran separately, because `program` was not ready.
 
-        `program` joins chunks and a round. `milliseconds` is the time of the shorter part. Every
-        pair of shapes has such a program, and these programs are too many to compile ahead.
+        `milliseconds` is the shorter of their two times. Compile `program` in the background once
+        its absence has cost too much time. Every pair of shapes has such a program, and these
+        programs are too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
@@ -219,7 +219,7 @@ class Repertoire:
             self._programs.compile_behind(needed, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile variants in `shapes.first`, or in all of `shapes` with `compile_ahead`."""
+        """Compile variants in `shapes.first`. With `compile_ahead`, compile them in all shapes."""
         if not self._config.compile_ahead:
             first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
@@ -230,7 +230,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background.
+        """Compile a variant's programs in the background.
 
         The programs without which the variant cannot run come first.
         """
@@ -268,7 +268,7 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _covering(self, asked: Variant) -> list[Variant]:
-        """Return the variants that can run steps of the variant `asked`.
+        """Return the known variants that do all the work of the variant `asked`.
 
         Variants with masks come last if `asked` has no masks.
         """
@@ -292,6 +292,6 @@ class Repertoire:
             self._forget()
 
     def _forget(self) -> None:
-        """Clear caches that depend on variants and programs."""
+        """Clear the caches of results that depend on the known variants and the ready programs."""
         self._chosen.clear()
         self._shapes.clear()

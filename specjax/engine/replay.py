@@ -1,9 +1,9 @@
 """Measures the times of rounds.
 
-If all shapes are compiled and there are no requests, rounds of every shape are timed with
-artificial requests. This costs little, because each shape must run once before it is ready. The
-artificial requests have random tokens and a given length of context, and they share pages if the
-pool is too small. Otherwise, only rounds of padding rows are timed.
+`measure_rounds` times rounds of every shape, with artificial requests. This needs an engine whose
+shapes are all compiled and that has no requests. The artificial requests have random tokens and a
+given length of context. If the pool has too few pages, they share pages. `time_padding` times
+rounds of padding rows, which is possible at any time.
 """
 
 import time
@@ -19,6 +19,7 @@ import numpy as np
 from specjax.device.drafters.drafter import Variant
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
+from specjax.device.placement import own_part, put
 from specjax.device.state import EngineState
 from specjax.engine.batch import Part
 from specjax.engine.in_flight import Extended, InFlight
@@ -29,20 +30,22 @@ from specjax.host.speculation.step_cost import StepCost
 
 TIMED_RUNS = 5  # number of timed rounds of padding rows
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
-MIN_MS = 1e-3  # a tiny round may end before the previous one has been read
+MIN_MS = 1e-3  # replaces a time of 0 or less, if a round ends before the previous one was read
 
 Point = tuple[int, int, int]  # batch size, K, tokens of context
 Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """The part of `specjax.engine.port.Programs` that is needed here, with access to the state."""
+    """What is needed here of `specjax.engine.port.Programs`, and access to the device's state."""
 
-    @property
-    def state(self) -> EngineState: ...
+    def fill(self) -> None:
+        """Replace the state by that of `filled`."""
+        ...
 
-    @state.setter
-    def state(self, state: EngineState) -> None: ...
+    def set_context(self, length: int) -> None:
+        """Replace the requests' progress by that of `progress_at`."""
+        ...
 
     def run(self, program: Program, *arguments: Any) -> Any: ...
 
@@ -60,22 +63,22 @@ def measure_rounds(
     Afterwards, the state holds these requests.
 
     All shapes run in turn, several times, so that a disturbance affects all equally. The time of a
-    shape is the median of its times. Context adds time in proportion to its number of tokens,
-    regardless of K, because each token is read once. The time per context token is measured with
-    two lengths of context at the largest batch size.
+    shape is the median of its times. Context is taken to add time in proportion to its number of
+    tokens, regardless of K. The time per context token is measured with two lengths of context at
+    the largest batch size.
 
-    Rounds run as in serving: each round is launched before the previous round is read. Times are
-    defined as in `RoundClock.time`: host time counts only while the device waits for the host. The
-    host neither plans nor commits here. `num_pages` holds the number of pages for each page table.
+    Rounds run as in serving: each round is launched before the previous round is read. Host time
+    counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the
+    number of pages for each page table.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
-    programs.state = _filled(programs.state, layout.vocab_size)
+    programs.fill()
 
     def launch(point: Point) -> InFlight:
         start, (batch, k, context) = time.perf_counter(), point
         packed = pack_round(batch, k, layout, num_pages)
-        programs.state = replace(programs.state, progress=progress_at(programs.state, context))
+        programs.set_context(context)
         outputs = programs.run(Decode(batch, k, variant), packed)
         outputs.copy_to_host_async()
         launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start, start)
@@ -83,9 +86,9 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round of each shape and context in `points`, and yield its milliseconds.
+        """Run a round for each (batch size, K, context) in `points`. Yield each with milliseconds.
 
-        Two more rounds, one before the first round and one after the last, are not timed.
+        One more round before them and one more after them are not timed.
         """
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
@@ -135,28 +138,26 @@ def _without_context(
     }
 
 
-def _filled(state: EngineState, vocab_size: int) -> EngineState:
+def filled(state: EngineState, vocab_size: int) -> EngineState:
     """Return a state in which each slot has a request of random tokens that never ends."""
-    # Divided states have the same tokens on every device.
     tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape[-2:])
-    tokens = np.broadcast_to(tokens.astype(np.int32), state.tokens.shape)
     return replace(
         state,
-        tokens=jax.device_put(tokens, state.tokens.sharding),
+        tokens=_like(state.tokens, tokens),
         progress=progress_at(state, 0),
         requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
     )
 
 
 def progress_at(state: EngineState, length: int) -> jax.Array:
-    """Return the progress of requests that are all active and have `length` tokens."""
-    values = np.array([length, 0, 1, length], np.int32)
-    values = np.broadcast_to(values, (*state.progress.shape[:-1], len(values)))
-    return jax.device_put(values, state.progress.sharding)
+    """Return `EngineState.progress` for requests that are all active and have `length` tokens."""
+    return _like(state.progress, [length, 0, 1, length])
 
 
-def _like(x: jax.Array, value: Any) -> jax.Array:
-    return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+def _like(x: jax.Array, values: Any) -> jax.Array:
+    """Return an array like `x` with these values, which are repeated along leading axes."""
+    # Divided states have the same values on every device.
+    return put(np.full(own_part(x).shape, values, x.dtype), x.sharding)
 
 
 def time_padding(launch: Launch, batch: int, k: int) -> float:
@@ -181,7 +182,10 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
-    """Pack a round of the first `batch` slots (see `batch.pack`). Slots have consecutive pages."""
+    """Pack the inputs of a round (see `batch.pack`) of the artificial requests in the first slots.
+
+    `num_pages` holds the number of pages for each page table. Requests have consecutive pages.
+    """
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)

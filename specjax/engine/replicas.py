@@ -33,7 +33,7 @@ _Work = SimpleQueue[Callable[[], None] | None]
 
 
 class ReplicatedEngine:
-    """Routes each request to one of several engines, and has the methods of `Engine` that LLMs use.
+    """Routes each request to one of several engines. Has the methods of `Engine` that LLMs use.
 
     A request goes to the replica that has seen the longest prefix of its prompt, unless this
     replica is much busier than another. Among equal replicas, it goes to the replica with the
@@ -175,11 +175,11 @@ class ReplicatedEngine:
         self._turn.await_others(lambda: not any(one.is_stepping for one in self._replicas))
 
     def _healthy(self) -> list["_Replica"]:
-        """Return the replicas that may get requests: at least one."""
+        """Return the replicas that may get requests."""
         return [replica for replica in self._replicas if replica.is_healthy]
 
     def _route(self, request: Request, replicas: list["_Replica"]) -> "_Replica":
-        """Return the replica of `replicas` that a request goes to."""
+        """Choose a replica for a request, and remember that it has seen the request's prompt."""
         keys: list[PageKey] = []
         if self.config.enable_prefix_caching:
             extend_keys(keys, request.prompt_token_ids, self.config.page_size, b"")
@@ -245,7 +245,7 @@ class _Replica:
         return not self.is_dead and not self.lost
 
     def begin(self) -> None:
-        """Let the thread run a step as soon as it gets a turn, if there is work for a step."""
+        """Let the thread run a step when it gets a turn, if the engine has unfinished requests."""
         if self.engine.has_work and not self.is_stepping:
             self.work.put(self._step)
             self.is_stepping = True

@@ -9,7 +9,9 @@ from specjax.engine.in_flight import InFlight
 
 
 class RoundClock:
-    """Computes how long the parts of each step took. `time` must be called as each part is read.
+    """Computes how long the chunks and the round of each step took.
+
+    `time` must be called just after the host has read the results of chunks or of a round.
 
     Attributes:
         start: when planning of the current step began, in seconds.
@@ -21,10 +23,10 @@ class RoundClock:
         self._done = 0.0  # when the results read last became ready
         self._read: float | None = None  # when the host read them; None once a step is launched
         self._compile_seconds = 0.0, 0.0  # total compile time until the last two reads
-        self._timed_from = 0.0  # parts launched earlier overlapped a measurement
+        self._timed_from = 0.0  # steps planned before this time overlapped a measurement
 
     def restart(self) -> None:
-        """Do not time parts launched before now, because they overlapped a measurement."""
+        """Do not time steps planned before now, because a measurement ran at the same time."""
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
@@ -33,18 +35,19 @@ class RoundClock:
         return None if read is None else time.perf_counter() - read
 
     def time(self, step: InFlight, compile_seconds: float) -> float | None:
-        """Return the milliseconds of a part of a step that has just been read; None if unknown.
+        """Return the milliseconds of the chunks or round that were just read; None if unknown.
 
-        The time begins when the device finished the previous part, or when planning of the step
-        began, if that was later. So host time counts only while the device waited for the host.
-        `compile_seconds` is the total time of compiling so far. If programs were compiled while the
-        part ran, its time is unknown.
+        The time begins when the device finished the chunks or round before, or when planning of the
+        step began, if that was later. So host time counts only while the device waited for the
+        host. `compile_seconds` is the total time of compiling so far. If it has grown meanwhile,
+        programs were being compiled, and the time is unknown.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done
         milliseconds = 1e3 * (done - max(self._done, step.start))
         self._done = done
-        # This part began when the previous part was done, perhaps long before that part was read.
+        # The device began when it was done with the previous work, perhaps long before that work
+        # was read. So compiling since the read before last may have disturbed it.
         earlier, before = self._compile_seconds
         self._compile_seconds = before, compile_seconds
         is_disturbed = compile_seconds != earlier or step.start < self._timed_from

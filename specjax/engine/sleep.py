@@ -1,14 +1,25 @@
 """Frees an engine's device memory for a while, and allocates it again later."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from specjax.device.drafters.drafter import Params
+from specjax.device.placement import own_part, put
 from specjax.engine.engine import Engine
+
+
+class Sleeper(Protocol):
+    """The methods of an `Engine` that `Sleep` needs. A `Follower` has them, too."""
+
+    params: Any
+    programs: Any
+
+    def release(self) -> None: ...
+    def renew(self) -> None: ...
 
 
 class Sleep:
@@ -17,16 +28,16 @@ class Sleep:
     Level 0 is awake. Level 1 frees the caches. Level 2 also moves the weights to the host.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Sleeper):
         self._engine = engine
         self.level = 0
         self._homes: list[Sharding] = []  # shardings to restore, if the weights are on the host
 
     def change(self, change: Callable[[int, Any, Sharding], Any]) -> None:
-        """Replace the engine's weights array by array, also while it is asleep.
+        """Replace the engine's weights array by array. The engine may be asleep.
 
-        `change(i, array, sharding)` returns the array that replaces array number i. It must have
-        the given sharding, unless it is the same array.
+        `change(i, array, sharding)` returns the array that replaces array number i. A new array
+        must have the given sharding.
         """
 
         def changed(i: int, leaf: Any) -> Any:
@@ -41,6 +52,7 @@ class Sleep:
 
     def begin(self, level: int) -> None:
         """Fall asleep at `level`, and free the memory. No step may be in flight."""
+        self._engine.programs.elsewhere(begin_sleep, level)
         if not self.level:
             self._engine.release()
             self.level = 1
@@ -52,7 +64,8 @@ class Sleep:
     def end(self) -> None:
         """Wake up: move the current weights to the device, and create an empty state."""
         if self.level:
-            change_weights(self._engine, lambda i, leaf: jax.device_put(leaf, self._home(i, leaf)))
+            self._engine.programs.elsewhere(end_sleep)
+            change_weights(self._engine, lambda i, leaf: put(own_part(leaf), self._home(i, leaf)))
             self._homes = []
             self._engine.renew()
             self.level = 0
@@ -96,7 +109,17 @@ def check_level(level: object) -> None:
         raise ValueError(f"level={level!r} must be 1 (frees caches and states) or 2 (weights too)")
 
 
-def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
+def begin_sleep(follower: Any, level: int) -> None:
+    """Put the weights of another process to sleep; see `Programs.elsewhere`."""
+    follower.sleep.begin(level)
+
+
+def end_sleep(follower: Any) -> None:
+    """Undo `begin_sleep`."""
+    follower.sleep.end()
+
+
+def change_weights(engine: Sleeper, change: Callable[[int, Any], Any]) -> None:
     """Replace the engine's weights array by array, so that only one array takes memory twice.
 
     `change(i, array)` returns the array that replaces array number i.
@@ -111,5 +134,5 @@ def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """Return a copy of an array in host memory."""
-    return np.array(jax.device_get(leaf))
+    """Return a copy of an array, or of this process's part of it, in host memory."""
+    return np.array(jax.device_get(own_part(leaf)))

@@ -40,7 +40,7 @@ def step_model(
 def sizes_of_windows(
     config: EngineConfig, model: StepModel, max_drafts: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return a pair (window, number of pages) for each window whose layers have separate pages."""
+    """Return a pair (window, number of pages) for each sliding window that has separate pages."""
     return tuple((one, window_pages(config, one, max_drafts)) for one in model.windows)
 
 
@@ -51,6 +51,7 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     kinds, num_snapshots = target.cache_kinds, config.num_snapshots
     pages = sizes_of_windows(config, model, max_drafts)
     sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows, num_snapshots)
+    of_target = sizes._replace(window_pages=pages, page_format=config.page_format)
     deferred = None
     if model.max_deferred(1):
         num_features = (1 + len(model.drafter.aux_layers)) * target.hidden_size
@@ -59,8 +60,8 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
         config.max_num_seqs,
         config.max_model_len,
         target.vocab_size,
-        init_caches(target, sizes._replace(window_pages=pages), dtype),
+        init_caches(target, of_target, dtype),
         tuple(kind.init_snapshots(num_snapshots, dtype) for kind in kinds),
-        model.drafter.init_state(sizes, dtype),
+        model.drafter.init_state(sizes._replace(page_format=config.draft_page_format), dtype),
         deferred,
     )

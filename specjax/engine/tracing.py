@@ -1,4 +1,4 @@
-"""Traces programs: runs their functions on shapes, so that XLA can compile them."""
+"""Traces programs with JAX, for the shapes of one engine's arrays, so that XLA can compile them."""
 
 from collections.abc import Callable, MutableMapping
 from functools import partial
@@ -64,9 +64,9 @@ Trees = tuple[Any, Any]  # structures of parameters and state
 
 
 class Division(NamedTuple):
-    """The devices that run a program together, and which of its arguments are divided.
+    """The devices that run a program together, and which arguments are divided over them.
 
-    `are_divided` has a value for each leaf of the arguments, in order.
+    `are_divided` has a bool for each leaf of the arguments, in order.
     """
 
     mesh: Mesh
@@ -107,10 +107,11 @@ def jitted(
 
 
 def _on_devices(run: Callable[..., Any], division: Division, is_last: bool) -> Any:
-    """Return a jitted function with the arguments of `run`, for which every device calls `run`.
+    """Return a jitted function that runs `run` on every device of a mesh.
 
-    An argument that is divided is [devices, ...], and each device passes its part to `run`. Results
-    are divided, too. Only results for the host are not, because all devices compute the same ones.
+    Divided arguments and results have a leading axis of one entry per device; `run` gets and
+    returns the device's entry. If `is_last`, the program's result is not divided, because all
+    devices compute the same result. The next state is always divided.
     """
 
     def each(*leaves: jax.Array, tree: Any) -> Any:
@@ -142,7 +143,10 @@ def _leading(tree: Any) -> Any:
 
 
 class Jits(dict[tuple[Program, Trees, Division | None], Any]):
-    """The jitted programs of one `Static`, by the other arguments of `jitted`."""
+    """A dict of the jitted programs of one `Static`; its keys are the other arguments of `jitted`.
+
+    A missing entry is made when it is looked up.
+    """
 
     def __init__(self, static: Static):
         super().__init__()
@@ -160,7 +164,7 @@ JITS: WeakValueDictionary[Static, Jits] = WeakValueDictionary()
 
 
 class Traces:
-    """Traces the programs of one engine on the shapes of its parameters and state.
+    """Traces the programs of one engine for the shapes of its parameters and state.
 
     Attributes:
         shapes: the shapes of parameters and state.
@@ -196,7 +200,7 @@ class Traces:
             return jit.trace(*self._leaves, *arguments)
 
     def result(self, program: Program) -> Any:
-        """Return the shapes of a program's result, which another program takes as an argument."""
+        """Return the shapes of a program's result."""
         shapes = self.trace(program).out_info[1]
         if self._placement.num_devices == 1:
             return shapes
@@ -206,7 +210,10 @@ class Traces:
         )
 
     def logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of logits f32[batch, num_rows, V], or of each device's part of them."""
+        """Return the shape of logits, f32[batch, num_rows, V].
+
+        With several devices, it is f32[devices, batch, num_rows, columns per device].
+        """
         shape = batch, num_rows, self._vocabulary.num_columns(self._layout.vocab_size)
         if self._placement.num_devices == 1:
             return self._array(shape, jnp.float32)
@@ -225,7 +232,7 @@ class Traces:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._placement.sharding(spec))
 
     def _division(self, arguments: tuple[Any, ...]) -> Division | None:
-        """Return how a program with these arguments is divided; None on one device."""
+        """Return the `Division` of a program with these arguments; None on one device."""
         if self._placement.num_devices == 1:
             return None
         leaves = jax.tree.leaves((*self._leaves, *arguments))

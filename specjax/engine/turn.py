@@ -1,4 +1,4 @@
-"""Lets one of several threads at a time work on the host."""
+"""A lock with which several threads take turns on the host."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class Turn:
 
     @contextmanager
     def given(self, owner: int) -> Iterator[None]:
-        """Give the turn back within a block, if `owner` has it."""
+        """Give the turn back while the block runs, if `owner` has it, and then take it again."""
         had_it = self.give(owner)
         try:
             yield
@@ -44,7 +44,7 @@ class Turn:
                 self.take(owner)
 
     def await_others(self, condition: Callable[[], bool]) -> None:
-        """Let other owners take turns until `condition` holds, and take the turn as `CALLER`."""
+        """Let other owners take turns until `condition` holds. Then take the turn as `CALLER`."""
         self.give(CALLER)
         try:
             with self._changed:

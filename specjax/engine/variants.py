@@ -1,4 +1,4 @@
-"""Finds the programs for a plan's shape, in a variant that covers the plan's requests."""
+"""Lists the programs that run a plan in its shape and in a variant (its requests' extra work)."""
 
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -23,7 +23,7 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """Return the fastest programs that run a plan in a variant.
+    """Return the programs with which a plan runs fastest in a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
     the drafter observes rounds without drafts later, in `Observe`.
@@ -64,20 +64,20 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 
 
 def is_in_pieces(variant: Variant) -> bool:
-    """Return whether rounds are compiled as several programs.
+    """Return whether rounds of a variant always run as several programs.
 
-    All variants then share the program that runs the target.
+    These variants all share the program that runs the target.
     """
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return the part of a variant that concerns rounds: all except prompt log-probabilities."""
+    """Return a variant without what rounds never need: log-probabilities of prompts."""
     return variant._replace(num_prompt_logprobs=None)
 
 
 def of_begin(variant: Variant) -> Variant:
-    """Return the part of a variant that is compiled into `Begin`.
+    """Return a variant with only what is compiled into the program `Begin`.
 
     Masks and processed logits are arguments of `Begin`. `Begin` itself runs logits processors only
     to score the tokens of prompts.
@@ -87,17 +87,17 @@ def of_begin(variant: Variant) -> Variant:
 
 
 def of_settle(variant: Variant) -> Variant:
-    """Return the part of a variant that is compiled into `Settle` (see `of_begin`)."""
+    """Return a variant with only what is compiled into the program `Settle` (see `of_begin`)."""
     return variant._replace(masks=False, processors=())
 
 
 def of_drafts(variant: Variant) -> Variant:
-    """Return the part of a variant that concerns drafting: its logits processors."""
+    """Return a variant with only what drafting needs: the logits processors."""
     return Variant(variant.processors)
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Return whether `variant` does everything that `asked` does.
+    """Return whether steps of `variant` do all the work that `asked` contains.
 
     `variant` must have masks if and only if `asked` has masks, because a step with masks waits for
     the host.

@@ -14,10 +14,10 @@ GPU_OPTIONS = {
     # so the pass would warn about every program. Nothing in a step is worth recomputing.
     "xla_disable_hlo_passes": "rematerialization",
 }
+# Operations that may be in CUDA graphs: XLA's default, loops, and collectives of NCCL.
+IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,COLLECTIVES"
 # With this level, compiling takes three quarters of the time. The time of steps is the same
 # within noise.
-# The kinds of operations in CUDA graphs: XLA's default, and loops and collectives of NCCL.
-IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,COLLECTIVES"
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}
 # For programs that no request waits for: XLA generates the same code in one thread instead of many.
@@ -31,11 +31,10 @@ def collective_options(collectives: str) -> dict[str, Any]:
 
     With "auto", XLA chooses. Since jax 0.11, it uses its own kernels for small sums over 2, 4 or 8
     GPUs that NVLink connects, and NCCL for everything else. With "nccl", it always uses NCCL.
-    Either way, the host launches each collective, and a part of the step between two of them.
+    Either way, the host launches each collective, and the kernels between two collectives.
 
-    With "graph", collectives of NCCL are inside of CUDA graphs, and the host launches a step as
-    one graph. This is not the default, because others saw programs hang or take 30 % longer. XLA's
-    own kernels stay outside of CUDA graphs.
+    With "graph", XLA uses NCCL inside CUDA graphs, and the host launches a step as one graph. This
+    is not the default, because it has been reported that programs hang or take 30 % longer.
     """
     if collectives == "auto":
         return {}

@@ -1,4 +1,4 @@
-"""Tracks the token budgets of a step, and explains when they let too few requests run together."""
+"""Tracks how much of a step's token budgets is left, and warns of budgets that are too small."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Budget:
-    """The remainders of a step's two budgets.
+    """What is left of a step's two budgets.
 
     `tokens` is the number of tokens that may still be scheduled, and `inputs` is the number of rows
     that may still be batched. Drafting takes `draft_slots` extra rows per sequence. These rows
-    count as `inputs` but not as `tokens` (vLLM #34898).
+    count as `inputs` but not as `tokens` (vLLM #34898). `num_spent` is the number of scheduled
+    tokens.
     """
 
     tokens: int
@@ -37,8 +38,8 @@ class Budget:
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
     """Explain which budget lets too few requests run together in exact mode.
 
-    Return None if both budgets suffice, or if the mode is not exact. In exact mode, a chunk takes
-    its whole width from the budgets, in addition to the rounds of all decoding requests.
+    Return None if both budgets suffice, or if the mode is not exact. In exact mode, each step needs
+    room for one chunk of full width and for a round of every other request.
     """
     if not config.exact:
         return None

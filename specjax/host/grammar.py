@@ -17,21 +17,20 @@ Three tasks are done here because llguidance 1.9.1 does not do them as needed:
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.host.lark import structural_tags, styled_schema
 from specjax.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED_GRAMMARS = 256
-# The format of json.dumps; a schema may change it in its "x-guidance".
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 DOCS = "https://github.com/guidance-ai/llguidance/blob/main/docs"
 REMEDIES = {
@@ -39,6 +38,7 @@ REMEDIES = {
     "regex": "correct it; the syntax is Rust's: no look-around, no back-references",
     "choice": "list texts that the model's tokens can spell",
     "grammar": f"correct it; {DOCS}/syntax.md describes the syntax",
+    "structural_tag": f"correct its schemas; {DOCS}/json_schema.md says what is supported",
 }
 
 
@@ -46,8 +46,8 @@ REMEDIES = {
 class GrammarVocabulary:
     """A tokenizer in llguidance's form, and masks of a model's tokens.
 
-    A mask has W words of 32 bits. llguidance never treats special tokens as text: a grammar has to
-    name them.
+    A mask has W words of 32 bits. For llguidance, special tokens are not text, so a grammar that
+    allows them must name them.
     """
 
     tokenizer: "LLTokenizer"
@@ -100,7 +100,7 @@ class GrammarCompiler:
         vocabulary = self._vocabulary
         name, value = next((n, v) for n, v in vars(outputs).items() if v is not None)
         try:
-            lark = _as_lark(name, value)
+            lark = _as_lark(name, value, self._special_ids)
             lark.encode()
             grammar = self._cached(vocabulary, lark)
             if grammar.is_exhausted:
@@ -113,6 +113,11 @@ class GrammarCompiler:
                 f"structured_outputs.{name}={shown} cannot be followed: {reason}; {REMEDIES[name]}"
             ) from error
         return grammar
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        added = json.loads(self._tokenizer_json)["added_tokens"]
+        return {token["content"]: token["id"] for token in added if token["special"]}
 
     @cached_property
     def _vocabulary(self) -> GrammarVocabulary:
@@ -169,10 +174,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """Tracks the position of one output in its grammar.
-
-    Masks are computed on demand, and are never cached.
-    """
+    """Tracks the position of one output in its grammar, and computes masks from there."""
 
     def __init__(self, state: "LLMatcher", vocabulary: GrammarVocabulary):
         self._state = state
@@ -271,12 +273,14 @@ def _compile(vocabulary: GrammarVocabulary, lark: str) -> Grammar:
     return Grammar(root, vocabulary)
 
 
-def _as_lark(name: str, value: Any) -> str:
+def _as_lark(name: str, value: Any, special_ids: Mapping[str, int]) -> str:
     """Return the value of a field of `StructuredOutputs` as a grammar in llguidance's Lark."""
     if name == "grammar":
         return value
+    if name == "structural_tag":
+        return structural_tags(value, special_ids)
     if name == "json":
-        return f"start: %json {_styled_schema(value)}"
+        return f"start: %json {styled_schema(value)}"
     if name == "choice":
         value = "|".join("".join(map(_as_regex, text)) for text in value)
     import llguidance
@@ -286,19 +290,6 @@ def _as_lark(name: str, value: Any) -> str:
 
 def _as_regex(char: str) -> str:
     return char if char.isalnum() or ord(char) > 127 else f"\\x{{{ord(char):x}}}"
-
-
-def _styled_schema(schema: Any) -> str:
-    schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    if not isinstance(schema, dict):
-        raise ValueError(f"{schema!r} is neither an object nor a boolean")
-    style = schema.get("x-guidance", {})
-    if isinstance(style, dict):
-        schema["x-guidance"] = JSON_STYLE | style
-    # The order of keys is kept: it is the order in which properties are generated.
-    return json.dumps(schema, allow_nan=False)
 
 
 def _reason(state: "LLMatcher") -> str:

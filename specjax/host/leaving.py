@@ -41,9 +41,9 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """Start a thread that calls `tell` with a reason if the exit waits for threads that compile.
+    """Start a thread that calls `tell` if threads still compile when the process ends.
 
-    During this wait, Ctrl-C ends the process at once.
+    While the process then waits for these threads, Ctrl-C ends it at once.
     """
     if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()
@@ -62,7 +62,7 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
             raise KeyboardInterrupt
         wait_for(_compilers(), tell)
     except KeyboardInterrupt:
-        _end()
+        end_now()
     finally:
         _is_leaving.clear()
 
@@ -74,10 +74,11 @@ def _leave_compilers() -> None:
     Python's wait for them. Python would kill them inside XLA, which aborts the process.
     """
     if _compilers():
-        _end()
+        end_now()
 
 
-def _end() -> None:
+def end_now() -> None:
+    """End the process at once, without waiting for threads."""
     for stream in sys.stdout, sys.stderr:
         stream.flush()
     os._exit(INTERRUPTED)

@@ -7,9 +7,9 @@ _NO_LIMIT = 2**60  # cgroups version 1 write a huge number for "no limit"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return how many bytes the process can still use before the kernel kills processes.
+    """Return how many bytes the process can still allocate; None if unknown.
 
-    Return None if this is unknown.
+    If more is allocated, the kernel kills processes.
     """
     known = [_machine(root), *_cgroups(root)]
     return min((n for n in known if n is not None), default=None)

@@ -1,4 +1,4 @@
-"""The plan of a step: prefill chunks and a decode round."""
+"""What the scheduler plans for a step: prefill chunks and a decode round."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +68,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The parts of a step: prefill chunks, and a decode round of prefilled sequences."""
+    """A step: prefill chunks of some sequences, and a decode round of prefilled sequences."""
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
@@ -76,5 +76,5 @@ class StepPlan:
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """The parts that are not None, in the order in which they are launched."""
+        """`prefill` and `decode`, in this order, without a plan that is None."""
         return tuple(part for part in (self.prefill, self.decode) if part is not None)

@@ -49,7 +49,7 @@ class Matcher(Protocol):
 
 
 class Demands(NamedTuple):
-    """The options of a request that a step must support to run the request."""
+    """What a request needs from a step, in addition to plain sampling."""
 
     edits: bool  # whether parameters edit the logits
     masks: bool  # whether a grammar masks the logits
@@ -70,19 +70,16 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     processor: int = -1  # the engine's number for the list of logits processors; -1 for none
-    watch_text: Callable[[], TextWatch] | None = None  # makes a sample's watch, if needed
-    follow_grammar: Callable[[], Matcher] | None = None  # makes a sample's matcher, if needed
+    watch_text: Callable[[], TextWatch] | None = None  # called once per sample; None: no stop texts
+    follow_grammar: Callable[[], Matcher] | None = None  # called once per sample; None: no grammar
     priority: int = 0  # the lowest value goes first
     output_token_ids: tuple[int, ...] = ()  # output tokens that its only sample already has
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
-    exports_features: bool = False  # whether hidden states of all rows are wanted
+    exports_features: bool = False  # whether the hidden states of the prompt's tokens are wanted
 
     @cached_property
     def demands(self) -> "Demands":
-        """The options, in addition to plain sampling, that a step must support for this request.
-
-        Most requests have equal demands.
-        """
+        """What this request needs from a step. Most requests have equal demands."""
         params = self.params
         masks = params.structured_outputs is not None
         wanted = params.logprobs, 0 if self.is_scored else params.prompt_logprobs
@@ -100,9 +97,9 @@ class Request:
 
     @property
     def constraints(self) -> str:
-        """A text for error messages: the names of the request's parameters that forbid tokens.
+        """The names of the request's parameters that forbid tokens, for error messages.
 
-        The text is empty if no parameter forbids tokens.
+        The text is empty if there are none.
         """
         params = self.params
         given = {

@@ -1,4 +1,4 @@
-"""Resident sequences and their memory. Each sequence has a slot, and pages for its tokens."""
+"""The resident sequences: those that have a slot (a row of the device's state) and pages."""
 
 from array import array
 from bisect import insort
@@ -21,7 +21,7 @@ class Residents:
     Attributes:
         running: resident sequences, in order of rank.
         free_slots: slots without a sequence.
-        pages: allocator of pages for layers without a window, and for drafters.
+        pages: allocator of the pages that drafters and layers without a window use.
         windows: for each window size, the pages of layers with this window.
         page_tables: array i32[slots, 1 + windows, P] of each slot's pages; -1 for no page.
     """
@@ -38,7 +38,7 @@ class Residents:
         self._page_size = config.page_size
         self._num_snapshots = num_snapshots
         self._windows = [(one, window_pages(config, one, max_drafts)) for one in windows]
-        self._keeps_pages = config.exact  # a request keeps all pages it may need
+        self._keeps_pages = config.exact  # a sequence has all pages that it may need from the start
         # Recurrent models reuse pages only up to a snapshot; outputs have no snapshots.
         self._caches_outputs = config.enable_prefix_caching and num_snapshots is None
         self._takes_snapshots = num_snapshots is not None and config.num_snapshots > 0
@@ -61,7 +61,7 @@ class Residents:
 
     @property
     def pools(self) -> tuple[PageAllocator, ...]:
-        """The allocator of `pages`, and the allocator of each window."""
+        """The allocator `pages`, and the allocator of each window size."""
         return self.pages, *(window.pages for window in self.windows)
 
     def drop_all(self) -> None:
@@ -79,10 +79,12 @@ class Residents:
         """Give a sequence a free slot, and pages for its tokens.
 
         Return the residency of the sequence and the id of the snapshot to restore (None if there is
-        none). Return None instead if too few pages are free. Window pages are allocated only for
-        the cached prefix. But the sequence is admitted only if enough window pages are free for a
-        first chunk of up to `first_chunk` tokens. In exact mode, chunks end after multiples of
-        `chunk_width` tokens.
+        none). If too few pages are free, return None instead of the pair.
+
+        Args:
+            chunk_width: in exact mode, chunks end after multiples of this number of tokens.
+            first_chunk: maximum number of tokens of the first chunk. Window pages for these tokens
+                must be free, but `grow` allocates them later.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
@@ -180,7 +182,7 @@ class Residents:
             window.vacate(residency.slot)
 
     def reserve_snapshot(self, sequence: Sequence, residency: Residency) -> int | None:
-        """Return the id of a snapshot to take after the computed tokens; None if not needed."""
+        """Return the id of the snapshot to take after the planned chunk; None if none is taken."""
         points = residency.snapshot_points
         if not points or residency.num_computed < points[0] * self._page_size:
             return None
@@ -197,7 +199,10 @@ class Residents:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
     def tidy(self, sequence: Sequence, residency: Residency) -> None:
-        """Free pages that no step in flight can need, and add full pages to the prefix cache."""
+        """Free pages that no step in flight can need, and cache full pages.
+
+        In exact mode, do nothing.
+        """
         if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
         page_size, num_known = self._page_size, len(sequence.token_ids) - 1
@@ -216,10 +221,7 @@ class Residents:
             self._name(sequence, residency, num_known // page_size)
 
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
-        """Add the first `num_pages` pages of a sequence to the prefix cache.
-
-        Pages that are already in the prefix cache are left out.
-        """
+        """Make sure that the first `num_pages` pages of a sequence are in the prefix cache."""
         keys, start = sequence.keys, residency.num_published_pages
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:

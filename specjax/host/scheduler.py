@@ -184,7 +184,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
 
     def restart(self) -> None:
-        """Let every sequence recompute its tokens, because the device has lost its state."""
+        """Preempt all sequences and clear the prefix cache: the caches are lost or outdated."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
         for sequence in chain(*self._live.values()):
@@ -244,11 +244,11 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Append the outputs of a step's part to its sequences.
+        """Append the outputs of a step's chunks or round to their sequences.
 
-        Return the number of tokens kept per row, and the changed samples. If a sequence has
-        finished while the step was in flight, its output of the step is dropped. If it was
-        preempted instead, the output is kept.
+        Return the number of tokens that each sequence gained, and the sequences that changed. If a
+        sequence has finished while the step was in flight, its output of the step is dropped. If it
+        was preempted instead, the output is kept.
         """
         if isinstance(part, DecodePlan):
             _land(part.sequences, part.num_drafts + 1)
@@ -293,7 +293,7 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _joining(self) -> list[int]:
-        """Return the lengths in tokens of the waiting sequences that may join the step."""
+        """Return the number of tokens of each waiting sequence that may be admitted to the step."""
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
@@ -432,7 +432,7 @@ class Scheduler:
 
 
 def _starts_others(sequence: Sequence) -> bool:
-    """Return whether the request's other samples wait for this sample's prompt."""
+    """Return whether the request's other samples wait until this sample has been prefilled."""
     return sequence.index == 0 and not sequence.has_started_siblings
 
 

@@ -30,7 +30,7 @@ class Sequence:
 
     While the sample is resident, it has a `residency`. A sample without a residency has not started
     yet, was preempted and will recompute its tokens, or has finished. Rounds in flight are counted
-    here, because they may outlast the residency in which they were launched.
+    here and not in the residency, because a sample may be preempted while they run.
     """
 
     request: Request
@@ -45,13 +45,14 @@ class Sequence:
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     has_started_siblings: bool = False  # whether the request's other samples have been queued
-    num_in_flight: int = 0  # number of rounds in flight; each gives at least one token
-    max_tokens_in_flight: int = 0  # the maximum number of tokens that these rounds can give
+    num_in_flight: int = 0  # rounds, and chunks that sample, in flight; each gives a token or more
+    max_tokens_in_flight: int = 0  # the maximum number of tokens that they can give together
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    rounds: list[tuple[int, int]] = field(default_factory=list)  # drafts and accepted, per round
     features: list[Any] = field(default_factory=list)  # (start, features) per chunk, if exported
     watch: TextWatch | None = None
     matcher: Matcher | None = None
@@ -127,7 +128,7 @@ class Sequence:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the rounds in flight may leave any tokens to generate."""
+        """Whether any tokens may be left to generate after the rounds in flight."""
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
@@ -197,6 +198,8 @@ class Sequence:
         self.last_token_ts = time.monotonic()
         if self.first_token_ts is None:
             self.first_token_ts = self.last_token_ts
+        if row.num_drafts and tokens:
+            self.rounds.append((row.num_drafts, len(tokens) - 1))
         if row.logprobs:
             self.logprobs += row.logprobs[: len(tokens)]
         if self.finish_reason is None:
@@ -216,8 +219,8 @@ class Sequence:
     def _end_without_token(self, row: RowOutput) -> int:
         """Append a row whose last token is -1, and return the number of tokens kept.
 
-        The token -1 means that the device found no token to choose. The sequence fails, unless the
-        tokens before it end the output.
+        The token -1 means that the device found no token to choose. The sequence fails, unless its
+        earlier tokens end the output.
         """
         num_kept = self.append(replace(row, tokens=row.tokens[:-1]))
         if self.finish_reason is None:

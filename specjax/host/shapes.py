@@ -12,7 +12,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of both parts of a step. Each part has at least one shape.
+    """The shapes that a step's prefill chunks and decode round may have.
 
     Attributes:
         prefill: shapes (batch, width) of chunks: the number of chunks, and the tokens per chunk.
@@ -43,7 +43,7 @@ class Shapes:
         return sorted(self._batches)
 
     def best_width(self, remaining: Sequence[int], max_tokens: int) -> int:
-        """Return the chunk width with which a step runs the most tokens, of at most `max_tokens`.
+        """Return the chunk width with which a step of up to `max_tokens` tokens runs the most.
 
         `remaining` holds the number of tokens to prefill per sequence. Wide shapes hold few chunks.
         """
@@ -57,7 +57,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
-        """Return the shape of the chunks of sequences; see `best_width`."""
+        """Return the chunk shape in which a step runs the most tokens; see `best_width`."""
         return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
 
     def max_chunks(self, width: int) -> int:
@@ -96,7 +96,7 @@ class Shapes:
 
     @cached_property
     def _decode_batches(self) -> dict[int, list[int]]:
-        """The batch sizes of round shapes by k; each list is ascending."""
+        """For each k, the batch sizes of the shapes (batch, k) in `decode`, ascending."""
         batches: dict[int, list[int]] = {}
         for batch, k in sorted(self.decode):
             batches.setdefault(k, []).append(batch)
@@ -104,7 +104,7 @@ class Shapes:
 
     @cached_property
     def _batches(self) -> dict[int, list[int]]:
-        """The batch sizes of chunk shapes by width; each list is ascending."""
+        """For each width, the batch sizes of the shapes (batch, width) in `prefill`, ascending."""
         batches: dict[int, list[int]] = {}
         for batch, width in sorted(self.prefill):
             batches.setdefault(width, []).append(batch)

@@ -1,7 +1,7 @@
 """Manages the pages of sliding-window layers. Pages behind the window are freed.
 
-These layers have separate pages and a separate page table, which is indexed like the page table of
-the other layers. The entry of a freed page is -1, and no row reads it.
+Layers with the same window have separate pages and a separate page table, which is indexed like the
+page table of layers without a window. The entry of a freed page is -1.
 """
 
 from collections.abc import Collection, Hashable
@@ -39,15 +39,15 @@ def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_request
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """Return how many pages a row may read in addition to the page that contains the row."""
+    """Return how many pages a token may attend to, in addition to its own page."""
     return -(-window // page_size)
 
 
 class WindowPages:
     """The pages, by slot, of all layers with the same window.
 
-    A slot is the place of a resident request. The slot has the pages [first, end). Both numbers are
-    indices in the request's row of the page table.
+    A slot is a row of the page table, for one resident request. The request has window pages at the
+    indices [first, end) of this row.
     """
 
     def __init__(self, window: int, num_pages: int, page_size: int, page_table: Any):
@@ -71,7 +71,7 @@ class WindowPages:
         return length
 
     def num_missing(self, slot: int, end: int) -> int:
-        """Return how many pages before the index `end` the slot lacks."""
+        """Return how many pages `extend` would give to the slot."""
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
@@ -99,7 +99,7 @@ class WindowPages:
             self._end[slot] = end
 
     def slide(self, slot: int, page: int, points: Collection[int]) -> None:
-        """Free a slot's pages that no row in the page `page` or a later page reads.
+        """Free the pages that a slot no longer reads. Its next tokens are in page `page` or later.
 
         `points` are numbers of pages after which other sequences may continue. A freed page stays
         cached only if it is needed to continue at one of these points.

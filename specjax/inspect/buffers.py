@@ -1,6 +1,6 @@
-"""Finds the arrays of an HLO module that share a buffer under several names.
+"""Finds which arrays of an HLO module share a buffer.
 
-An array keeps its buffer through bitcasts, tuples, calls, loops and conditionals.
+Bitcasts, tuples, calls, loops and conditionals give an array another name, but keep its buffer.
 """
 
 import re

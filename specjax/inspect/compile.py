@@ -10,8 +10,8 @@ the static arguments. Each dict of the list is a request, which may have more ke
 - "mesh": for several GPUs, the name of the mesh's axis and the number of GPUs. NAME then takes a
   further argument `mesh`, and args may have a `NamedSharding` on any mesh with this axis;
 - "options": XLA compiler options by name;
-- "passes_over": the arguments of `hlo.passes_over`;
-- "traffic": an argument of `report`.
+- "passes_over": the argument `over` of `report`;
+- "traffic": the argument `traffic` of `report`.
 
 Nothing runs, so GEMMs keep the configuration that XLA chooses without autotuning. XLA reads its
 flags once per process, so a separate process, python -m specjax.inspect.compile, compiles the
@@ -38,6 +38,7 @@ from typing import Any
 
 from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import large_copies, launches, num_passes, passes_over, unknown_loops
+from specjax.inspect.kept import Kept, digest_of
 from specjax.inspect.pallas_bytes import CachedContext
 from specjax.inspect.resources import Resources, find_ptxas, read_resources
 
@@ -68,6 +69,16 @@ class Compiled:
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
     seconds: Mapping[str, float]  # durations: trace, compile
     resources: tuple[Resources, ...] | None  # per kernel; None if not requested
+    is_kept: bool = False  # whether an earlier process compiled it (see `Kept`)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Compiled":
+        """Return the `Compiled` with these fields, which were parsed from JSON."""
+        thunks = tuple(
+            Thunk(one["kind"], one["name"], tuple(one["within"])) for one in fields["thunks"]
+        )
+        resources = fields["resources"] and tuple(map(Resources.of, fields["resources"]))
+        return cls(**{**fields, "thunks": thunks, "resources": resources})
 
 
 def has_cuda_plugin() -> bool:
@@ -99,12 +110,14 @@ def compile_functions(
     *,
     resources: bool = False,
     timeout: float = 600,
+    kept: Kept | None = None,
 ) -> list[dict[str, Any]]:
     """Compile the requests in a separate process; return a `report` for each request.
 
     Args:
         resources: whether ptxas reports registers, spills and shared memory of every kernel.
         timeout: the maximum seconds for all requests together.
+        kept: if given, functions of its folder are not compiled again, and others are added to it.
 
     Raises:
         ValueError: see `check_tools`.
@@ -115,6 +128,8 @@ def compile_functions(
     path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     command = [sys.executable, "-m", "specjax.inspect.compile", str(file), json.dumps(requests)]
+    if kept is not None:
+        command += ["--kept", str(kept.folder)] + ["--recompile"] * kept.recompiles
     done = subprocess.run(
         command + ["--resources"] * resources,
         capture_output=True,
@@ -124,7 +139,12 @@ def compile_functions(
     )
     if done.returncode:
         raise RuntimeError(f"compiling failed: {done.stderr[-4000:]}")
-    return json.loads(done.stdout)
+    made = json.loads(done.stdout)
+    if kept is not None:
+        for request, one in zip(requests, made, strict=True):
+            arguments = {"file": file, "requests": [request], "resources": resources}
+            kept.used += [(arguments, one)] * one["is_kept"]
+    return made
 
 
 def configure(dump: Path, *, resources: bool = False) -> None:
@@ -132,6 +152,7 @@ def configure(dump: Path, *, resources: bool = False) -> None:
     assert "jax" not in sys.modules
     os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA plugin then does not look for a driver
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # a cached executable dumps nothing
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no lines of files: see `digest_of`
     flags = f"--xla_gpu_autotune_level=0 --xla_dump_to={dump} --xla_dump_hlo_as_text"
     if resources:
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
@@ -142,7 +163,7 @@ def configure(dump: Path, *, resources: bool = False) -> None:
 
 
 def mesh_of(gpu: GPU, axis: str, num_devices: int) -> Any:
-    """Return a mesh of GPUs that need not be present."""
+    """Return a mesh of `num_devices` GPUs on one axis. The GPUs need not be present."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -168,11 +189,12 @@ def compile_for(
     options: Mapping[str, Any],
     *,
     resources: bool = False,
+    kept: Kept | None = None,
 ) -> Compiled:
-    """Compile `jitted` for a `mesh_of` GPUs and for arguments with the shapes of `args`.
+    """Compile `jitted` for the GPUs of `mesh` (see `mesh_of`) and for the shapes of `args`.
 
     `dump` is the folder that `configure` was called with. `options` are XLA's compiler options,
-    such as {"xla_gpu_enable_triton_gemm": False}.
+    such as {"xla_gpu_enable_triton_gemm": False}. If `kept` has the function, return that one.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -188,11 +210,16 @@ def compile_for(
         with _stdout_into(dump / "mosaic.txt") as said:
             lowered = jitted.lower(*placed, **kwargs)
             traced = time.perf_counter()
+            flags = os.environ["XLA_FLAGS"].replace(str(dump), ""), f"resources={resources}"
+            digest = kept and digest_of(lowered.as_text(debug_info=True), gpu, options, flags)
+            if kept and digest and (found := kept.find(digest)):
+                return Compiled.of({**found, "is_kept": True})
             compiled = lowered.compile(compiler_options=dict(options))
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
     hlo = compiled.as_text()
     name = re.match(r"HloModule ([\w.\-]+)", hlo)[1]  # pyright: ignore
-    dumped = [file for file in set(dump.iterdir()) - before if f".{name}." in file.name]
+    new = sorted(set(dump.iterdir()) - before)
+    dumped = [file for file in new if f".{name}." in file.name]
     sizes = compiled.memory_analysis()
     memory = {
         kind: getattr(sizes, f"{kind}_size_in_bytes")
@@ -204,7 +231,10 @@ def compile_for(
         ptx = [file for file in dumped if file.suffix == ".ptx"]
         found = tuple(read_resources(ptx, thunks, said.read_text(), gpu.architecture))
     kind = mesh.devices.flat[0].device_kind
-    return Compiled(kind, hlo, parse_thunks(thunks), memory, seconds, found)
+    made = Compiled(kind, hlo, parse_thunks(thunks), memory, seconds, found)
+    if kept and digest:
+        kept.put(digest, asdict(made))
+    return made
 
 
 @contextmanager
@@ -256,7 +286,7 @@ def report(
     over: Mapping[str, int] | None = None,
     traffic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the values that tests assert on, as JSON-compatible types.
+    """Return what is known about a compiled function, as JSON-compatible types.
 
     "num_passes" has two counts. The first is for runs in which every conditional takes branch 0,
     and the second for branch 1.
@@ -317,10 +347,13 @@ def main() -> None:
     parser.add_argument("file", help="Python file with the functions")
     parser.add_argument("requests", type=json.loads, help="JSON list; see this file's docstring")
     parser.add_argument("--resources", action="store_true", help="run ptxas on every kernel")
+    parser.add_argument("--kept", type=Path, help="folder of compiled functions (see `Kept`)")
+    parser.add_argument("--recompile", action="store_true", help="compile what is kept, too")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         configure(Path(folder), resources=parsed.resources)
         module, reports = _load(parsed.file), []
+        kept = parsed.kept and Kept(parsed.kept, parsed.recompile)
         for request in parsed.requests:
             make = getattr(module, request["function"])
             gpu, arguments = GPU.named(request.get("gpu", "h200")), request.get("arguments", {})
@@ -330,7 +363,9 @@ def main() -> None:
             jitted, args, kwargs = make(**arguments)
             options = request.get("options", {})
             compiled = compile_for(
-                gpu, mesh, jitted, args, kwargs, Path(folder), options, resources=parsed.resources
+                *(gpu, mesh, jitted, args, kwargs, Path(folder), options),
+                resources=parsed.resources,
+                kept=kept,
             )
             reports.append(report(compiled, request.get("passes_over"), request.get("traffic")))
     print(json.dumps(reports))

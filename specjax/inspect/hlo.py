@@ -1,4 +1,4 @@
-"""Finds what the kernels of an optimized HLO module read and write, from text and without JAX.
+"""Finds what the kernels of an optimized HLO module read and write, from its text without JAX.
 
 A pass is one kernel's read or write of at least `num_elements` elements of an array that has a
 dimension of size `columns`. For example, a GEMM that writes the logits is one pass, an argmax that
@@ -7,7 +7,7 @@ of the module (a weight, the state) is not a pass. An access to a copy or a conv
 parameter is a pass.
 
 kernels.py explains how accesses are counted. But `launches` counts the bytes of Pallas kernels with
-`pallas_bytes.touched`, because some operands of these kernels are whole pools.
+`pallas_bytes.touched`, because these kernels read only some pages of a cache that they are given.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return the passes, as this module's docstring defines them."""
+    """Return the passes of a module, as this file's docstring defines them."""
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {

@@ -27,14 +27,14 @@ NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "aft
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
 NAMING |= {start.replace("-start", "-done") for start in STARTS}
 CONTROL = {"while", "conditional", "call", "async-start"}
-# Ops that read only a part of operand 0. Then: ops that write only an update, mapped to the index
-# of the operand that holds the update.
+# Ops that read only some elements of operand 0.
 SELECTING = {"slice", "dynamic-slice", "gather"}
+# Ops that write only an update, and the index of the operand that holds the update.
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 class Kernel(NamedTuple):
-    """A kernel and the place of its launch."""
+    """A kernel, and where and how often it is launched."""
 
     computation: str
     instruction: Instruction
@@ -76,7 +76,7 @@ def kernels_of(
 def accesses(
     computations: dict[str, Computation], name: str, kernel: Instruction
 ) -> Iterator[tuple[str, list[tuple[Leaf, int, str]]]]:
-    """Yield ("read", the list of a kernel's reads) and then ("write", the list of its writes).
+    """Yield two pairs: ("read", a list of a kernel's reads) and ("write", a list of its writes).
 
     A read or a write is a tuple (leaf, number of elements, shape).
     """

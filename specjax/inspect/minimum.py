@@ -3,24 +3,29 @@
     verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
     draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
     observe = W_o + S_d B T                       W_o: weights of the drafter's keys and values
-            = F B                                 if a later program observes, F: features of a row
+            = F B                                 if a later program observes, F: a row's features
     step   = verify + draft + observe
 
-These formulas are for B requests of c tokens, with T = K + 1 rows per request. The target has L
-attention layers, whose keys and values take S bytes per token and layer. Its recurrent states take
-R bytes per request. The drafter's cache takes S_d bytes per token. Drafting makes P passes over the
-drafter's weights: K passes, or one pass for all drafts.
+The step has B requests, each with c tokens of context and T = K + 1 rows. Weights and features are
+in bytes. The other symbols are:
 
-Weights are read once. States are read once and written once. Keys and values are read once per pass
-and written once; a layer with a window reads only the last tokens of the context. If a row uses k
-experts of a mixture, at most B T k experts are read, or B k in a pass that drafts one token. Each
-draft pass reads the context. Each draft pass but the first writes a new row to the cache.
+- S: the bytes of the target's keys and values, per token and layer, for L attention layers;
+- R: the bytes of the target's recurrent states, per request, which are read and written once;
+- S_d: the bytes of the drafter's cache, per token;
+- P: the number of passes over the drafter's weights: K, or 1 if one pass makes all drafts. Each
+  pass except the first writes a new row to the cache.
 
-W_o are the weights from which keys and values are computed. If the observed rows of a head give its
-first draft, W_o are all weights of the head, and observing also reads the context. A draft model
-counts like a target in each pass, and observes nothing. Activations are not counted, except in
-`Moved.with_activations`, which includes the embedded rows, and new keys and values that are read
-back.
+Some models differ from these formulas:
+
+- A layer with a window reads only the last tokens of the context.
+- If a row uses k experts of a mixture, at most B T k experts are read, or B k in a pass that drafts
+  one token.
+- If the observed rows of a head give its first draft, W_o are all weights of the head, and
+  observing also reads the context.
+- A draft model counts like a target in each pass, and observes nothing.
+
+Activations are not counted, except in `Moved.with_activations`, which includes the embedded rows,
+and new keys and values that are read back.
 """
 
 import math
@@ -30,7 +35,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.page_formats import PageFormat
 from specjax.checkpoint.given import dotted
+from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.serving.memory import drafter_cache_bytes
@@ -48,7 +55,7 @@ _UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 
 @dataclass(frozen=True)
 class Minimum:
-    """The minimum number of bytes of a step, by part."""
+    """The minimum number of bytes that a step moves, by purpose."""
 
     weights: int  # the target's weights, read once
     keys_and_values: int  # the target's keys and values, read once, and new rows, written once
@@ -78,23 +85,26 @@ def minimum_bytes(
     k: int,
     context: int,
     dtype: str,
+    page_format: PageFormat | None = None,
     is_deferred: bool = False,
 ) -> Minimum:
     """Return the minimum bytes of a step, computed with the formulas of this module's docstring.
 
-    The leaves of `params` and `drafter_params` are arrays or shapes. `is_deferred` says whether a
-    later program observes the step's rows.
+    The leaves of `params` and `drafter_params` are arrays or shapes. `page_format` is the format of
+    the target's and the drafter's 8-bit pages; None for pages of `dtype`. `is_deferred` says
+    whether a later program observes the step's rows.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
-    new, read, state = _cache_bytes(target, dtype, context)
+    new, read, state = _cache_bytes(target, dtype, page_format, context)
     draft = observe = 0
     if drafter_params is not None:
         model = getattr(drafter_params, "model", None)
-        own_token = drafter_cache_bytes(drafter, 1, 0, dtype).per_page
+        own_token = drafter_cache_bytes(drafter, 1, 0, dtype, page_format).per_page
         if model is not None:
             drafting: Any = drafter.weights
-            draft = _model_bytes(drafting.model, model, batch, k, context, dtype)
+            read_by_model = _cache_bytes(drafting.model, dtype, page_format, context)
+            draft = _model_bytes(model, batch, k, drafting.model, read_by_model)
         else:
             passes = drafter.num_passes(k)
             draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
@@ -114,13 +124,15 @@ def minimum_bytes(
     )
 
 
-def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
+def _model_bytes(
+    params: Any, batch: int, k: int, model: Any, cache_bytes: tuple[int, int, int]
+) -> int:
     """Return the bytes that a draft model moves when it drafts k tokens, one token per pass.
 
     The model's states are read in each pass. They are written once, because they include only
-    accepted tokens.
+    accepted tokens. `cache_bytes` is the result of `_cache_bytes`.
     """
-    new, read, state = _cache_bytes(model, dtype, context)
+    new, read, state = cache_bytes
     per_request = k * (read + new) + (k + 1) * state
     return k * _read_bytes(model, params, batch) + batch * per_request
 
@@ -145,19 +157,32 @@ def _uses_head_of_target(own: Any) -> bool:
     return getattr(own, "lm_head", None) is None and not hasattr(own, "lm_heads")
 
 
-def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int]:
+def _cache_bytes(
+    target: Model, dtype: str, page_format: PageFormat | None, context: int
+) -> tuple[int, int, int]:
     """Return three numbers of bytes for a target's caches.
 
     They are the keys and values that a new token writes, the keys and values that a request of
-    `context` tokens reads, and a request's recurrent states without rings.
+    `context` tokens reads, and a request's recurrent states, without its buffers of recent inputs.
     """
     new = read = state = 0
     for kind in target.cache_kinds:
-        token = kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
+        token = _token_bytes(kind, dtype, page_format)
         new += token
         read += token * (context if kind.window is None else min(context, kind.window))
         state += kind.num_layers * math.prod(kind.state_shape) * np.dtype(np.float32).itemsize
     return new, read, state
+
+
+def _token_bytes(kind: CacheKind, dtype: str, page_format: PageFormat | None) -> int:
+    """Return the bytes of a token's entries in the pages of all layers, with scales of tokens."""
+
+    def size(num_pages: int) -> int:
+        sizes = CacheSizes(0, num_pages, 1, 1, page_format=page_format)
+        made = jax.eval_shape(lambda: kind.init(sizes, np.dtype(dtype)))
+        return sum(map(_size, jax.tree.leaves(made)))
+
+    return size(1) - size(0)
 
 
 def _head_bytes(params: Any) -> int:

@@ -1,11 +1,12 @@
 """Counts the bytes that this project's Pallas kernels read and write.
 
-The operands' sizes do not give these bytes, because some operands are whole pools. `TOUCHED` lists
-kernels by name; any other kernel counts as reading all operands and writing all outputs. Operands
-are recognized by shape, so that a kernel may have them in any order:
+Some operands are whole pools (the arrays of all pages), of which a kernel reads only some pages.
+`TOUCHED` lists kernels by name; any other kernel counts as reading all operands and writing all
+outputs. Operands are recognized by shape, so that a kernel may have them in any order:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
 - a pool of latents has four axes, [L, pages, page_size, E];
+- scales of tokens have the first three axes of their pool, and fewer numbers;
 - `gated_delta_rule` updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
   [L, S, M, H_v, D_v] in place;
 - `gated_delta_rule_inputs` updates three rings in place: raw inputs [L, S, columns, C], keys
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """The sizes that determine what the kernels of a step read and write."""
+    """The sizes that determine how many bytes the kernels of a step read and write."""
 
     batch: int  # number of requests
     context: int  # number of keys that each request attends to
@@ -56,6 +57,11 @@ class Call(NamedTuple):
         """The pool of keys and values."""
         return next(one for one in self.operands if len(one.shape) == 6)
 
+    def entry(self, pool: Array) -> int:
+        """Return the bytes of a token's entry in the pool, with its scales if it has any."""
+        like = [one for one in self.operands if one.shape[:3] == pool.shape[:3]]
+        return sum(one.per(3) for one in like)
+
     @property
     def in_place(self) -> list[Array]:
         """The operands that are updated in place."""
@@ -63,11 +69,15 @@ class Call(NamedTuple):
 
     @property
     def others(self) -> list[Array]:
-        """The operands that are neither a pool of keys and values nor updated in place."""
+        """The operands that are neither a pool of keys and values nor updated in place.
+
+        Scales of tokens belong to the pool.
+        """
+        pools = [one.shape[:3] for one in self.operands if len(one.shape) == 6]
         return [
             one
             for i, one in enumerate(self.operands)
-            if i not in self.aliased and len(one.shape) != 6
+            if i not in self.aliased and (len(one.shape) < 5 or one.shape[:3] not in pools)
         ]
 
 
@@ -98,7 +108,7 @@ def _whole(call: Call) -> tuple[int, int]:
 
 def _paged_attention(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the queries and of all keys and values, and writes of partial results."""
-    context = load.batch * load.context * call.pool.per(3)
+    context = load.batch * load.context * call.entry(call.pool)
     return _total(call.others) + context, sum(_of_real_rows(one, load) for one in call.outputs)
 
 
@@ -109,9 +119,9 @@ def _paged_attention_combine(call: Call, load: CachedContext) -> tuple[int, int]
 
 def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the queries and of all cached entries, and writes of partial results."""
-    pool = next(one for one in call.operands if len(one.shape) == 4)
-    context = load.batch * load.context * pool.per(3)
-    return _total(call.operands) - pool.size + context, _total(call.outputs)
+    pools = [one for one in call.operands if len(one.shape) == 4]  # and scales
+    context = load.batch * load.context * call.entry(pools[0])
+    return _total(call.operands) - _total(pools) + context, _total(call.outputs)
 
 
 def _of_real_rows(one: Array, load: CachedContext) -> int:
@@ -132,13 +142,13 @@ def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
     If H is 0, q is not written.
     """
     num_rows = math.prod(next(one for one in call.others if len(one.shape) == 3).shape[:2])
-    return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
+    return _total(call.others), _total(call.outputs) + num_rows * call.entry(call.pool)
 
 
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the projections, and of the earlier raw inputs that the convolution needs.
 
-    Count writes of the new tokens' inputs to the rule, and of the new tokens' columns in the rings.
+    Count writes of the rule's inputs for the new tokens, and of these tokens' columns in the rings.
     """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
@@ -152,8 +162,8 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count one read and one write of each request's state.
 
-    Count reads of the rings for the new tokens and the pending tokens. Each request counts with M
-    pending tokens, the largest possible number. Count writes of the new tokens' corrections.
+    Count reads of the rings (buffers of recent tokens' inputs) for the new tokens and for M tokens
+    per request that the state may not include yet. Count writes of the new tokens' corrections.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]
@@ -172,7 +182,7 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count reads of the outputs, the gates and the norm's weights, and writes of the outputs.
 
-    The gates are a part of x with the size of the outputs.
+    The gates are a part of a larger operand. They take as many bytes as the outputs.
     """
     out = _total(call.in_place)
     norm = min(one.size for one in call.others)

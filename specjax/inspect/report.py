@@ -15,8 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import (
     COLLECTIVES,
+    KV_CACHE_DTYPES,
     METHODS,
     OWN_SHAPE,
     SpeculativeConfig,
@@ -30,6 +32,7 @@ from specjax.inspect import hlo_text, step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
 from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import Launch
+from specjax.inspect.kept import Kept
 from specjax.inspect.minimum import Minimum, minimum_bytes
 from specjax.inspect.resources import Resources
 
@@ -54,6 +57,7 @@ class StepRequest:
             and "eagle" uses a head of the model's own shape.
         num_layers: the number of the target's first layers to compile; None for all layers.
         page_size: the number of tokens per page.
+        kv_cache_dtype: dtype of the target's and the drafter's pages, see `LLM`.
         tensor_parallel_size: the number of GPUs over which the model is divided.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
     """
@@ -67,6 +71,7 @@ class StepRequest:
     drafter: str | None = None
     num_layers: int | None = None
     page_size: int = 16
+    kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     collectives: str = "auto"
     target: str = "h200"
@@ -81,6 +86,7 @@ class StepRequest:
                 f"gemm={self.gemm!r} is not supported; choose one of {', '.join(GEMMS)}"
             )
         check_choice("collectives", self.collectives, COLLECTIVES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_positive(
             batch_size=self.batch,
             context=self.context,
@@ -120,6 +126,7 @@ class StepRequest:
             "num_layers": self.num_layers,
             "page_size": self.page_size,
             "dtype": DTYPE,
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
 
     @property
@@ -204,7 +211,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """The number of kernels of the step and of each part; "settle" excludes "observe"."""
+        """The number of kernels of the step and of each of `PARTS`, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -225,15 +232,15 @@ class StepReport:
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels that run for a batch that uses every optional part of a step.
+        """The kernels that run for a batch that uses all optional work of a step.
 
-        These parts are temperature, penalties, truncation, bias, bad words and log-probabilities.
+        This is temperature, penalties, truncation, bias, bad words and log-probabilities.
         """
         return [one for one in self.launches if one.is_taken_by(1)]
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The number of bytes moved by the step and by each part."""
+        """The number of bytes that the step and each of `PARTS` move, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes
@@ -267,9 +274,15 @@ def compile_step(
 
 
 def compile_steps(
-    requests: Sequence[StepRequest], *, resources: bool = False, timeout: float = 1800
+    requests: Sequence[StepRequest],
+    *,
+    resources: bool = False,
+    timeout: float = 1800,
+    kept: Kept | None = None,
 ) -> list[StepReport]:
     """Compile several steps in one process; return a report for each step.
+
+    See `compile_functions` for the keyword arguments.
 
     Raises:
         ValueError: a request does not describe a step, or the tools are missing.
@@ -293,7 +306,7 @@ def compile_steps(
         if (count := _max_deferred(request, part))
     }
     asked += [asked[i] | {"function": "observe_step"} for i in deferred]
-    made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout)
+    made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout, kept=kept)
     later = {
         i: _observed_later(count, one)
         for (i, count), one in zip(deferred.items(), made[len(requests) :], strict=True)
@@ -332,8 +345,8 @@ def _open(request: StepRequest) -> step.Parts:
 
 
 def _fit(request: StepRequest, parts: step.Parts) -> Any:
-    sizes = request.batch, request.k, request.context, request.page_size
-    return step.fit_engine(parts.target, *sizes, DTYPE)
+    sizes = request.batch, request.k, request.context, DTYPE
+    return step.fit_engine(parts.target, *sizes, request.page_size, request.kv_cache_dtype)
 
 
 def _max_deferred(request: StepRequest, parts: step.Parts) -> int:
@@ -398,6 +411,7 @@ def _report(
             k=request.k,
             context=request.context,
             dtype=DTYPE,
+            page_format=PAGE_FORMATS.get(request.kv_cache_dtype),
             is_deferred=observed_later is not None,
         ),
         resources=resources,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
 from specjax.device.inputs import DecodeInputs
@@ -28,9 +29,9 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a step.
+    """The models of a step. The leaves of `params` are shapes instead of arrays.
 
-    The leaves of `params` are shapes. With several devices, some are shapes of divided arrays.
+    With several devices, some of them are shapes of divided arrays.
     """
 
     target: Model
@@ -41,7 +42,7 @@ class Parts:
 
     @property
     def local(self) -> "Parts":
-        """The components that each device runs, with the shapes of its parameters."""
+        """The models that each device runs, with the shapes of its parameters."""
         params = jax.tree.map(local_shape, self.params)
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 
@@ -57,21 +58,21 @@ def decode_step(
     context: int,
     speculation: Mapping[str, Any] | None = None,
     num_layers: int | None = None,
-    page_size: int = 16,
     dtype: str = "bfloat16",
     make_program: Callable[[int, int], Program] = _round,
     mesh: Mesh | None = None,
+    **others: Any,
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
 
     The round has `batch` requests of `context` tokens and k drafts. The engine has just enough room
     for them. `make_program(batch, k)` returns the round's program, whose arguments are parameters,
     state and packed inputs. The model is divided over the devices of `mesh`, if it is given. The
-    other arguments are as in `open_parts` and `fit_engine`.
+    other arguments are as in `open_parts` and `fit_engine`, to which `others` are passed.
     """
     num_devices = 1 if mesh is None else mesh.size
     parts = open_parts(model, speculation, num_layers, dtype, num_devices)
-    config = fit_engine(parts.target, batch, k, context, page_size, dtype)
+    config = fit_engine(parts.target, batch, k, context, dtype, **others)
     static = _static(parts, config)
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static.model, k))
@@ -176,11 +177,18 @@ def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
 
 
 def fit_engine(
-    target: Model, batch: int, k: int, context: int, page_size: int, dtype: str
+    target: Model,
+    batch: int,
+    k: int,
+    context: int,
+    dtype: str,
+    page_size: int = 16,
+    kv_cache_dtype: str = "auto",
 ) -> EngineConfig:
     """Return the config of an engine with just enough room for `batch` requests and a round.
 
-    Each request has `context` tokens, and the round has `k` drafts per request.
+    Each request has `context` tokens, and the round has `k` drafts per request. The drafter's pages
+    have the same dtype as the target's.
 
     Raises:
         ValueError: sizes are not positive, or the context is above the model's maximum.
@@ -198,6 +206,8 @@ def fit_engine(
         page_size=page_size,
         num_pages=batch * -(-max_model_len // page_size),
         dtype=dtype,
+        page_format=PAGE_FORMATS.get(kv_cache_dtype),
+        draft_page_format=PAGE_FORMATS.get(kv_cache_dtype),
     )
 
 

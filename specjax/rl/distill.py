@@ -26,6 +26,7 @@ from specjax.train.losses import drafter_loss, split_frozen
 from specjax.train.optimizer import steady_adamw
 from specjax.train.teacher import Frozen
 
+_REMEDY = "restore it into an engine of the same models, with the version of specjax that wrote it"
 KEPT_CHECKPOINTS = 2  # the newest, and the previous checkpoint in case the newest is damaged
 
 
@@ -172,8 +173,9 @@ class OnlineDistiller:
         Later refits are bitwise equal to an uninterrupted run with the same settings.
 
         Raises:
-            ValueError: there is no checkpoint, it belongs to other models, or the engine's weights
-                are newer.
+            ValueError: there is no checkpoint, it belongs to other models or another version of
+                specjax, or the engine's weights are newer or differ although their version is the
+                same.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())
@@ -296,7 +298,10 @@ def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
         _check_shapes(folder, facts["shapes"], _shapes(own))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(own))
         items = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
-        return checkpoints.restore(newest, args=items).arrays, facts
+        try:
+            return checkpoints.restore(newest, args=items).arrays, facts
+        except ValueError as error:
+            raise ValueError(f"{folder} stores its arrays in another form; {_REMEDY}") from error
 
 
 def _shapes(tree: Any) -> dict[str, str]:
@@ -316,7 +321,8 @@ def _check_shapes(
             for name in names[:max_shown]
         ]
         more = f"; and {len(names) - max_shown} more" if len(names) > max_shown else ""
-        raise ValueError(f"{folder} is of other models than the engine's: {'; '.join(lines)}{more}")
+        listed = f"{'; '.join(lines)}{more}"
+        raise ValueError(f"{folder} is of other models than the engine's: {listed}; {_REMEDY}")
 
 
 def _are_equal(one: Any, other: Any) -> bool:

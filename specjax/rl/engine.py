@@ -5,9 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from specjax.checks import check_choice, check_flags
 from specjax.config import SpeculativeConfig
@@ -17,6 +15,8 @@ from specjax.engine.metrics import Metrics
 from specjax.engine.sleep import SleepOfAll, check_level
 from specjax.host.request import Request
 from specjax.llm import LLM
+from specjax.rl.checksum import checksum
+from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
@@ -26,9 +26,10 @@ from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
     ArraySource,
     WeightUpdate,
-    brings_module,
-    checksum,
     copies,
+    next_version,
+    read_update,
+    replace_weights,
     stage_drafter,
     stage_target,
 )
@@ -140,8 +141,8 @@ class RolloutEngine:
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
         are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
-        verifications give tokens from the same distribution. A prompt's seed depends on the
-        engine's seed and on the number of earlier prompts.
+        methods give tokens from the same distribution. A prompt's seed depends on the engine's seed
+        and on the number of earlier prompts.
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
@@ -245,12 +246,12 @@ class RolloutEngine:
         arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`; nested mappings or an nnx.State with its paths; a
-                mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
-                `read_weights`), which is read before anything is changed. At the first update,
-                the layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers
-                such as `e_score_correction_bias` may be absent, and then keep their values. With
-                an MTP drafter, tensors mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State of the same paths;
+                a mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
+                `read_weights`), which is read before anything is changed. At the first update, the
+                layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers such
+                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                drafter, tensors mtp.* update the drafter as well.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
                 "wait" finishes them before the update. "keep" continues them after the update:
@@ -263,16 +264,16 @@ class RolloutEngine:
             CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
-        named, own = read_finite(weights, self.params.target, "weights"), None
-        if drafter is not None:
-            own = read_finite(drafter, self.params.drafter, "drafter's weights")
-        elif brings_module(named, self.drafter):
-            own = named
+        params = self.params
+        check_folders(self._engine, weights, drafter)
+        named, own = read_update(weights, drafter, params, self.drafter)
         with self._turns:
             self._loop.check_open()
-            number = self._next_version(version)
+            number = next_version(self.version, version)
             target = stage_target(named, self.target, self._engine.params.target)
-            return self._replace(target, self._stage_drafter(own), pause, number)
+            staged = target, self._stage_drafter(own)
+            stage_elsewhere(self._engine, weights, drafter)
+            return self._replace(*staged, pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
         """Replace the drafter's weights from the next step on. Outputs do not depend on a drafter.
@@ -287,10 +288,14 @@ class RolloutEngine:
                 changed.
         """
         check_choice("pause", pause, PAUSES)
-        own = read_finite(weights, self.params.drafter, "drafter's weights")
+        params = self.params
+        check_folders(self._engine, weights)
+        own = read_finite(weights, params.drafter, "drafter's weights")
         with self._turns:
             self._loop.check_open()
-            return self._replace(None, self._stage_drafter(own), pause, None)
+            staged = self._stage_drafter(own)
+            stage_elsewhere(self._engine, None, weights)
+            return self._replace(None, staged, pause, None)
 
     def pause(self, mode: str = "keep") -> None:
         """Stop generating until `resume`. For `mode`, see `pause` in `update_weights`."""
@@ -388,15 +393,6 @@ class RolloutEngine:
             for i, sample in enumerate(samples)
         ]
 
-    def _next_version(self, version: int | None) -> int:
-        if version is None:
-            return self.version + 1
-        if not isinstance(version, int | np.integer) or isinstance(version, bool):
-            raise ValueError(f"version={version!r} must be an integer, or None for the next")
-        if version <= self.version:
-            raise ValueError(f"version={version} must be above the current one, {self.version}")
-        return int(version)
-
     def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
         if named is None:
             return None
@@ -418,25 +414,15 @@ class RolloutEngine:
         loop.hold(pause)
         loop.close_spans()
         self._freshness.close(self._mark())
-        num_target = len(jax.tree.leaves(engine.params.target))
-        sources = [
-            *(target or [None] * num_target),
-            *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
-        ]
 
-        def change(i: int, leaf: Any, home: Sharding) -> Any:
-            if (source := sources[i]) is None:
-                return leaf
-            new = source.copy(leaf.dtype, home)
-            loop.is_torn |= i < num_target  # until all arrays are replaced
-            return new
+        def tear() -> None:
+            loop.is_torn = True  # until all arrays are replaced
 
-        self._sleep.change(change)
+        replace_elsewhere(engine)
+        replace_weights(engine, self._sleep, target, own, tear=tear)
         if version is not None:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
-        for one in engine.engines:
-            one.use(one.params, has_new_target=target is not None, has_new_drafter=own is not None)
         number = self.drafter_version if version is None else version
         sources = (target or []) + (own or [])
         return WeightUpdate.of(number, sources, time.perf_counter() - start)

@@ -32,8 +32,7 @@ class Loop:
     """A loop that runs an engine's rollouts and scores, and that can be stopped.
 
     Attributes:
-        turns: the engine's lock. Some methods require that their caller holds the lock; all other
-            methods acquire it.
+        turns: the engine's lock. A method's docstring says if its caller must hold the lock.
         version: the version of the engine's weights.
         is_torn: whether the weights mix two versions, because an update failed half-way.
         is_closed: whether `close` was called.
@@ -146,7 +145,7 @@ class Loop:
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Record that all tokens since the last such record come from the current version.
+        """Record that all tokens without a recorded version come from the current version.
 
         The caller must hold the lock `turns`.
         """

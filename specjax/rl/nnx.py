@@ -104,12 +104,12 @@ def _at(node: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """A rule that converts one kind of array of another model to tensors of a checkpoint.
+    """A rule that converts an array of another model to one or more tensors of a checkpoint.
 
     Attributes:
         name: the name of the tensor in the checkpoint. A "*" in the name is replaced by the text
-            that the corresponding "*" of the path's pattern matched. A "#" is replaced by the
-            index along an axis of `stacked`.
+            that the corresponding "*" of the path's pattern matched. A "#" is replaced by the index
+            along an axis of `stacked`.
         layout: a function that converts an array to the checkpoint's layout, in which projections
             are [out, in].
         stacked: the array's axes along which tensors are stacked, as for scanned layers or experts.
@@ -171,9 +171,9 @@ def hf_named(
             `x_lora_b` are merged into the weight `x`.
 
     Raises:
-        ValueError: there are paths without a rule or with several rules, rules without a path,
-            duplicate names, or adapters without `lora_scale`; the error lists them, and is raised
-            before the first tensor. Or an array cannot be read.
+        ValueError: an array cannot be read; or there are paths without a rule or with several
+            rules, rules without a path, duplicate names, or adapters without `lora_scale`. The
+            error lists them, and is raised before the first tensor.
     """
     given = variable_paths(state)
     arrays = _merged({path: as_array(x, path, "state") for path, x in given.items()}, lora_scale)

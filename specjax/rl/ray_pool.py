@@ -6,13 +6,18 @@ current weights replaces the dead worker.
 """
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
-from specjax.rl.ray_worker import NotBuilt, Worker, WorkerState
+import jax
+import numpy as np
+
+from specjax.rl.named import Weights, read_named
+from specjax.rl.ray_worker import NotBuilt, WorkerFailed, WorkerState
 from specjax.rl.rollouts import RolloutBatch, RolloutError
 from specjax.rl.weights import WeightUpdate
 from specjax.rl.work import Group, WorkQueue, num_fitting
@@ -43,9 +48,11 @@ class WorkerPool:
 
     Args:
         ray: the ray module, initialized.
-        model, options: the arguments of every worker's `RolloutEngine`.
+        actor: the workers' class, a Ray actor.
+        model, options: the arguments of every worker's engine.
         num_workers: the number of workers.
         ray_options: the Ray options of each worker's actor.
+        size_name: the user's name for `num_workers`.
 
     Raises:
         ValueError: the cluster is too small for the workers.
@@ -54,21 +61,23 @@ class WorkerPool:
     def __init__(
         self,
         ray: Any,
+        actor: Any,
         model: Any,
         options: Mapping[str, Any],
         *,
         num_workers: int,
         ray_options: Mapping[str, Any],
+        size_name: str = "num_workers",
     ):
         self._ray = ray
         self.state = WorkerState()  # what new workers start with
         self._ray_options = ray_options
-        actor = ray.remote(concurrency_groups={"work": MAX_CALLS})(Worker)
         self._actor = actor.options(**ray_options)
         self._model = model
         self._options = options
         self._labels = itertools.count()
-        self._num_workers = num_workers
+        self._num_workers, self._size_name = num_workers, size_name
+        self._replacing = threading.RLock()  # updates and replacements take turns
         if lack := self._lack():
             raise ValueError(lack)
         self.workers = [self._start() for _ in range(num_workers)]
@@ -81,13 +90,9 @@ class WorkerPool:
 
     def check_awake(self) -> None:
         """Raise an error if the workers are asleep, or the pool is closed."""
-        self._check_open()
+        self.check_open()
         if self.state.sleep_level:
             raise RuntimeError("the workers are asleep; call wake_up")
-
-    def put(self, value: Any) -> Any:
-        """Put a value in Ray's object store; return its reference."""
-        return self._ray.put(value)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every worker's engine; return a list with each worker's result."""
@@ -113,8 +118,39 @@ class WorkerPool:
                 if not isinstance(outcome, ValueError):  # a ValueError changes nothing
                     # Replace the worker now, since a killed worker may still answer the next call.
                     with suppress(WorkersDied):  # the next call raises it
-                        self._replace(number, self.workers[number])
+                        self.replace(number, self.workers[number])
             raise
+
+    def update_weights(
+        self, weights: Weights, version: int | None, *, drafter: Weights | None, **options: Any
+    ) -> WeightUpdate:
+        """Replace the weights of every worker's target, or of none; see `update`.
+
+        `options` are further options of the workers' method `update_weights`.
+        """
+        placed = self.place(weights)
+        own = None if drafter is None else self.place(drafter)
+        version = self.state.version + 1 if version is None else version
+        with self._replacing:  # a worker that is replaced meanwhile would get the old weights
+            update, drafter_version = self.update(
+                "update_weights", placed, version, drafter=own, **options
+            )
+            if drafter_version > self.state.drafter_version and own is None:
+                own = placed
+            self.state = replace(
+                self.state,
+                version=update.version,
+                drafter_version=drafter_version,
+                weights=placed,
+                drafter=self.state.drafter if own is None else own,
+            )
+        return update
+
+    def place(self, weights: Weights) -> Any:
+        """Put weights of any form in Ray's object store, as NumPy arrays by name."""
+        named = read_named(weights, weights if is_dataclass(weights) else None, "weights")
+        arrays = {name: np.asarray(x) for name, x in jax.device_get(named).items()}
+        return self._ray.put(arrays)
 
     def run(
         self,
@@ -166,18 +202,19 @@ class WorkerPool:
         bare = replace(state, weights=None, drafter=None)  # Ray fetches only arguments
         return self._actor.remote(self._model, self._options, bare, state.weights, state.drafter)
 
-    def _replace(self, number: int, dead: Any) -> None:
+    def replace(self, number: int, dead: Any) -> None:
         """Replace a dead worker by a new one, unless it has been replaced already.
 
         Raises:
             WorkersDied: the cluster no longer has the resources for all workers.
         """
-        if not self.workers or self.workers[number] is not dead:
-            return
-        self._ray.kill(dead)  # it may be alive and only unreachable
-        if lack := self._lack():
-            raise WorkersDied(f"a worker died and cannot be replaced: {lack}", RolloutBatch(()))
-        self.workers[number] = self._start()
+        with self._replacing:
+            if not self.workers or self.workers[number] is not dead:
+                return
+            self._ray.kill(dead)  # it may be alive and only unreachable
+            if lack := self._lack():
+                raise WorkersDied(f"a worker died and cannot be replaced: {lack}", RolloutBatch(()))
+            self.workers[number] = self._start()
 
     def _lack(self) -> str | None:
         """Return why the cluster cannot hold all workers, or None if all workers fit."""
@@ -192,9 +229,9 @@ class WorkerPool:
         wanted = {name: amount for name, amount in needs.items() if amount}
         total = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
         return (
-            f"num_workers={self._num_workers} of {wanted} each do not fit in the cluster, which "
-            f"has {total} on {len(nodes)} node(s), enough for {room}; lower num_workers or "
-            "ray_options, or add nodes"
+            f"{self._size_name}={self._num_workers} of {wanted} each do not fit in the cluster, "
+            f"which has {total} on {len(nodes)} node(s), enough for {room}; lower "
+            f"{self._size_name} or ray_options, or add nodes"
         )
 
     def _outcomes(
@@ -208,7 +245,7 @@ class WorkerPool:
         Raises:
             WorkersDied: a worker died repeatedly, or cannot be replaced.
         """
-        self._check_open()
+        self.check_open()
         work = WorkQueue([(number,) for number in numbers], MAX_DEATHS)
         asked: dict[Any, Group] = {}
         outcomes: dict[int, Any] = {}
@@ -221,9 +258,9 @@ class WorkerPool:
             (number,) = group.places
             try:
                 outcomes[number] = self._get(reference)
-            except self._deaths as error:
+            except self.deaths as error:
                 work.died(group, error)
-                self._replace(number, self.workers[number])
+                self.replace(number, self.workers[number])
                 continue
             except NotBuilt as error:
                 self._ray.kill(self.workers[number])  # the next call then replaces it
@@ -248,9 +285,9 @@ class WorkerPool:
         places = done.group.places
         try:
             answer = self._get(reference)
-        except self._deaths as error:
+        except self.deaths as error:
             work.died(done.group, error)
-            self._replace(done.number, done.worker)
+            self.replace(done.number, done.worker)
             return
         except NotBuilt as error:
             self._ray.kill(done.worker)
@@ -280,14 +317,30 @@ class WorkerPool:
             raise cause from error
 
     @property
-    def _deaths(self) -> tuple[type[Exception], ...]:
-        """Ray's exceptions for dead workers, and for answers that were lost with their workers."""
+    def deaths(self) -> tuple[type[Exception], ...]:
+        """Exceptions for dead workers, for answers that were lost with them, and for failures."""
         found = self._ray.exceptions
-        return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError
+        return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError, WorkerFailed
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise an error if the pool is closed."""
         if not self.workers:
-            raise RuntimeError("this RayRollouts is closed; build a new one")
+            raise RuntimeError("the pool of workers is closed; build a new one")
+
+
+def import_ray(name: str) -> Any:
+    """Return the ray module, initialized. `name` is the name of the class that needs it.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f"{name} needs Ray; pip install 'specjax[ray]'") from error
+    if not ray.is_initialized():
+        ray.init()
+    return ray
 
 
 def send_work(method: Any, *args: Any, **kwargs: Any) -> Any:

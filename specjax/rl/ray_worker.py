@@ -20,6 +20,10 @@ class NotBuilt(RuntimeError):
         self.error = error
 
 
+class WorkerFailed(RuntimeError):
+    """Raised by a worker whose device failed, so that another worker must replace it."""
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """The state that a new worker needs to match the other workers.
@@ -30,7 +34,7 @@ class WorkerState:
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # weights of its last update; may be a target's with mtp.*
+    drafter: Any = None  # from its last update; perhaps a target's weights with mtp.*
     sleep_level: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Generates rollouts on many engines at once.
+"""Generates rollouts on many engines.
 
 Each Ray actor has one engine, and all engines have the same weights. The driver splits prompts into
 small groups, which `ray_pool` distributes. The driver also assigns seeds, so that outputs do not
@@ -6,19 +6,17 @@ depend on which worker runs a prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from specjax.checks import check_positive
 from specjax.config import SpeculativeConfig
 from specjax.engine.metrics import Metrics
 from specjax.rl.freshness import VersionAcceptance
-from specjax.rl.named import Weights, read_named
-from specjax.rl.ray_pool import WorkerPool, send_work
+from specjax.rl.named import Weights
+from specjax.rl.ray_pool import MAX_CALLS, WorkerPool, import_ray, send_work
+from specjax.rl.ray_worker import Worker
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.weights import WeightUpdate
 from specjax.sampling_params import SamplingParams
@@ -39,7 +37,7 @@ class RayRollouts:
         model: a folder or hub id that every worker can load.
         num_workers: the number of workers, each with one engine.
         ray_options: the Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
-        group_size: the maximum number of prompts that a worker gets at once. If None, it is half
+        group_size: the maximum number of prompts that a worker gets together. If None, it is half
             of a worker's average share of the prompts, but at most `max_num_seqs`.
         speculative_config, options: as for `RolloutEngine`.
 
@@ -65,15 +63,14 @@ class RayRollouts:
             raise ValueError(
                 f"model={type(model).__name__} must be a folder or hub id, which workers can load"
             )
-        ray = _import_ray()
-        if not ray.is_initialized():
-            ray.init()
+        ray = import_ray("RayRollouts")
         default = {"num_cpus": 1, "max_concurrency": 4}
         self._options = {"speculative_config": speculative_config, **options}
         self._group_size = group_size
         self._num_prompts = 0
         self._pool = WorkerPool(
             ray,
+            ray.remote(concurrency_groups={"work": MAX_CALLS})(Worker),
             model,
             self._options,
             num_workers=num_workers,
@@ -164,29 +161,14 @@ class RayRollouts:
         The weights are put in the object store once for all workers. The update is all or nothing:
         if a worker fails, the updated workers are rebuilt with the previous weights.
         """
-        placed = self._place(weights)
-        own = None if drafter is None else self._place(drafter)
-        version = self.version + 1 if version is None else version
-        update, drafter_version = self._pool.update(
-            "update_weights", placed, version, pause=pause, drafter=own
-        )
-        if drafter_version > self._pool.state.drafter_version and own is None:
-            own = placed
-        self._pool.state = replace(
-            self._pool.state,
-            version=update.version,
-            drafter_version=drafter_version,
-            weights=placed,
-            drafter=self._pool.state.drafter if own is None else own,
-        )
-        return update
+        return self._pool.update_weights(weights, version, drafter=drafter, pause=pause)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
         """Replace the drafter's weights on all workers, or on none if a worker fails.
 
         See `RolloutEngine.update_drafter`.
         """
-        placed = self._place(weights)
+        placed = self._pool.place(weights)
         update, version = self._pool.update("update_drafter", placed, pause=pause)
         self._pool.state = replace(self._pool.state, drafter_version=version, drafter=placed)
         return update
@@ -229,11 +211,6 @@ class RayRollouts:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-    def _place(self, weights: Weights) -> Any:
-        """Put weights of any form in Ray's object store, as NumPy arrays by name."""
-        named = read_named(weights, weights if is_dataclass(weights) else None, "weights")
-        return self._pool.put({name: np.asarray(x) for name, x in jax.device_get(named).items()})
 
     def _continue(self, prompts: Any, sampling_params: Any) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield a pair (index, samples) for each prompt or rollout, as soon as it is finished.
@@ -291,11 +268,3 @@ class RayRollouts:
 
 def _in_order(answers: Mapping[int, list[Rollout]]) -> RolloutBatch:
     return RolloutBatch(rollout for place in sorted(answers) for rollout in answers[place])
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("RayRollouts needs Ray; pip install 'specjax[ray]'") from error
-    return ray

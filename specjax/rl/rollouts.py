@@ -165,7 +165,10 @@ class RolloutBatch(Sequence[Rollout]):
 
 
 class RolloutError(RuntimeError):
-    """Raised if generation ended early. The partial rollouts in `rollouts` can be resumed."""
+    """Raised if generation ended early. `rollouts` has the rollouts so far.
+
+    Aborted rollouts among them can be resumed.
+    """
 
     def __init__(self, message: str, rollouts: RolloutBatch):
         super().__init__(message)

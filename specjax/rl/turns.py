@@ -8,7 +8,7 @@ from specjax.engine.process import refuse_fork
 
 
 class Turns:
-    """A lock that is fair to waiting threads, even if a loop releases and reacquires it at once.
+    """A lock that is fair to waiting threads, even if a loop releases it only for a moment.
 
     The gate is a second lock. A thread must acquire the gate before it acquires the lock. While a
     thread waits for the lock, it holds the gate, so that the loop cannot overtake it.

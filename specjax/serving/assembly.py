@@ -1,6 +1,7 @@
-"""Turns a model and options into everything that an engine needs."""
+"""Turns a model and the options of an LLM into everything from which its engine is built."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
+from specjax.checkpoint.hub import resolve
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.loading import Log, no_log
@@ -23,12 +25,17 @@ from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import second_form_bytes
 from specjax.engine.engine import Engine
 from specjax.engine.executables import keep_programs
+from specjax.engine.follower import Follower
+from specjax.engine.hosts import Hosts
+from specjax.engine.leader import LeaderPrograms
 from specjax.engine.log import get_log
+from specjax.engine.meeting import Meeting
 from specjax.engine.process import check_jax
 from specjax.engine.replicas import ReplicatedEngine
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
+from specjax.serving.agreement import agree_on_files, agreed_config, lead
 from specjax.serving.defaults import (
     DtypeChoice,
     check_options,
@@ -46,6 +53,7 @@ from specjax.serving.memory import (
     usual_num_seqs,
     weight_bytes,
 )
+from specjax.serving.page_formats import choose_pages
 from specjax.serving.source import ModelSource, open_drafter, open_model
 from specjax.text.generation_config import read_default_params
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
@@ -53,7 +61,7 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """The model to serve, its drafter and the engine's sizes, before the target's weights exist."""
+    """The model to serve, its drafter and the engine's sizes, before weights are loaded."""
 
     source: ModelSource
     dtype: DtypeChoice
@@ -61,8 +69,8 @@ class Plan:
     speculation: SpeculativeConfig | None
     profile: Profile | None  # the profile from which K is chosen, if any
     drafter: Drafter
-    drafter_params: Any  # shapes if there are no weights
-    weights: int  # bytes of the target's weights that are not loaded yet
+    drafter_params: Any  # shapes if the drafter's weights are not known (see `open_drafter`)
+    weights: int  # bytes of weights that are not loaded yet, and of copies for kernels
     chooses_snapshots: bool = False  # whether num_snapshots depends on the free memory
 
     @property
@@ -70,15 +78,17 @@ class Plan:
         """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
-    def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches, and of the drafter's caches."""
-        target, sizes = (
-            self.source.target,
-            (self.config.page_size, self.num_drafts, self.dtype.name),
-        )
+    def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
+        """Return the bytes of the target's caches, and of the drafter's caches.
+
+        `dtype` is the dtype of pages without a format.
+        """
+        target, config = self.source.target, self.config
+        sizes = config.page_size, self.num_drafts, dtype
+        windows = page_windows(target, config)
         return (
-            target_cache_bytes(target, *sizes, page_windows(target, self.config)),
-            drafter_cache_bytes(self.drafter, *sizes),
+            target_cache_bytes(target, *sizes, windows, config.page_format),
+            drafter_cache_bytes(self.drafter, *sizes, config.draft_page_format),
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
@@ -87,7 +97,7 @@ class Plan:
         Raises:
             ValueError: `num_pages`, or a single request, does not fit.
         """
-        own, drafters = self.cache_bytes()
+        own, drafters = self.cache_bytes(self.dtype.name)
         cache, config, target = own + drafters, self.config, self.source.target
         needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
         if self.chooses_snapshots and needs.snapshots:
@@ -101,7 +111,7 @@ class Plan:
 
 
 class Replica(NamedTuple):
-    """The parts of an engine that differ between replicas."""
+    """What each replica of an engine has separately."""
 
     params: Params
     policy: Policy
@@ -121,23 +131,37 @@ class Serving:
     eos_ids: tuple[int, ...]
     default_params: SamplingParams  # from the checkpoint's generation_config.json
     method: str | None  # drafting method
+    hosts: Hosts | None  # the other processes, if any
 
     def build_engine(self, *, show_progress: bool) -> Engine:
         """Return the engine, or several replicas of it in its place (see `ReplicatedEngine`)."""
-        engines = [
-            Engine(
-                self.config,
-                self.target,
-                self.drafter,
-                one.params,
-                one.policy,
-                self.verification,
-                placement=one.placement,
-                show_progress=show_progress,
-            )
-            for one in self.replicas
-        ]
+        make: Any = Engine.make_programs
+        if self.hosts is not None:
+            make = partial(LeaderPrograms, hosts=self.hosts, make=make)
+        with self.hosts or nullcontext():
+            engines = [
+                Engine(
+                    self.config,
+                    self.target,
+                    self.drafter,
+                    one.params,
+                    one.policy,
+                    self.verification,
+                    placement=one.placement,
+                    make_programs=make,
+                    show_progress=show_progress,
+                )
+                for one in self.replicas
+            ]
         return engines[0] if len(engines) == 1 else cast(Engine, ReplicatedEngine(engines))
+
+    def follow(self) -> None:
+        """Run the steps of process 0's engine until it is closed; see `Follower`."""
+        assert self.hosts is not None
+        make: Any = Engine.make_programs
+        own = self.replicas[0]
+        parts = self.target, self.drafter, own.params, own.placement
+        Follower(self.hosts, *parts, make).follow()
 
 
 def make_plan(
@@ -148,6 +172,8 @@ def make_plan(
     max_num_seqs: int | None = None,
     num_pages: int | None = None,
     page_size: int = 16,
+    kv_cache_dtype: str = "auto",
+    kv_cache_dtype_skip_layers: Any = None,
     placement: Placement | None = None,
     log: Log = no_log,
     **sizes: Any,
@@ -165,6 +191,9 @@ def make_plan(
     speculation = profile = None
     if speculative_config is not None:
         speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
+    plain = source
+    pages = choose_pages(source, speculation, kv_cache_dtype, kv_cache_dtype_skip_layers, log)
+    source = pages.source
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     weights = 0 if source.params is not None else weight_bytes(source.specs, chosen.name)
@@ -179,6 +208,8 @@ def make_plan(
         num_pages=num_pages,
         page_size=page_size,
         dtype=chosen.name,
+        page_format=pages.target,
+        draft_page_format=pages.drafter,
         **sizes,
     )
     plan = Plan(source, chosen, config, speculation, profile, NoDrafter(), None, weights)
@@ -187,14 +218,31 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
-    drafter, params = open_drafter(speculation, source, chosen.name, placement, log)
+    drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)
     return replace(plan, drafter=drafter, drafter_params=params, weights=weights)
 
 
-def assemble(
+def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: Any) -> Serving:
+    """Load everything that the options of an LLM (`LLMOptions`) describe.
+
+    `hosts` are the other processes for a process that follows process 0.
+
+    Raises:
+        ValueError: options contradict each other, or do not fit the model or the device's memory.
+        CheckpointError: files are missing, damaged or of the wrong kind.
+        RuntimeError: other processes do not come, or have ended.
+    """
+    meeting = Meeting.take(options)
+    hosts = hosts or lead(model, meeting, options)
+    with hosts or nullcontext():
+        return _assemble(model, hosts, **options)
+
+
+def _assemble(
     model: str | Path | Model,
+    hosts: Hosts | None,
     *,
     params: Any,
     gpu_memory_utilization: float,
@@ -205,14 +253,9 @@ def assemble(
     verbose: bool,
     **options: Any,
 ) -> Serving:
-    """Load everything that the options of an LLM (`LLMOptions`) describe.
-
-    Raises:
-        ValueError: options contradict each other, or do not fit the model or the device's memory.
-        CheckpointError: files are missing, damaged or of the wrong kind.
-    """
     check_jax()
     check_options(
+        nnodes=1 if hosts is None else hosts.count,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
@@ -224,7 +267,7 @@ def assemble(
         named = model if isinstance(model, str | Path) else None
         options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
-    placement, *others = _placements(data_parallel_size, tensor_parallel_size)
+    placement, *others = _placements(data_parallel_size, tensor_parallel_size, hosts)
     log = get_log(verbose=verbose)
     source = open_model(
         model,
@@ -234,6 +277,9 @@ def assemble(
         log=log.info,
     )
     folder, target = source.folder, source.target
+    if hosts is not None and folder is not None:
+        own = getattr(options["speculative_config"], "model", None)
+        agree_on_files(hosts, folder, own and resolve(own))
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:
         tokenizer = load_tokenizer(folder)
@@ -244,6 +290,8 @@ def assemble(
     config = plan.fitted(
         num_pages=options["num_pages"], gpu_memory_utilization=gpu_memory_utilization
     )
+    if hosts is not None:
+        config = agreed_config(hosts, config)
     size = decimal(weight_bytes(source.specs, dtype))
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
     params = source.params
@@ -269,10 +317,15 @@ def assemble(
         eos_ids,
         default_params,
         speculation.method if speculation else None,
+        hosts,
     )
 
 
-def _placements(num_replicas: int, size: int) -> list[Placement]:
-    """Return the placement of each replica on `size` devices."""
+def _placements(num_replicas: int, size: int, hosts: Hosts | None) -> list[Placement]:
+    """Return the placement of each replica on `size` devices, as many of each process."""
     devices = jax.local_devices()
+    if hosts is not None:
+        num_here = size // hosts.count
+        each = (jax.local_devices(process) for process in range(hosts.count))
+        devices = [device for local in each for device in local[:num_here]]
     return [Placement.on(*devices[i * size : (i + 1) * size]) for i in range(num_replicas)]

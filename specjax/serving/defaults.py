@@ -67,6 +67,7 @@ def device_defaults() -> Defaults:
 
 def check_options(
     *,
+    nnodes: int,
     tensor_parallel_size: Any,
     data_parallel_size: Any,
     enable_expert_parallel: Any,
@@ -79,7 +80,7 @@ def check_options(
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.
     """
-    num_devices = jax.local_device_count()
+    num_devices = jax.local_device_count() * nnodes
     if not is_integer(tensor_parallel_size) or not 1 <= tensor_parallel_size <= num_devices:
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size!r} must be an integer from 1 to "
@@ -219,7 +220,7 @@ def choose_kernels(given: str) -> str:
 
 
 def stored_dtype(hf: HFConfig) -> str | None:
-    """Return the dtype of a checkpoint according to its config."""
+    """Return the dtype that a checkpoint's config names; None if it names none."""
     nested = hf.get("text_config", None)
     for fields in (nested if isinstance(nested, Mapping) else {}, hf.fields):
         for name in "dtype", "torch_dtype":
@@ -229,6 +230,6 @@ def stored_dtype(hf: HFConfig) -> str | None:
 
 
 def params_dtype(params: Any) -> str | None:
-    """Return the dtype of the largest floating-point array in a tree."""
+    """Return the dtype of the largest floating-point array in a tree; None if it has none."""
     floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return str(max(floats, key=lambda x: x.size).dtype) if floats else None

@@ -1,4 +1,4 @@
-"""Makes the policy of a speculative_config, and checks that its profile fits the model."""
+"""Builds the policy that chooses K for a speculative_config, and checks and saves profiles."""
 
 import hashlib
 import json
@@ -19,15 +19,15 @@ from specjax.device.placement import default_device
 from specjax.engine.engine import Engine
 from specjax.host.speculation.methods import adaptive_policy, profile_policy, resumed_policy
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
-from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.profile import Profile, mean_profile
 
-# Maximum size of an array that a fingerprint covers. Norms and biases are smaller, and training
+# Maximum size of a vector that a fingerprint covers. Norms and biases are smaller, and training
 # changes them.
 _LARGEST_LEAF = 2**16
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return the config with K filled in, and the profile that the config names, if any.
+    """Return the config with num_speculative_tokens set, and the profile that it names, or None.
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.
@@ -69,7 +69,7 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter: their architectures and small weight arrays."""
+    """Return a digest of a target and its drafter: their architectures and small weight vectors."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:
@@ -78,7 +78,7 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 
 
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
-    """Refuse a profile that was measured on another model than the one with fingerprint `model`.
+    """Refuse a profile of another model. `model` is the `fingerprint` of the model in use.
 
     Warn if the profile was measured on another kind of device. `dynamic_config_force` disables both
     checks.
@@ -108,16 +108,22 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 def save_profile(engine: Engine, path: Path) -> None:
     """Write a profile of the times and rates that an engine's policy has learned.
 
+    Times and rates of replicas are averaged. A replica has the weight of its number of rounds.
+
     Raises:
         ValueError: nothing was learned, or the folder of `path` does not exist.
     """
-    profile = engine.scheduler.policy.learned()
-    if profile is None or engine.config.exact:  # exact steps take the same time for every K
+    replicas = engine.engines
+    profiles = [one.scheduler.policy.learned() for one in replicas]
+    learned = [profile for profile in profiles if profile is not None]
+    # Exact steps take the same time for every K.
+    if len(learned) < len(replicas) or engine.config.exact:
         raise ValueError(
             "there are no learned times to save: K is not adaptive, or exact=True; set "
             'speculative_config={"adaptive": True, ...} without exact'
         )
-    model = fingerprint(engine.target, engine.drafter, engine.params)
+    model = fingerprint(replicas[0].target, engine.drafter, engine.params)
+    profile = mean_profile(learned, [one.metrics().num_decode_steps for one in replicas])
     measured = {"model": model, "device": device_kind(), **(profile.measured or {})}
     profile = replace(profile, measured=measured)
     check_writable("path", path)

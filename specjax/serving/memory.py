@@ -1,4 +1,4 @@
-"""Computes the memory that an engine needs, and how many pages fit in the remaining memory."""
+"""Computes the memory that an engine needs, and how many pages fit into what is left."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pallas_kernels.page_formats import PageFormat
 from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter
@@ -21,18 +22,18 @@ SNAPSHOTS_PER_SEQ = 4  # so that conversations can continue or branch from their
 
 
 class CacheBytes(NamedTuple):
-    """The sizes of a cache in bytes."""
+    """The bytes that a cache takes for each page and for each request."""
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
-    windows: tuple[tuple[int, int], ...] = ()  # pairs (window, its layers' part of `per_page`)
+    windows: tuple[tuple[int, int], ...] = ()  # pairs (window, bytes per page of its layers)
 
     def __add__(self, other: Any) -> "CacheBytes":  # by field
         return CacheBytes(*(one + another for one, another in zip(self, other, strict=True)))
 
     @property
     def per_full_page(self) -> int:
-        """The part of `per_page` for layers without a window."""
+        """The bytes per page of the layers without a window."""
         return self.per_page - sum(per_page for _, per_page in self.windows)
 
     def of_pages(self, config: EngineConfig, max_drafts: int) -> int:
@@ -45,8 +46,8 @@ class CacheBytes(NamedTuple):
         """Return the config with pages for every request at full length, or with as many as fit.
 
         Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
-        The layers of each window get as many pages as can be in use, but at most as many as would
-        fit if all layers had the same number of pages.
+        The layers of each window get the pages of `window_pages`, but at most as many as would fit
+        if all layers had the same number of pages.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -63,15 +64,28 @@ class CacheBytes(NamedTuple):
 
 
 def target_cache_bytes(
-    target: Model, page_size: int, max_drafts: int, dtype: str, windows: Sequence[int] = ()
+    target: Model,
+    page_size: int,
+    max_drafts: int,
+    dtype: str,
+    windows: Sequence[int] = (),
+    page_format: PageFormat | None = None,
 ) -> CacheBytes:
     """Return the bytes of a model's cache for steps of up to `max_drafts` drafts.
 
-    `windows` are the result of `page_windows`.
+    `windows` are the result of `page_windows`. `page_format` is the format of 8-bit pages; None
+    for pages of `dtype`.
     """
 
     def measure(num_slots: int, num_pages: int, *own: tuple[int, int]) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, window_pages=own)
+        sizes = CacheSizes(
+            num_slots,
+            num_pages,
+            page_size,
+            max_drafts + 1,
+            window_pages=own,
+            page_format=page_format,
+        )
         return _total(lambda: init_caches(target.local, sizes, np.dtype(dtype)))
 
     cache, nothing = _per_page_and_slot(measure), measure(0, 0)
@@ -79,12 +93,19 @@ def target_cache_bytes(
 
 
 def drafter_cache_bytes(
-    drafter: Drafter, page_size: int, max_drafts: int, dtype: str
+    drafter: Drafter,
+    page_size: int,
+    max_drafts: int,
+    dtype: str,
+    page_format: PageFormat | None = None,
 ) -> CacheBytes:
-    """Return the bytes of a drafter's state, without snapshots."""
+    """Return the bytes of a drafter's state, without snapshots.
+
+    `page_format` is as for `target_cache_bytes`.
+    """
 
     def measure(num_slots: int, num_pages: int) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
+        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, page_format=page_format)
         return _total(lambda: drafter.local.init_state(sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)
@@ -185,8 +206,8 @@ class EngineNeeds(NamedTuple):
     ) -> int:
         """Return the default of num_snapshots.
 
-        The default is four snapshots per request. If these would take more than an eighth of the
-        memory that the pages of `config` leave, the default is lower, but at least
+        The default is four snapshots per request. It is lower if these would take more than an
+        eighth of the memory that is left after the pages of `config`. But it is never below
         `config.num_snapshots`.
         """
         memory = read_memory()

@@ -26,6 +26,8 @@ class LLMOptions(TypedDict, total=False):
     prefill_shapes: Sequence[tuple[int, int]] | None
     num_pages: int | None
     page_size: int
+    kv_cache_dtype: str
+    kv_cache_dtype_skip_layers: Sequence[int | str] | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     num_snapshots: int | None
@@ -36,6 +38,11 @@ class LLMOptions(TypedDict, total=False):
     max_logprobs: int
     logprobs_mode: str
     tensor_parallel_size: int
+    nnodes: int
+    node_rank: int | None
+    master_addr: str
+    master_port: int
+    distributed_timeout_seconds: int | None
     data_parallel_size: int
     enable_expert_parallel: bool
     kernels: str
@@ -57,6 +64,8 @@ DEFAULTS: LLMOptions = {
     "prefill_shapes": None,
     "num_pages": None,
     "page_size": 16,
+    "kv_cache_dtype": "auto",
+    "kv_cache_dtype_skip_layers": None,
     "gpu_memory_utilization": 0.9,
     "enable_prefix_caching": True,
     "num_snapshots": None,
@@ -67,6 +76,11 @@ DEFAULTS: LLMOptions = {
     "max_logprobs": 20,
     "logprobs_mode": "raw",
     "tensor_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": None,
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
+    "distributed_timeout_seconds": None,
     "data_parallel_size": 1,
     "enable_expert_parallel": False,
     "kernels": "auto",

@@ -9,7 +9,7 @@ from specjax.vllm_names import METHODS, PAGE
 
 
 class Refusing:
-    """Base of engines. Errors about missing methods and attributes of vLLM name alternatives."""
+    """Base class of engines. If vLLM has a missing attribute, the error names an alternative."""
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

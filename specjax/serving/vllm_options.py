@@ -27,16 +27,15 @@ PASSED_OVER = {
     *("language_model_only", "skip_mm_profiling", "mm_processor_cache_gb", "mm_encoder_tp_mode"),
     *("mm_processor_cache_type", "enable_mm_processor_stats", "disable_chunked_mm_input"),
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
-    *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
+    *("shutdown_timeout", "fail_on_environ_validation"),
 }
 _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"
-# Options that would change more. Each has the accepted values, which match the behaviour here, and
-# the reason for refusing all others.
+# Options that may change outputs. For each, the values that match the behaviour here and are
+# accepted, and the reason to refuse every other value.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
     "quantization": ((None,), "the checkpoint's config says how weights are quantised"),
-    "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), _DEVICES),
     "cpu_offload_gb": ((0, 0.0, None), "weights stay on the device; see sleep"),
@@ -67,11 +66,10 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_memory_bytes": ((None,), "num_pages says how large the cache is"),
     "prefill_context_parallel_size": ((1,), _DEVICES),
     "decode_context_parallel_size": ((1,), _DEVICES),
-    "nnodes": ((1,), _DEVICES),
     "enable_eplb": ((False,), _DEVICES),
     "enable_dbo": ((False,), _DEVICES),
     "disable_sliding_window": ((False,), "the model's own windows are used"),
-    "calculate_kv_scales": ((False,), "caches have the dtype of the weights"),
+    "calculate_kv_scales": ((False,), "scales are the checkpoint's, or those of each token"),
     "mamba_cache_dtype": (("auto",), "states are float32"),
     "mamba_ssm_cache_dtype": (("auto", "float32"), "states are float32"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
@@ -81,8 +79,8 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "model_loader_extra_config": ((None, {}), "checkpoints are safetensors files"),
     "structured_outputs_config": ((None, {}), "StructuredOutputs sets everything per request"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance follows grammars"),
-    "reasoning_parser": ((None, ""), "outputs are not parsed; there is no server"),
-    "reasoning_config": ((None, {}), "outputs are not parsed; there is no server"),
+    "reasoning_parser": ((None, ""), "outputs are not parsed"),
+    "reasoning_config": ((None, {}), "outputs are not parsed"),
     "pooler_config": ((None,), "models here generate, and do nothing else"),
     "stream_interval": ((1,), "streams yield added tokens at every step"),
     "scheduler_cls": ((None,), "scheduling_policy chooses the order"),

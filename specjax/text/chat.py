@@ -30,8 +30,8 @@ def check_conversation(messages: Any, where: str, content_format: str = "auto") 
         messages: a list of mappings with "role" and "content". A content is a text, or a list of
             mappings {"type": "text", "text"}.
         where: the conversation's name in errors.
-        content_format: "openai" turns every content into a list of parts, except a tool's content.
-            "string" and "auto" join the texts of a list with line breaks.
+        content_format: "openai" turns every content except a tool's into a list of mappings.
+            "string" and "auto" turn it into a text, joining the texts of a list with line breaks.
 
     Raises:
         ValueError: `content_format` is unknown, or no template could render the messages as
@@ -74,7 +74,7 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
 
 
 def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Return tool calls whose arguments are mappings, as templates expect, and not JSON texts."""
+    """Return tool calls with arguments as mappings, which templates expect, instead of JSON."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call

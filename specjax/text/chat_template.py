@@ -26,8 +26,8 @@ REASONING = "reasoning_content", "thinking", "reasoning"  # keys of a message's 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return a checkpoint's chat templates, by name.
 
-    They come from files in `folder` or, if there are no such files, from `config`.
-    Older checkpoints of image models have templates only in the processor's chat_template.json.
+    They come from the .jinja files in `folder`. If there are none, they come from `config`, the
+    content of tokenizer_config.json, or else from chat_template.json.
 
     Raises:
         CheckpointError: a file cannot be read.

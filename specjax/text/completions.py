@@ -1,4 +1,4 @@
-"""Builds the outputs of finished and unfinished sequences, in the form that users see."""
+"""Builds the outputs that users see, of finished and of unfinished requests."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 @dataclass
 class Completion:
-    """One sample as its user sees it. Text that was already shown is not decoded again.
+    """One sample as its user sees it. While the sample grows, only its new tokens are decoded.
 
     The text of a sample is the text that its tokens add to the prompt. A stop token (including the
     end of sequence) is shown only with `include_stop_str_in_output`. If the stop token is a special
@@ -26,7 +26,7 @@ class Completion:
     is_complete: bool = False  # whether the sample's end has been shown
     _text: TextWatch | None = None
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _error: Exception | None = None  # an error in decoding, which then stops
+    _error: Exception | None = None  # the error that ended decoding; the text is then None
 
     def __post_init__(self):
         if self.tokenizer is not None:
@@ -157,15 +157,19 @@ class Outputs:
             samples[0].scheduled_ts,
             min(first, default=None),
             max(last, default=None),
+            [pair for sample in samples for pair in sample.rounds] if self.is_finished else (),
         )
 
 
 class Shown:
-    """Selects the part of a growing output to return next, according to `output_kind`."""
+    """Decides what to return next of a growing output, according to `output_kind`.
 
-    def __init__(self, kind: RequestOutputKind):
+    `before` is the part of the first sample that was already returned, if any.
+    """
+
+    def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):
         self._kind = kind
-        self._before: dict[int, CompletionOutput] = {}
+        self._before = {} if before is None else {before.index: before}
 
     def is_due(self, outputs: Outputs) -> bool:
         """Return whether a request has something to return now."""
@@ -173,7 +177,7 @@ class Shown:
         return outputs.has_grown and is_last
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """Return the part of `output` to return now, or None if there is nothing to return."""
+        """Return what to show now of `output`, the whole output so far; None to show nothing."""
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
         if self._kind is RequestOutputKind.FINAL_ONLY:
@@ -207,7 +211,7 @@ def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
 
 
 class Growing:
-    """The unfinished requests of a stream."""
+    """A stream's requests, without requests that have already returned their last output."""
 
     def __init__(self, started: SequenceOf[Outputs]):
         self._left = [(one, Shown(one.request.params.output_kind)) for one in started]

@@ -13,16 +13,16 @@ from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, ChatTokenizer
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-TEXT = -1  # the kind of a token that is not a byte
+TEXT = -1  # the result of `_kind` for a token that has text and is not a byte token
 
 
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
     The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt. Bytes
-    that are not UTF-8 become U+FFFD. A character that several tokens spell counts as soon as
-    it is complete. A U+FFFD of a byte-level tokenizer may be an incomplete character, so it counts
-    as soon as another token follows. `context` are the last tokens of the prompt (see
+    that are not UTF-8 become U+FFFD. A character that several tokens spell is added with the last
+    of them. With a byte-level tokenizer, a U+FFFD may be an incomplete character, so it is added
+    only when another token follows. `context` are the last tokens of the prompt (see
     `prompt_context`).
 
     A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the
@@ -46,6 +46,7 @@ class StopStrings:
         self._min_tokens = min_tokens
         self._include_in_output = include_in_output
         self._num_tokens = 0
+        self._known = ""  # the stable text that was read before; it only grows
 
     @property
     def text(self) -> str:
@@ -63,7 +64,8 @@ class StopStrings:
         """
         if self.stop_reason is not None:
             return self.text
-        text = "".join(self._text.characters[: self._text.num_stable])
+        fresh = self._text.characters[len(self._known) : self._text.num_stable]
+        self._known = text = self._known + "".join(fresh)
         max_held = 0 if self._include_in_output else min(len(text), self._longest - 1)
         held = (n for n in range(max_held, 0, -1) if self._starts_a_stop(text[-n:]))
         return text[: len(text) - next(held, 0)]
@@ -86,7 +88,9 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Return whether a stop text ends after the index `new`. If so, cut the output there."""
+        """Return whether a stop text ends after the index `new`. If so, cut the text there."""
+        if not self._stop:
+            return False
         characters = self._text.characters
         first = max(0, new + 1 - self._longest)
         found = find_stop("".join(characters[first:]), self._stop, new - first)
@@ -126,12 +130,11 @@ def watch_for(
 
 
 def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of a prompt that affect how the text of its output begins.
+    """Return the last tokens of a prompt, with which the tokens of its output are decoded.
 
-    SentencePiece decoders omit the space before the first text. This text belongs to the output
-    only if the prompt has no text. A prompt that ends inside a character has no effect on the
-    output. A prompt that ends with U+FFFD has no effect either, because it looks as if it ended
-    inside a character.
+    They matter because SentencePiece decoders omit the space before the first text that they
+    decode. The list is empty if the prompt ends inside a character. It is also empty if the prompt
+    ends with U+FFFD, because this looks the same.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately
@@ -151,7 +154,7 @@ def decode_after(tokenizer: ChatTokenizer, context: Sequence[int], token_ids: Se
 
 
 def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
-    """Return TEXT, the value of a byte token, or None for a token that `decode` omits."""
+    """Return the byte that a byte token spells, None if `decode` omits the token, else TEXT."""
     name = tokenizer.tokenizer.id_to_token(token)
     if name is None or name in tokenizer.passed_over:
         return None
@@ -201,7 +204,7 @@ def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[
 
 @dataclass
 class _ByteRun:
-    """A run of byte tokens, decoded to characters. If it is invalid, each byte becomes U+FFFD."""
+    """A run of byte tokens. If their bytes are not UTF-8, each byte is decoded to U+FFFD."""
 
     start: int  # index of the run's first character
     length: int = 0
@@ -213,10 +216,9 @@ class _ByteRun:
 class _GrowingText:
     """Computes `tokenizer.decode` of tokens that arrive one at a time, in linear time.
 
-    This class relies on decoders being local: after a few tokens of context, a token adds the same
-    text as after all previous tokens. Byte fallback (SentencePiece's byte tokens) is not local: one
-    invalid byte undoes the characters of the whole run of byte tokens around it. Therefore this
-    class tracks these runs.
+    A token is decoded after the last few tokens, to which it adds the same text as to all previous
+    tokens. SentencePiece's byte tokens are an exception: one invalid byte changes the characters of
+    the whole run of byte tokens around it. Therefore this class tracks these runs.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):

@@ -20,8 +20,8 @@ FIELDS = {
 def read_default_params(folder: Path) -> SamplingParams:
     """Return the checkpoint's sampling parameters.
 
-    Missing parameters have the defaults of `SamplingParams`. As in vLLM, `do_sample` is ignored:
-    decoding is greedy only if the temperature is 0.
+    Parameters that the file does not set have the defaults of `SamplingParams`. As in vLLM,
+    `do_sample` is ignored: decoding is greedy only if the temperature is 0.
 
     Raises:
         CheckpointError: a value is not valid.

@@ -111,6 +111,18 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
     return list(given)
 
 
+def params_each(given: Any, count: int) -> list[SamplingParams]:
+    """Return the sampling parameters of each of `count` prompts.
+
+    Raises:
+        ValueError: `given` is neither one for all nor one for each.
+    """
+    all_params = one_each("sampling_params", given, count)
+    if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
+        raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
+    return all_params
+
+
 @dataclass(frozen=True)
 class RequestMaker:
     """Validates requests, and resolves their parameters."""
@@ -142,8 +154,8 @@ class RequestMaker:
     ) -> Request:
         """Return the request of one prompt. `where` is the prompt's name in errors.
 
-        The request's id is `number`, unless `request_id` is given. Seeds depend on `number`. The
-        request continues after the tokens `output`, which count as generated.
+        `number` is the request's id unless `request_id` is given. The seeds depend on `number`
+        unless `params` has a seed. The request continues after the tokens `output`.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -163,16 +175,16 @@ class RequestMaker:
             self._check_ids("", token_ids)
             self._check_priority(priority)
             request = self._make(tuple(token_ids), params, number)
-            request = self._after(request, _token_ids(output, None, "its output"))
+            request = self.after(request, _token_ids(output, None, "its output"))
             request_id = str(number) if request_id is None else request_id
             return replace(request, request_id=request_id, priority=priority)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Return a copy of the parameters for the request.
+        """Return the parameters, in which logprobs=-1 is replaced by the vocabulary size.
 
-        The copy is validated again, because fields may have been assigned.
+        They are validated again, because a user may have assigned their fields.
         """
         wanted = [n for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1]
         if wanted and self.config.max_logprobs < self.vocab_size:
@@ -280,8 +292,12 @@ class RequestMaker:
             exports_features=exports_features,
         )
 
-    def _after(self, request: Request, output: list[int]) -> Request:
-        """Return the request, changed so that it continues after `output`."""
+    def after(self, request: Request, output: list[int]) -> Request:
+        """Return the request, changed so that it continues after `output`.
+
+        Raises:
+            ValueError: the request cannot continue after these tokens.
+        """
         if not output:
             return request
         self._check_ids("its output: ", output)

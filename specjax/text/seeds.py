@@ -6,10 +6,10 @@ WORD = 2**32
 
 
 def folded_seed(seed: int) -> int:
-    """Fold a 64-bit seed to 32 bits.
+    """Return a 32-bit seed for a seed of up to 64 bits.
 
-    Seeds in 0..2**32 - 1 are unchanged. Other seeds are written in two's complement as two words,
-    which NumPy's `SeedSequence` mixes.
+    Seeds in 0..2**32 - 1 are unchanged. NumPy's `SeedSequence` mixes the two 32-bit words of other
+    seeds, which may be negative.
     """
     high, low = divmod(int(seed) % WORD**2, WORD)
     # A third word, because `derived_seed` uses two.

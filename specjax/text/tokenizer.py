@@ -29,6 +29,7 @@ class ChatTokenizer(TokenizerNames):
     origin: str
     skips_special_tokens: bool = True  # default of `decode`
     named_templates: Mapping[str, str] = field(default_factory=dict)  # other chat templates
+    response_template: Any = None  # how responses are read; None if the checkpoint does not say
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -54,7 +55,7 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def passed_over(self) -> frozenset[str]:
-        """The tokens that `decode` omits."""
+        """The names of the tokens that `decode` omits."""
         if not self.skips_special_tokens:
             return frozenset()
         added = self.tokenizer.get_added_tokens_decoder().values()
@@ -69,8 +70,8 @@ class ChatTokenizer(TokenizerNames):
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
         """Return the text of one token as in vLLM's logprobs. Special tokens have a text, too.
 
-        If several tokens form a character, the last of these tokens has the character as its text,
-        and the earlier tokens have no text. `before` are the previous tokens. Only the last
+        If several tokens form a character, the last of them has the character as its text, and the
+        text of the others is empty. `before` are the previous tokens. Only the last
         `MAX_TOKENS_PER_CHARACTER` of them matter.
         """
         text = self._decode_all([token_id])
@@ -215,13 +216,14 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
         stored.special_tokens,
         str(folder),
         named_templates=named,
+        response_template=stored.config.get("response_template"),
     )
 
 
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a checkpoint.
 
-    They come from generation_config.json (if it has none, from config.json) and the tokenizer.
+    They are the ids in generation_config.json (in config.json if it has none) and the tokenizer's.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

@@ -106,7 +106,7 @@ class TokenizerNames:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute like `eos_token` or `eos_token_id`; None if it is unknown."""
+            """Return `eos_token`, `eos_token_id` or the like; None if there is no such token."""
             kind = name.removesuffix("_id")
             if name.startswith("_") or not kind.endswith("_token"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

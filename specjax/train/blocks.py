@@ -38,10 +38,11 @@ def block_loss(
     num_blocks: int = 32,
     gamma: float = 4.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the cross-entropy to the target's distribution, for blocks at random answer tokens.
+    """Return the cross-entropy to the target's distribution, for drafts after random answer tokens.
 
-    Every document has `num_blocks` blocks at different tokens. Draft k has the weight
-    exp(-(k - 1) / gamma), because a draft after a wrong draft is useless (Chen et al. 2026).
+    Every document has `num_blocks` blocks, which start at different tokens. Draft k of a block has
+    the weight exp(-(k - 1) / gamma), because a draft after a wrong draft is useless (Chen et al.
+    2026).
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)

@@ -50,14 +50,15 @@ class CausalRows(_Attending):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UnrolledRows(_Attending):
-    """Causal rows at the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
+    """Causal rows at one step of an unrolled chain of drafts (EAGLE-3's training-time test).
 
-    As at inference, a row attends to the verified rows up to its own position, which are the rows
-    of step 0. In later steps the row also attends to its own drafts, but not to the drafts of other
-    rows. The cache is a tuple that collects the keys and values of each step, and starts as ().
+    Step 0 has the verified rows. As at inference, a row attends to the verified rows up to its own
+    position. In later steps it also attends to its own drafts, but not to the drafts of other rows.
+
+    The cache is a tuple that collects the keys and values of each step, and starts as ().
     """
 
-    positions: jax.Array  # i32[B T], shifted by `step`
+    positions: jax.Array  # i32[B T], shifted by the step's index
     length: int = field(metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 class Document(NamedTuple):
     """The tokens of a prompt and its answer.
 
-    The first `num_prompt` tokens are the prompt; the rest are the answer to train on.
+    The first `num_prompt` tokens are the prompt; the other tokens are the answer to train on.
     """
 
     tokens: np.ndarray  # i32[n]
@@ -62,10 +62,11 @@ def read_documents(
 def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Yield a dict for each document in files or folders.
 
-    Its keys are "prompt" and "answer", or "prompt_token_ids" and "output_token_ids". Each row of a
-    .jsonl file is a document: it has "question" and "answer", or "text" (a document without a
-    prompt), or the token ids of a prompt and a regenerated answer. Any other file is one document.
-    In a folder, all .jsonl, .txt and .py files below it are read.
+    Each row of a .jsonl file is a document. It has "question" and "answer", or "text" (a document
+    without a prompt), or the token ids of a prompt and a regenerated answer. Any other file is one
+    document. In a folder, all .jsonl, .txt and .py files below it are read.
+
+    A dict has the keys "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
 
     Raises:
         ValueError: a path does not exist, a row has another format, or there are no rows.
@@ -140,7 +141,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def packed_rows(
     documents: Sequence[Document], step: int, batch: int, length: int, seed: int
 ) -> np.ndarray:
-    """Return the rows i32[batch, length + 1] of a step.
+    """Return the rows i32[batch, length + 1] of a training step.
 
     Each epoch concatenates the documents in a new order and splits the stream of tokens into rows
     that overlap by one token. The rows depend only on the arguments, so that a resumed run needs no
@@ -182,7 +183,7 @@ def window(document: Document, length: int) -> slice:
 
 
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
-    """Return the indices of the rows of a step. Each epoch has `count` rows, in a new order."""
+    """Return the indices of a training step's rows. Each epoch has `count` rows, in a new order."""
     steps_per_epoch = max(1, count // batch)
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)

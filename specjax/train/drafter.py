@@ -70,7 +70,7 @@ class InitialHead(NamedTuple):
     frozen: dict[str, Any]  # parameters that are not trained, by field
     trainable: Any | None  # parameters to train; None to begin with random weights
     config: Mapping[str, Any]  # content of its `config.json`
-    names: Sequence[str] = ()  # tensors of the head's checkpoint, whose layout is kept; () if new
+    names: Sequence[str] = ()  # tensors in the checkpoint of a head that is trained further
     file: str = FILE  # name of the file for the weights
 
 

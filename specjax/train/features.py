@@ -43,7 +43,7 @@ class FeatureSet:
         aux_layers: tuple[int, ...],
         batch: int = 16,
     ) -> "FeatureSet":
-        """Run the target on documents, and return its features in float16.
+        """Run the target on documents, and return the target's features in float16.
 
         The documents are truncated or padded to `length` tokens.
 

@@ -90,6 +90,9 @@ def fit(
 
     The state is saved under `directory` every `save_every` steps, atomically. A run that finds a
     checkpoint in `directory` resumes from it: batches and random keys depend only on the step.
+
+    Raises:
+        ValueError: the checkpoint has other parameters.
     """
     console, pace = Console(stderr=True), Pace()
     steps = schedule.steps
@@ -106,7 +109,13 @@ def fit(
         first = checkpoints.latest_step() or 0
         if first:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            state = checkpoints.restore(first, args=ocp.args.StandardRestore(abstract))
+            try:
+                state = checkpoints.restore(first, args=ocp.args.StandardRestore(abstract))
+            except ValueError as error:
+                raise ValueError(
+                    f"{directory} has a checkpoint of other parameters; choose another folder, or "
+                    "resume with the options and the version of specjax that wrote it"
+                ) from error
             console.print(f"resumed at step {first} from {directory}")
         start = measured = time.perf_counter()
         for step in range(first, steps):

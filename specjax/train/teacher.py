@@ -1,4 +1,4 @@
-"""The inputs that all drafters' losses have: frozen parameters and the target's distributions."""
+"""The inputs that all drafters' losses share: frozen parameters and the target's distributions."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

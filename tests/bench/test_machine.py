@@ -54,20 +54,31 @@ def test_what_is_doubted(look, words):
         assert "Acceptance and outputs do not depend on it" in line
 
 
-@pytest.mark.parametrize("listed, others", [("4242\n", 0), ("4242\n17\n18\n", 2), ("None\n", 0)])
-def test_this_process_is_not_another_one_on_the_gpu(monkeypatch, listed, others):
+LISTED = [
+    ("3,4", 1, "3", "4242\n", 0),
+    ("3,4", 1, "3", "4242\n17\n18\n", 2),
+    ("3,4", 1, "3", "None\n", 0),
+    ("3,4", 2, "3,4", "4242\n17\n4242\n", 1),
+    ("", 2, "0,1", "4242\n4242\n", 0),
+]
+
+
+@pytest.mark.parametrize("visible, count, ids, listed, others", LISTED)
+def test_this_process_is_not_another_one_on_the_gpus(
+    monkeypatch, visible, count, ids, listed, others
+):
     def run(command, **_):
-        assert "--id=3" in command
+        assert f"--id={ids}" in command
         return subprocess.CompletedProcess(command, 0, stdout=listed)
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(machine.subprocess, "run", run)
-    assert count_gpu_processes() == others
+    assert count_gpu_processes(count) == others
 
 
 def test_without_nvidia_smi_nobody_is_on_the_gpu(monkeypatch):
     monkeypatch.setattr(machine, "_NVIDIA_SMI", ("/no/such/nvidia-smi",))
-    assert count_gpu_processes() == 0
+    assert count_gpu_processes(1) == 0
 
 
 @pytest.mark.skipif(not Moment.now().threads, reason="the system does not count waiting")

@@ -39,13 +39,18 @@ def test_counts_are_those_between_the_snapshots(engine):
     assert run.num_accepted_per_pos == (6, 3, 1)
     assert run.tokens_per_second == 10 and run.ms_per_step == 400
     assert run.ms_per_token == 200  # two requests share a step, each gains two tokens by it
+    both = as_run({}, 2.0, before, after, num_replicas=2)  # whose steps are at the same time
+    assert both.tokens_per_second == 10 and (both.ms_per_step, both.ms_per_token) == (800, 400)
 
 
 def test_every_round_runs_every_configuration_and_starts_with_another(monkeypatch):
     log = []
 
     def engine_of(name):
-        return SimpleNamespace(set_policy=lambda policy: log.append(Configuration(name, policy.k)))
+        def set_policy(policy, **_):
+            log.append(Configuration(name, policy.k))
+
+        return SimpleNamespace(engines=[SimpleNamespace(set_policy=set_policy)])
 
     monkeypatch.setattr(module, "decode", lambda engine, requests: (log[-1], requests))
     configurations = [Configuration(PLAIN, 0), Configuration("eagle", 1), Configuration("eagle", 3)]

@@ -65,6 +65,8 @@ COMMANDS = [
     ("generate --fast", ["--fast"]),
     ("bench --fast", ["--fast"]),
     ("generate", ["no prompts", "--prompts-file"]),
+    ("generate /nope hi", ["'/nope'", "--model", "--prompts-file"]),
+    ("generate hi demo-llama", ["'demo-llama'", "--model"]),
     ("generate --model none hi", ["no such folder", "'none'", "demo"]),
     ("info", ["no model", "--model"]),
     ("info none", ["no such folder", "'none'", "demo"]),
@@ -261,7 +263,7 @@ def test_bad_rows(refused, tmp_path, name, row, words):
     refused(f"{command} {file}", *words)
 
 
-def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
+def test_files_that_are_of_another_kind(refused, checkpoints, monkeypatch, tmp_path):
     config = tmp_path / "config.json"
     for place in config, f"--model {config}", tmp_path:
         refused(f"info {place}", str(config), "cannot be read")
@@ -280,7 +282,11 @@ def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
     other = checkpoints.eagle3(checkpoints.target(hidden_size=64, vocab_size=300)).folder
     refused(f"info MODEL --drafter {other}", "vocab")
     without = checkpoints.target(hidden_size=64, vocab_size=300).folder
-    refused(f"bench --model {without} --drafter ngram", "has no tokenizer.json")
+    monkeypatch.setattr(LLM, "__init__", Mock(side_effect=AssertionError("loaded")))
+    for command in "bench", "bench sweep", "profile", "info --check":
+        model = without if command == "info --check" else f"--model {without}"
+        refused(f"{command} {model} --drafter {other}", "has no tokenizer.json")
+    refused(f"generate --model {without} hi", "has no tokenizer.json")
 
 
 @pytest.mark.parametrize("command", ["profile --output", "bench --output", "bench sweep --plot"])

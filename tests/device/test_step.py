@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, field, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.configs import described
 from support.engines import programs_with
 
+from pallas_kernels.page_formats import FP8, INT8
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import padded_width
@@ -183,12 +183,13 @@ def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_text"])
-def test_steps_keep_the_dtype_of_pages(checkpoints, name):
+@pytest.mark.parametrize("stored", [FP8, INT8], ids=["fp8", "int8"])
+def test_steps_keep_the_dtype_of_pages(checkpoints, name, stored):
     """Pages in a dtype of their own: all pools have it, and nothing else."""
     model, params = load_model(checkpoints.target(name).folder, FLOAT32)
     drafter, own = shape_drafter("eagle", model, name, "float32")
     config = EngineConfig(max_model_len=32, max_num_seqs=2, page_size=8, num_pages=13)
-    sizes = CacheSizes(2, 13, 8, K + 1, 2, page_dtype=jnp.bfloat16)
+    sizes = CacheSizes(2, 13, 8, K + 1, 2, page_format=stored)
 
     def empty():
         caches = init_caches(model, sizes, "float32")
@@ -196,10 +197,12 @@ def test_steps_keep_the_dtype_of_pages(checkpoints, name):
         of_drafter = drafter.init_state(sizes, "float32")
         return init_state(2, 32, model.vocab_size, caches, snapshots, of_drafter)
 
-    state = jax.eval_shape(empty)
+    state, num_pools = jax.eval_shape(empty), 0
     for leaf in jax.tree.leaves((state.caches, state.drafter)):
-        is_pool = leaf.shape[1:3] == (13, 8)
-        assert (leaf.dtype == jnp.bfloat16) == is_pool, leaf
+        is_pool = leaf.shape[1:3] == (13, 8) and leaf.dtype.itemsize == 1
+        assert str(leaf.dtype) == (stored.dtype if is_pool else "float32"), leaf
+        num_pools += is_pool
+    assert num_pools == 2
     for program in Prefill(1, 16), Decode(2, K, Variant()), Decode(2, 0, Variant()):
         step, _, packed = abstract(config, model, drafter, program)
         after, _ = jax.eval_shape(step, Params(params, own), state, *packed)

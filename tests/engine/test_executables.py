@@ -334,7 +334,7 @@ def test_names_follow_from_everything(tmp_path, monkeypatch):
         names.append(name())
     with monkeypatch.context() as patch:
         executables._environment.cache_clear()
-        patch.setattr(executables, "_sources", lambda: "other sources")
+        patch.setattr(executables, "sources_digest", lambda: "other sources")
         names.append(name())
     executables._environment.cache_clear()
     assert None not in names and len(set(names)) == len(names)

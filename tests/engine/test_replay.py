@@ -1,11 +1,8 @@
 """What replays measure, by a device and a host whose times are known; the clock is not real."""
 
 import time
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,18 +12,6 @@ from specjax.engine.replay import measure_rounds
 
 KS, BATCHES = (0, 2), (1, 4)
 MAX_MODEL_LEN, SHORT = 800, 100
-
-
-@dataclass
-class Requests:
-    limits: Any
-
-
-@dataclass
-class State:
-    tokens: Any
-    progress: Any
-    requests: Requests
 
 
 class Outputs:
@@ -52,13 +37,16 @@ class Machine:
     def __init__(self, host_ms, round_ms):
         self.host_ms, self.round_ms = host_ms, round_ms
         self.now = self.free_at = 1e3
-        state = [jnp.zeros((4, n), jnp.int32) for n in (MAX_MODEL_LEN, 3, 1)]
-        self.state: Any = State(state[0], state[1], Requests(state[2]))
+
+    def fill(self):
+        """Its requests have only a length."""
+
+    def set_context(self, length):
+        self.context = length
 
     def run(self, key, packed):
         self.now += self.host_ms
-        context = int(self.state.progress[0, 0])
-        self.free_at = max(self.free_at, self.now) + self.round_ms(key.batch, key.k, context)
+        self.free_at = max(self.free_at, self.now) + self.round_ms(key.batch, key.k, self.context)
         return Outputs(self, self.free_at)
 
 

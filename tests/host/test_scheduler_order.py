@@ -147,10 +147,7 @@ class Noting(PolicyRule):
 
 
 def test_k_is_chosen_once_a_step_by_who_decodes():
-    """Not by who is being prefilled, nor by who only waits for its last token.
-
-    Replicas in lock step have to ask together, those too that have nothing to decode.
-    """
+    """Not by who is being prefilled, nor by who only waits for its last token."""
     policy = Noting()
     scheduler = make_scheduler(make_config(max_num_seqs=6, shapes=((6, 4),)), policy)
     assert scheduler.schedule() is None

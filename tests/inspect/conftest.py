@@ -1,31 +1,58 @@
 """Compilation for an H200 in a process of its own, so that this one's JAX stays on the CPU."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.compiled_again import compile_again
+from support.seeds import VARIABLE
 
 from specjax.inspect.compile import compile_functions, has_cuda_plugin
+from specjax.inspect.kept import Kept
 from specjax.inspect.resources import Resources
 
 SHARED_MEMORY = 227 * 1024  # that one program may have
 
 
 @pytest.fixture(scope="session")
-def compile_for_h200() -> Callable[..., dict[Any, dict[str, Any]]]:
+def seed(testrun_uid) -> int:
+    """The seed of what is compiled again, the same in every worker."""
+    return int(os.environ.get(VARIABLE) or int(testrun_uid, 16) % 2**32)
+
+
+@pytest.fixture(scope="session")
+def kept(request, seed) -> Iterator[Kept]:
+    """Functions that earlier runs compiled for an H200.
+
+    A program is compiled if anything that goes into the compiler has changed, and every program is
+    in nightly runs and with `--recompile`. Of the others each worker compiles one at random.
+    """
+    if not has_cuda_plugin():
+        pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
+    option = request.config.getoption
+    is_nightly = "nightly" in option("markexpr").replace("not nightly", "")
+    kept = Kept(
+        Path(__file__).parents[2] / ".cache" / "compiled", option("recompile") or is_nightly
+    )
+    yield kept
+    compile_again(kept, seed)
+
+
+@pytest.fixture(scope="session")
+def compile_for_h200(kept) -> Callable[..., dict[Any, dict[str, Any]]]:
     """Compiles functions of a file in one process; skips without the plugin.
 
     (file, {case: (function, its arguments)}, fields of every request) -> reports by case.
     """
-    if not has_cuda_plugin():
-        pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
 
-    def compile_cases(file, cases, *, resources=False, **fields):
+    def compile_cases(file, cases, *, resources=False, kept=kept, **fields):
         requests = [
             {"function": function, "arguments": dict(arguments), **fields}
             for function, arguments in cases.values()
         ]
-        made = compile_functions(file, requests, resources=resources, timeout=1200)
+        made = compile_functions(file, requests, resources=resources, timeout=1200, kept=kept)
         return dict(zip(cases, made, strict=True))
 
     return compile_cases

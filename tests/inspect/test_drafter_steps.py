@@ -27,7 +27,7 @@ WITHOUT_DRAFTS, PLAIN = "DFlash2, K = 0", "no drafter"
 
 
 @pytest.fixture(scope="module")
-def reports(compile_for_h200, tmp_path_factory):
+def reports(kept, tmp_path_factory):
     """Reports by drafter, all in one process; for K = 0 without a drafter as well."""
     model = CONFIGS / "Llama-3.1-8B"
     few = {"model": model, "batch": FEW, "k": 0, "num_layers": 1}
@@ -41,7 +41,7 @@ def reports(compile_for_h200, tmp_path_factory):
         drafter = {"method": method, "drafter": str(folder)}
         requests[name] = StepRequest(**many, **drafter)
         requests[WITHOUT_DRAFTS] = StepRequest(**few, **drafter)  # the last one's
-    return dict(zip(requests, compile_steps([*requests.values()]), strict=True))
+    return dict(zip(requests, compile_steps([*requests.values()], kept=kept), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

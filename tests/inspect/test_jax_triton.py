@@ -83,7 +83,8 @@ def reports(compile_for_h200, dumped):
         for backend in BACKENDS:
             patch.setenv(VARIABLE, backend)
             case = {backend: ("program", {})}
-            made |= compile_for_h200(__file__, case, options=GPU_OPTIONS, traffic=traffic)
+            options = {"options": GPU_OPTIONS, "traffic": traffic}
+            made |= compile_for_h200(__file__, case, kept=None, **options)  # it must dump
     return made
 
 

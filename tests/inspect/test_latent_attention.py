@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.latent_attention import latent_attention
 from specjax.device.cache.latent import LatentAttention
 from specjax.device.cache.latent_prompt import attend_plainly
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
 from specjax.device.weights.latent_up import LatentUp
 from specjax.engine.xla_options import GPU_OPTIONS
@@ -27,15 +28,19 @@ class Case:
     num_heads: int
     page_size: int = 16
     dtype: str = "bfloat16"
+    pool: str | None = None  # its dtype, if another
 
     def __str__(self):
         return "-".join(map(str, asdict(self).values()))
 
 
+POOLS = "float8_e4m3fn", "int8"
 CASES = [
     # GLM-4.7-Flash has 20 heads; DeepSeek-V3 128, of which 16 are on one of eight devices.
     *(Case(batch, num_rows, 20) for batch in (1, 64) for num_rows in (1, 4)),
     *(Case(8, 4, 16), Case(8, 1, 128), Case(1, 8, 128, page_size=64), Case(1, 512, 20)),
+    *(Case(batch, 4, 20, pool=pool) for batch in (1, 64) for pool in POOLS),
+    *(Case(1, 8, 128, page_size=64, pool=pool) for pool in POOLS),
     *(Case(8, 4, 20, dtype="float32"), Case(1, 1, 16, dtype="float32", page_size=64)),
 ]
 # Heads, D_n, D_v.
@@ -45,17 +50,21 @@ PLAIN = {"GLM-4.7-Flash": (20, 192, 256), "DeepSeek-V3": (128, 128, 128)}
 def program(**case):
     """For the compiler: attention over the latents themselves."""
     case, width = Case(**case), RANK + ROTATED
+    places = NUM_LAYERS, NUM_PAGES * (2 if case.pool else 1), case.page_size
     shapes = (
         ((case.batch, case.num_rows, case.num_heads, width), case.dtype),
-        ((NUM_LAYERS, NUM_PAGES, case.page_size, width), case.dtype),
+        ((*places, width), case.pool or case.dtype),
         ((), jnp.int32),
         ((case.batch, CAPACITY // case.page_size), jnp.int32),
         ((case.batch, case.num_rows), jnp.int32),
+        ((*places, 2) if case.pool == "int8" else (NUM_LAYERS, 2), jnp.float32),
     )
+    shapes = shapes if case.pool else shapes[:-1]
 
     @jax.jit
     def attend(*arrays):
-        return latent_attention(*arrays, rank=RANK, scale=0.1, kernels="triton")
+        *arrays, scales = arrays if case.pool else (*arrays, None)
+        return latent_attention(*arrays, rank=RANK, scale=0.1, scales=scales, kernels="triton")
 
     return attend, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes), {}
 
@@ -89,10 +98,10 @@ def chunk(name):
 
     @jax.jit
     def attend(positions, table, *arrays):
-        *arrays, up = arrays
+        pool, *arrays, up = arrays
         rows = CachedRows(positions, table, folds=True, kernels="triton")
         weight = LatentUp(up, kind.num_heads, kind.nope_dim)
-        return attend_plainly(rows, *arrays, weight, kind.scale)
+        return attend_plainly(rows, Pages(pool), *arrays, weight, kind.scale)
 
     return attend, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes.values()), {}
 

@@ -50,11 +50,16 @@ QWEN = [
 SMALL = [Case(8, 4, 32, 8, 64), Case(1, 16, 8, 8, 64), Case(1, 512, 14, 2, 64)]
 # A step and a prompt of each dimension.
 FEW = [Case(8, 4, 32, 8, 128), *QWEN[1:3], SMALL[1]]
+# The scales of a pool by its dtype.
+SCALES = {
+    "float8_e4m3fn": lambda pool: jax.ShapeDtypeStruct((pool[0], 2), jnp.float32),
+    "int8": lambda pool: jax.ShapeDtypeStruct(pool[:5], jnp.float32),
+}
 CASES = [
     *(*LLAMA_8B, *QWEN, *SMALL),
     *(replace(case, page_size=64) for case in FEW),
     *(replace(case, dtype="float32") for case in FEW),
-    *(replace(case, kv_dtype="float8_e4m3fn") for case in FEW[:3]),
+    *(replace(case, kv_dtype=dtype) for case in FEW for dtype in SCALES),
     Case(1, 4, 32, 1, 128),  # one key head for all
     Case(64, 1, 32, 8, 128, window=1024),
     Case(8, 16, 32, 8, 128, soft_cap=50.0, window=1024),
@@ -67,23 +72,23 @@ def program(**case):
     """For the compiler: the jitted function, its shapes, and nothing static."""
     case, shape = Case(**case), jax.ShapeDtypeStruct
     kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
-    is_scaled = kv_dtype == jnp.float8_e4m3fn
-    pool = (NUM_LAYERS, NUM_PAGES, case.page_size, 2, case.num_kv_heads, case.dim)
+    num_pages = NUM_PAGES if case.kv_dtype is None else 2 * NUM_PAGES  # 8-bit numbers
+    pool = (NUM_LAYERS, num_pages, case.page_size, 2, case.num_kv_heads, case.dim)
     shapes = (
         shape((case.batch, case.num_rows, case.num_heads, case.dim), case.dtype),
         shape(pool, kv_dtype),
         shape((), jnp.int32),
         shape((case.batch, CAPACITY // case.page_size), jnp.int32),
         shape((case.batch, case.num_rows), jnp.int32),
-        shape((2, case.num_kv_heads), jnp.float32) if is_scaled else None,
+        SCALES[case.kv_dtype](pool) if case.kv_dtype else None,
         shape((case.num_heads,), case.dtype) if case.has_sinks else None,
     )
     settings = {"window": case.window, "soft_cap": case.soft_cap, "kernels": "triton"}
 
     @jax.jit
     def attend(*arrays):
-        *arrays, kv_scale, sinks = arrays
-        return paged_attention(*arrays, kv_scale=kv_scale, sinks=sinks, **settings)
+        *arrays, scales, sinks = arrays
+        return paged_attention(*arrays, scales=scales, sinks=sinks, **settings)
 
     return attend, shapes, {}
 

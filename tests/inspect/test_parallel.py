@@ -47,11 +47,12 @@ def test_bytes_of_collectives(compile_for_h200, collectives):
 
 
 @pytest.fixture(scope="module")
-def reports(compile_for_h200):
+def reports(kept):
     """A step by each way to exchange sums."""
     fields = {"model": MODEL, "batch": BATCH, "k": K, "method": "eagle", "num_layers": LAYERS}
     fields["tensor_parallel_size"] = 2
-    made = compile_steps([StepRequest(**fields, collectives=name) for name in NAMES])
+    requests = [StepRequest(**fields, collectives=name) for name in NAMES]
+    made = compile_steps(requests, kept=kept)
     return dict(zip(NAMES, made, strict=True))
 
 

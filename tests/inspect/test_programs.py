@@ -48,7 +48,7 @@ def program(name, dtype="bfloat16"):
     is_hybrid = name == HYBRID
     parts = parts_of("Qwen3.5-27B", "mtp", 4) if is_hybrid else parts_of(dtype=dtype)
     batch = HYBRID_BATCH if is_hybrid else BATCH + 1
-    config = step.fit_engine(parts.target, batch, K, CONTEXT, 16, dtype)
+    config = step.fit_engine(parts.target, batch, K, CONTEXT, dtype)
     model = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
     layout = Layout.of(config, parts.target.vocab_size, model.windows)
     state = jax.eval_shape(lambda: empty_state(config, model, K))

@@ -49,8 +49,7 @@ def test_products_run_on_tensor_cores_and_do_not_spill(compile_for_h200, fitting
         assert {one.split()[1] for one in kernel.products} == {"bf16"}
 
 
-@pytest.mark.usefixtures("compile_for_h200")
-def test_a_step_reads_float8_and_copies_none(tmp_path):
+def test_a_step_reads_float8_and_copies_none(kept, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shapes = {}
     for spec in jax.tree.leaves(describe_model(read_config(tmp_path)).specs()):
@@ -63,7 +62,7 @@ def test_a_step_reads_float8_and_copies_none(tmp_path):
     arrays = ((name, np.zeros(shape, dtype)) for name, (dtype, shape) in shapes.items())
     safetensors_file.write(tmp_path / "model.safetensors", shapes, arrays)
     (report,) = compile_steps(
-        [StepRequest(model=tmp_path, batch=2, k=0, context=24)], resources=True
+        [StepRequest(model=tmp_path, batch=2, k=0, context=24)], resources=True, kept=kept
     )
     assert report.is_one_command_buffer and not report.large_copies
     layers = [one for layer in report.layers.values() for one in layer.kernels]

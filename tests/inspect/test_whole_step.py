@@ -65,7 +65,7 @@ assert GEMM_CASES.keys() == GEMMS.keys()
 
 
 @pytest.fixture(scope="class")
-def reports(request, compile_for_h200):
+def reports(request, kept):
     """Reports by case, of a class's way with matmuls; all in one process."""
     gemm = request.cls.gemm
     requests = [
@@ -79,7 +79,8 @@ def reports(request, compile_for_h200):
         )
         for case in GEMM_CASES[gemm]
     ]
-    return dict(zip(GEMM_CASES[gemm], compile_steps(requests, resources=True), strict=True))
+    made = compile_steps(requests, resources=True, kept=kept)
+    return dict(zip(GEMM_CASES[gemm], made, strict=True))
 
 
 class StepTests:

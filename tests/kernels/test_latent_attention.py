@@ -16,6 +16,7 @@ from support.kernels_paged_attention import LAYER, Case, paged
 from pallas_kernels.latent_attention import latent_attention, latent_attention_triton
 from pallas_kernels.latent_attention.triton import LatentTuning
 from specjax.device.cache.latent_prompt import attend_plainly
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
 from specjax.device.weights.latent_up import LatentUp
 
@@ -117,6 +118,8 @@ def test_the_plain_form_of_chunks(case, kernels):
     up = np.concatenate([key_up, value_up], axis=1).reshape(-1, RANK).astype(np.float32)
     up = LatentUp(up, *key_up.shape[:2])
     queries = (x.reshape(-1, *x.shape[2:]).astype(np.float32) for x in (nope, rotated))
-    out = jax.jit(attend_plainly)(rows, pool, np.int32(LAYER), *queries, up, np.float32(SCALE))
+    out = jax.jit(attend_plainly)(
+        rows, Pages(pool), np.int32(LAYER), *queries, up, np.float32(SCALE)
+    )
     expected = attention_by_definition(*made(case))
     np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=0, atol=1e-5)

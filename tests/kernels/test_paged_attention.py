@@ -141,7 +141,7 @@ def test_auto_takes_what_the_kernel_does_not(case, rounding):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("pool", [None, FP8])
+@pytest.mark.parametrize("pool", [None, FP8, "int8"])
 def test_bf16_is_better_than_plain_bf16(attend, pool):
     """Whose products and weights are rounded as well, for an error of .0029."""
     case = replace(VERIFY_FEW, dtype="bfloat16", pool=pool)

@@ -174,6 +174,15 @@ def test_what_fits_is_taken_and_unknown_kernels_are_named(operation):
 
 
 FP8 = "float8_e4m3fn"
+# What is said of the scales of pools [2, 8, 16, 2, 2, 64].
+OF_SCALES = {
+    "scales are for a pool of 8-bit numbers; kv has float32": [{"scales": (2, 2)}],
+    r"scales are missing: kv of int8 needs f32\[2, 8, 16, 2, 2\]": [{"kv": "int8"}],
+    r"scales of kv in float8_e4m3fn must be f32\[2, 2\]; got float32\[2, 3\]": [
+        {"kv": FP8, "scales": (2, 3)}
+    ],
+    r"scales of kv in int8 must be f32\[2, 8, 16, 2, 2\]": [{"kv": "int8", "scales": (2, 2)}],
+}
 NAMES = "temperature", "top_k", "top_p", "min_p"
 # By what is said: the changes of which it is said, by the operation and then by its kernel.
 BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -256,9 +265,7 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "origins need a window": [{"origins": (2, 3)}, {"origins": (2, 1), "window": 3}],
         "soft_cap must be positive": [{"soft_cap": 0.0}],
         r"sinks must be \[H=4\]; got \(3,\)": [{"sinks": (3,)}],
-        "kv_scale is for a pool of float8_e4m3fn": [{"kv_scale": (2, 2)}],
-        "kv_scale is missing": [{"kv": FP8}],
-        r"kv_scale must be \[2, H_kv=2\]; got \(2, 3\)": [{"kv": FP8, "kv_scale": (2, 3)}],
+        **OF_SCALES,
     },
     "rms_norm": {
         "x must be": [{"x": (4, 8, 2)}, {"weight": (4,)}],
@@ -272,6 +279,7 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "angles must": [{"cos": (2, 3, 33)}, {"cos": (2, 4, 32)}],
         "weights.bias must": [{"bias": (64,)}],
         "weights.k_norm must": [{"k_norm": (512,)}],
+        **OF_SCALES,
     },
     "route": {
         r"logits must be floats \[N, E\]": [{"logits": (8,)}, {"logits": "int32"}],
@@ -346,10 +354,10 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         },
         "page_size 8: .* takes 16, 32, 64, 128": {"kv": (2, 8, 8, 2, 2, 64)},
         "dtype of q float16: .* takes bf": {"q": "float16", "kv": "float16"},
-        "in bfloat16: float32: .* takes bfloat16, float8_e4m3fn": {"q": "bfloat16"},
+        "in bfloat16: float32: .* takes bfloat16, float8_e4m3fn, int8": {"q": "bfloat16"},
         "(?m)in float32: bfloat16: .* takes float32$": {"kv": "bfloat16"},
-        "kv of 3.0 GiB in float8_e4m3fn": {  # which Pallas would index wrongly
-            **{"q": "bfloat16", "kv": LARGE_POOL, "kv_scale": (2, 4)},
+        "a pool of 3.0 GiB in float8_e4m3fn": {  # which Pallas would index wrongly
+            **{"q": "bfloat16", "kv": LARGE_POOL},
         },
     },
     "packed_matmul": {
@@ -365,7 +373,12 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "rms_norm": {"D=32768; at most": {"x": (1, 2**15), "delta": (1, 2**15), "weight": (2**15,)}},
-    "rope_write": {"D=48": of_dim(48), "D=8": of_dim(8)},
+    "rope_write": {
+        **{"D=48": of_dim(48), "D=8": of_dim(8)},
+        "a pool of 3.0 GiB in float8_e4m3fn": {
+            **{"qkv": (2, 3, 768), "bias": (768,), "kv": LARGE_POOL},
+        },
+    },
     "scaled_matmul": {
         "values float8_e4m3fn or int8; got": {"values": (150, 200)},
         r"fewer than 2\^31 numbers": {

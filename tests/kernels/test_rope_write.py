@@ -112,7 +112,7 @@ class Case:
 def check(case, kernels):
     """Compare with the equation; return how many entries of the pool are written."""
     arguments = case.arguments()
-    q, kv = case.run(kernels, arguments)
+    q, kv, _ = case.run(kernels, arguments)
     wanted_q, pool, is_written = case.by_definition(*arguments)
     real = arguments[6] >= 0
     assert q.dtype == kv.dtype == arguments[3].dtype
@@ -161,8 +161,8 @@ def test_what_writes_nothing(kernels):
 def test_without_writes_the_queries_are_the_same_and_the_pool_stays(kernels):
     case = Case(has_norms=True)
     arguments = case.arguments()
-    q, _ = case.run(kernels, arguments)
-    same, kv = case.run(kernels, arguments, writes=False)
+    q, *_ = case.run(kernels, arguments)
+    same, kv, _ = case.run(kernels, arguments, writes=False)
     np.testing.assert_array_equal(np.asarray(kv), np.asarray(arguments[3]))
     np.testing.assert_array_equal(np.asarray(same), np.asarray(q))
 
@@ -177,5 +177,5 @@ def test_a_donated_pool_is_updated_in_place():
             qkv, weights, angles, kv, *rest, num_heads=4, eps=EPS, kernels="reference"
         )
 
-    _, out = jax.jit(call, donate_argnums=0)(kv)
+    _, out, _ = jax.jit(call, donate_argnums=0)(kv)
     assert kv.is_deleted() and out.unsafe_buffer_pointer() == address

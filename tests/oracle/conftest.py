@@ -50,6 +50,11 @@ SIZES = {
 FLOAT32 = np.dtype(np.float32)
 
 
+@pytest.fixture(autouse=True)
+def small_process(small_test):
+    """After each test: nearly all have engines of their own."""
+
+
 def target_states(hf, tokens):
     """(hidden states after the final norm, residual streams entering layer 0..L), each [T, D]."""
     outputs, decoder = [], hf.get_decoder()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.device.cache.pages import Pages
 from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
 from specjax.device.drafters.ngram import NGramDrafter
 
@@ -23,8 +24,8 @@ pytest.importorskip("torch")
 def spoil(caches, unused):
     """NaN in the unused pages of each cache [layers, pages, ...]."""
     return tuple(
-        jnp.where(one.reshape(1, -1, *[1] * (cache.ndim - 2)), jnp.nan, cache)
-        for cache, one in zip(caches, unused, strict=True)
+        Pages(jnp.where(one.reshape(1, -1, *[1] * (x.ndim - 2)), jnp.nan, x))
+        for (x, _), one in zip(caches, unused, strict=True)
     )
 
 

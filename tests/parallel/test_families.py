@@ -8,7 +8,7 @@ from support.targets import VOCAB
 
 from specjax import SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
 
 
 class Case(NamedTuple):

@@ -35,7 +35,7 @@ from specjax.device.parallel import specs_of
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.rl import RolloutEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
 
 SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
 EDITS = (

@@ -21,6 +21,7 @@ from support.refits import (
 )
 from support.rollouts import SETTINGS, copied
 
+from specjax.rl import distill
 from specjax.rl.distill import OnlineDistiller
 from specjax.rl.engine import RolloutEngine
 from specjax.train.data import Document, shuffled_indices, window
@@ -183,11 +184,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused(open_engine, prompts, tmp_pat
     for folder in tmp_path / "nowhere", tmp_path:
         with pytest.raises(ValueError, match="no checkpoint of a distiller"):
             refits.restore(folder)
+    own, facts = refits._arrays(), {"version": 0, "rollouts": []}
+    other = jax.tree.map(lambda x: {"values": x}, own)  # as an earlier version did
+    distill._write(tmp_path / "earlier", other, {**facts, "shapes": distill._shapes(own)})
+    with pytest.raises(ValueError, match="earlier stores .* another form; .*version of specjax"):
+        refits.restore(tmp_path / "earlier")
     refits.save(tmp_path)
     wider = distiller(open_engine("eagle3", intermediate_size=64))
     with pytest.raises(ValueError, match=r"mlp.*float32\[.*the engine's is float32\["):
         wider.restore(tmp_path)
-    with pytest.raises(ValueError, match="of other models"):
+    with pytest.raises(ValueError, match="of other models.* same models, .*version"):
         distiller(open_engine("mtp")).restore(tmp_path)
     with pytest.raises(ValueError, match="different weights of version 0"):
         distiller(open_engine("eagle3", seed=3)).restore(tmp_path)

@@ -18,9 +18,10 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.device.drafters.mtp_files import of_own_shape
 from specjax.device.models.registry import describe_model, read_config, save_model
 from specjax.rl import RolloutEngine, read_weights, weights
+from specjax.rl.checksum import checksum
 from specjax.rl.named import read_named
 from specjax.rl.nnx import PolicyModule, hf_named
-from specjax.rl.weights import checksum, stage_drafter, stage_target
+from specjax.rl.weights import stage_drafter, stage_target
 
 torch = pytest.importorskip("torch")
 

@@ -17,7 +17,7 @@ from specjax.rl.rollouts import RolloutError
 @pytest.fixture
 def one_thread(monkeypatch):
     made = OneThread()
-    monkeypatch.setattr(ray_workers, "_import_ray", lambda: made)
+    monkeypatch.setattr(ray_workers, "import_ray", lambda name: made)
     monkeypatch.setattr(ray_worker, "RolloutEngine", FailingEngine)
     monkeypatch.setattr(FailingEngine, "plan", defaultdict(list))
     return made

@@ -1,13 +1,12 @@
 """Two workers on two cores give what one engine gives, whatever happens to them."""
 
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from support.engines import SIZES, K
+from support.ray_cluster import ray_cluster
 from support.rollouts import assert_same, copied
 
 from specjax.rl.engine import RolloutEngine
@@ -16,33 +15,13 @@ from specjax.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_tokens=20)
 
 
 @pytest.fixture(scope="module")
 def ray():
-    found = pytest.importorskip("ray")
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "ray"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        # As the tests' own programs are compiled.
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(jax.config.values["jax_disable_most_optimizations"]),
-    }
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")  # of Ray's own start
-        patch.setenv("RAY_worker_niceness", "0")  # else they wait for all else that runs
-        found.init(
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            runtime_env={"env_vars": environment},
-        )
-    yield found
-    found.shutdown()
+    with ray_cluster() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.weights.matrix import Dense
-from specjax.rl.weights import checksum, paths, stage_drafter
+from specjax.rl.checksum import checksum
+from specjax.rl.weights import paths, stage_drafter
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])

@@ -10,12 +10,14 @@ kind and a fixed seed, .025 with 10,000 and .009 with 80,000 whose seeds are new
 SPECJAX_TEST_SEED repeats a run whose seed was printed.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from support.asked import Asked
 from support.fits import FIXED_SEED, LEAST, NEW_SEED, pvalue
 from support.seeds import new_seed
@@ -25,11 +27,13 @@ from specjax.device.edits import History
 from specjax.device.noise import Stream
 from specjax.device.sampling import choose, draw_draft, process
 from specjax.device.verification import Block, Draft, Rejection, SeedExact, Target
+from specjax.device.vocabulary import WHOLE, SplitVocabulary
 from specjax.sampling_params import SamplingParams
 
 K, NUM_TOKENS, NUM_CONTEXTS = 2, 3, 5
 SMALL = 8  # a vocabulary whose chains can all be listed
-ROWS = {8: 1000, 64: 800, 4096: 400}  # of a step, by vocabulary
+SPLIT = SplitVocabulary(200, 4, "tokens")  # 64 columns on each device; the last has 8 tokens
+ROWS = {8: 1000, 64: 800, SPLIT.total: 800, 4096: 400}  # of a step, by vocabulary
 LENGTH = 3 + 2 * (K + 1) + K  # a round may start with one token to go
 PROMPT, OUTPUT = [1, 4], [2]
 
@@ -61,8 +65,44 @@ def requests_of(vocab_size):
     ]
 
 
-@partial(jax.jit, static_argnames=("shares_noise", "is_greedy"))
-def propose(table, tokens, lengths, requests, *, shares_noise, is_greedy):
+def on_devices(function):
+    """Compile a function of logits; with a vocabulary of `SPLIT.total` tokens, for four devices.
+
+    Each device then has its columns of the arrays and results whose last axis are tokens.
+    """
+
+    @partial(jax.jit, static_argnames=("method", "shares_noise", "is_greedy"))
+    def run(*arrays, **static):
+        whole = jax.eval_shape(partial(function, WHOLE, **static), *arrays)
+        if not any(map(is_split, jax.tree.leaves(arrays))):
+            return function(WHOLE, *arrays, **static)
+        padding = SPLIT.num_devices * SPLIT.size - SPLIT.total
+        split = jax.shard_map(
+            lambda arrays: function(SPLIT, *arrays, **static),
+            mesh=Mesh(np.array(jax.devices()[: SPLIT.num_devices]), SPLIT.axis),
+            in_specs=(jax.tree.map(placed, arrays),),
+            out_specs=jax.tree.map(placed, whole),
+            check_vma=False,
+        )(jax.tree.map(lambda x: pad_columns(x, padding) if is_split(x) else x, arrays))
+        return jax.tree.map(lambda x, like: x[..., : like.shape[-1]], split, whole)
+
+    return run
+
+
+def is_split(x):
+    return x.ndim > 0 and x.shape[-1] == SPLIT.total
+
+
+def placed(x):
+    return PartitionSpec(*[None] * (x.ndim - 1), SPLIT.axis) if is_split(x) else PartitionSpec()
+
+
+def pad_columns(x, count):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)])
+
+
+@on_devices
+def propose(vocabulary, table, tokens, lengths, requests, *, shares_noise, is_greedy):
     """K drafts of the drafter's logits, as `ChainDrafter` draws them."""
     vocab_size, rows = table.shape[1], jnp.arange(len(lengths))
     context = DraftContext(
@@ -77,27 +117,30 @@ def propose(table, tokens, lengths, requests, *, shares_noise, is_greedy):
         row_multiple=1,
         shares_noise=shares_noise,
         variant=Variant(),
+        vocabulary=vocabulary,
     )
     last, drafts, probs = tokens[rows, lengths - 1], [], []
     for _ in range(K):
-        logits = table[last % NUM_CONTEXTS]
+        logits = vocabulary.without_padding(table[last % NUM_CONTEXTS])
         last, q = context.draw(logits, None, vocab_size, drafts, is_greedy=is_greedy)
         drafts.append(last)
         probs += [] if q is None else [q]
     return Draft(jnp.stack(drafts, axis=1), jnp.stack(probs, axis=1) if probs else None)
 
 
-@jax.jit
-def processed(table, tokens, lengths, requests, drafts):
+@on_devices
+def processed(vocabulary, table, tokens, lengths, requests, drafts):
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     rows = jnp.concatenate([last, drafts], axis=1)
-    logits = table[rows % NUM_CONTEXTS]
-    return process(logits, requests, History(tokens, lengths).then(drafts))
+    logits = vocabulary.without_padding(table[rows % NUM_CONTEXTS])
+    history = History(tokens, lengths).then(drafts)
+    return process(logits, requests, history, vocabulary=vocabulary)
 
 
-@partial(jax.jit, static_argnums=0)
-def verify(method, draft, target):
-    return method.verify(draft, target)
+@on_devices
+def verify(vocabulary, draft, target, *, method):
+    logits = vocabulary.without_padding(target.logits)
+    return method.verify(draft, replace(target, logits=logits, vocabulary=vocabulary))
 
 
 def tables_of(vocab_size):
@@ -162,7 +205,8 @@ def step(method, requests, rows, tables, is_greedy, may_stand):
     assert (draft.probs is None) == (method.shares_noise or is_greedy)
     logits = processed(target, tokens, lengths, device, draft.tokens)
     most = may_stand(rows, requests.stood[rows], np.asarray(draft.tokens)).astype(np.int32)
-    verdict = verify(method, draft, Target(logits, device.sampling, lengths, most))
+    target = Target(logits, device.sampling, lengths, most)
+    verdict = verify(draft, target, method=method)
     accepted = np.asarray(verdict.num_accepted)
     for t, emitted in enumerate(np.asarray(verdict.tokens).T):
         stands = t <= accepted
@@ -240,6 +284,7 @@ def test_rounds_emit_the_targets_distribution(vocab_size, count, method, is_gree
     [
         *(pytest.param(SMALL, 10_000, *case, marks=pytest.mark.slow) for case in EVERY),
         pytest.param(4096, 200, Rejection(), False, marks=pytest.mark.slow),
+        *(pytest.param(SPLIT.total, 800, m, False, marks=pytest.mark.slow) for m in METHODS),
         *(pytest.param(SMALL, 80_000, *case, marks=pytest.mark.nightly) for case in EVERY),
         *(pytest.param(64, 50_000, *case, marks=pytest.mark.nightly) for case in EVERY),
         *(pytest.param(4096, 3_000, m, False, marks=pytest.mark.nightly) for m in METHODS),

@@ -5,6 +5,7 @@ it compiled for the first; one that differs in a size, pages included, compiles 
 tests build engines as they like, of these sizes; those that want few pages take the others away.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,6 +109,18 @@ def patched(target: object, name: str, value: object) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, name, value)
         yield
+
+
+@contextmanager
+def held(built: LLM) -> Iterator[Callable[[int], None]]:
+    """Within, the engine makes no step but those let go; the thread that asks for them goes on."""
+    step, allowed = built.engine.step, threading.Semaphore(0)
+
+    def step_if_allowed() -> list:
+        return step() if allowed.acquire(timeout=0.001) else []
+
+    with patched(built.engine, "step", step_if_allowed):
+        yield allowed.release
 
 
 def gpu_model(*arguments: Any) -> StepModel:

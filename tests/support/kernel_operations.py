@@ -37,8 +37,8 @@ def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
 
 
-def of(function: Callable[..., Any], *given: Any) -> Operation:
-    return lambda kernels: partial(jax.jit(partial(function, kernels=kernels)), *given)
+def of(function: Callable[..., Any], *given: Any, **named: Any) -> Operation:
+    return lambda kernels: partial(jax.jit(partial(function, kernels=kernels)), *given, **named)
 
 
 def draw(*, has_ids: bool) -> Operation:
@@ -55,17 +55,19 @@ def draw(*, has_ids: bool) -> Operation:
     return of(run, 3 * normal(3, 8500), temperature, seeds, counters)
 
 
-def rope() -> Operation:
+def rope(pool: str = "float32") -> Operation:
     """Two requests of three rows; heads with biases and norms, and a page that is not assigned."""
     num_heads, num_kv_heads, dim, half = 4, 2, 32, 8
     width = (num_heads + 2 * num_kv_heads) * dim
     weights = HeadWeights(normal(width), normal(dim, seed=1), normal(dim, seed=2))
     angles = normal(2, 3, half), normal(2, 3, half, seed=3)
-    kv = normal(2, 6, 16, 2, num_kv_heads, dim)
+    kv = normal(2, 6, 16, 2, num_kv_heads, dim, dtype=pool)
+    scales = {"int8": normal(*kv.shape[:-1]), "float8_e4m3fn": np.float32([[1, 1], [0.5, 2]])}
     table = np.array([[4, 2], [1, -1]], np.int32)
     positions = np.array([[15, 16, -1], [14, 15, 16]], np.int32)
     given = normal(2, 3, width), weights, angles, kv, np.int32(1), table, positions
-    return of(partial(rope_write, num_heads=num_heads, eps=1e-5), *given)
+    run = partial(rope_write, num_heads=num_heads, eps=1e-5)
+    return of(run, *given, scales=scales.get(pool))
 
 
 def truncation() -> Operation:
@@ -100,9 +102,23 @@ def packed(form: Form, *, has_zeros: bool) -> Operation:
     return of(partial(packed_matmul, form=form), *given)
 
 
+def latents(pool: str | None = None) -> Operation:
+    """Two requests, one of which has a row of padding."""
+    scales, dtype = None, "bfloat16" if pool else "float32"
+    entries = normal(2, 6, 16, 80, dtype=dtype)
+    if pool:
+        entries, scales = (40 * normal(2, 6, 16, 80)).astype(pool), abs(normal(2, 6, 16, 2)) / 40
+    run = partial(latent_attention, rank=64, scale=0.2)
+    given = normal(2, 2, 5, 80, dtype=dtype), entries, np.int32(1)
+    where = (np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]]))
+    return of(run, *given, *where, scales=scales)
+
+
 def attention(case: Case) -> Operation:
     options = kernels_paged_attention.options(case)
-    return of(partial(paged_attention, **options), *kernels_paged_attention.arguments(case))
+    scales = options.pop("scales", None)
+    given = kernels_paged_attention.arguments(case)
+    return of(partial(paged_attention, **options), *given, scales=scales)
 
 
 def delta_rule(heads: Heads, batch: int) -> Operation:
@@ -134,6 +150,8 @@ OPERATIONS: dict[str, Operation] = {
     "draw_tokens": draw(has_ids=False),
     "draw_tokens/ids": draw(has_ids=True),
     "rope_write": rope(),
+    "rope_write/fp8": rope("float8_e4m3fn"),
+    "rope_write/int8": rope("int8"),
     "truncation": truncation(),
     "batched_scaled_matmul": of(
         partial(batched_scaled_matmul, block=(64, 32)),
@@ -151,11 +169,8 @@ OPERATIONS: dict[str, Operation] = {
         *(normal(24, 200) / 14, normal(5, 90, 200, dtype="float8_e4m3fn")),
         *(np.square(normal(5, 2, 2)), GROUPS),
     ),
-    "latent_attention": of(
-        partial(latent_attention, rank=64, scale=0.2),
-        *(normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1)),
-        *(np.array(x, np.int32) for x in ([[3, 0, 5], [2, 4, 1]], [[40, 41], [7, -1]])),
-    ),
+    "latent_attention": latents(),
+    "latent_attention/int8": latents("int8"),
     # Integers with zero points, and floats with factors.
     "packed_matmul/integers": packed(Form(32), has_zeros=True),
     "packed_matmul/floats": packed(Form(16, is_float=True), has_zeros=False),
@@ -169,6 +184,7 @@ OPERATIONS: dict[str, Operation] = {
     "paged_attention/window": attention(
         Case((70,), (3,), 4, window=20, soft_cap=2.0, dtype="bfloat16", pool="float8_e4m3fn")
     ),
+    "paged_attention/int8": attention(Case((150, 5), (4, 3), 4, dtype="bfloat16", pool="int8")),
     # Tiles for few requests, and for many.
     "gated_delta_rule/few": delta_rule(Heads(2, 4, 16, 32), 5),
     "gated_delta_rule/many": delta_rule(Heads(1, 2, 32, 64), 9),

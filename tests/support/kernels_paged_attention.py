@@ -60,6 +60,8 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
     kv, page_table, positions = paged(case, rng, 2, case.num_kv_heads, case.dim)
     num_heads = case.num_kv_heads * case.group
     q = rng.normal(size=(len(case.starts), case.num_rows, num_heads, case.dim))
+    if case.pool == "int8":  # where it is NaN, scales are
+        kv = np.rint(40 * np.nan_to_num(kv)).clip(-127, 127)
     return (
         q.astype(jnp.dtype(case.dtype)),
         kv.astype(jnp.dtype(case.pool or case.dtype)),
@@ -90,7 +92,7 @@ def paged(case: Case, rng: np.random.Generator, *entry: int) -> tuple[np.ndarray
 
 
 def options(case: Case) -> dict[str, Any]:
-    """window, origins, soft_cap, kv_scale and sinks, those that the case has."""
+    """window, origins, soft_cap, scales and sinks, those that the case has."""
     found: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
     if case.is_block:
         starts = np.array(case.starts, np.int32)[:, None]
@@ -101,8 +103,11 @@ def options(case: Case) -> dict[str, Any]:
         sinks = 3 * np.random.default_rng(0).standard_normal(num_heads)
         found["sinks"] = sinks.astype(jnp.dtype(case.dtype))
     if case.pool == "float8_e4m3fn":
-        scale = np.random.default_rng(0).uniform(0.5, 2.0, (2, case.num_kv_heads))
-        found["kv_scale"] = scale.astype(np.float32)
+        scales = np.random.default_rng(0).uniform(0.5, 2.0, (NUM_LAYERS, 2))
+        found["scales"] = scales.astype(np.float32)
+    if case.pool == "int8":
+        scales, *_ = paged(case, np.random.default_rng(0), 2, case.num_kv_heads)
+        found["scales"] = (1 + np.abs(scales)) / 80
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -116,13 +121,14 @@ def attention_by_definition(
     window=10**6,
     origins=None,
     soft_cap=None,
-    kv_scale=None,
+    scales=None,
     sinks=None,
 ):
     """The equation, one row and head at a time."""
     pool = kv[layer].astype(np.float64)
-    if kv_scale is not None:
-        pool = pool * kv_scale[:, :, None]
+    if scales is not None:
+        own = scales[layer].astype(np.float64)
+        pool = pool * (own[:, None, None] if own.ndim == 1 else own[..., None])
     out, page_size = np.zeros(q.shape, np.float64), pool.shape[1]
     origins = positions if origins is None else origins
     group = q.shape[2] // pool.shape[3]

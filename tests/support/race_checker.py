@@ -69,7 +69,9 @@ class RaceChecker:
     def poison(self, dtype: np.dtype) -> Any:
         """What memory holds before it is written."""
         number, integer, truth = POISON[self.current_order]
-        return {"b": truth, "i": integer, "u": integer % 2**32}.get(dtype.kind, number)
+        bits = 8 * dtype.itemsize - 1  # without the sign
+        integers = {"i": max(integer, -(2**bits)), "u": integer % 2**32}
+        return ({"b": truth} | integers).get(dtype.kind, number)
 
     def begin_program(self) -> None:
         self._now += 1

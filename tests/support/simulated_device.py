@@ -78,6 +78,8 @@ class SimulatedPrograms:
         self._packings: dict[Program, list[Any]] = {}  # with shapes, of the packed arguments
         self.renew()
 
+    num_processes = 1
+
     # --- the port ---------------------------------------------------------------------------------
 
     @property
@@ -147,6 +149,12 @@ class SimulatedPrograms:
             assert packed.shape == shape and packed.dtype == np.int32
             inputs.append(packing.views(packed))
         return getattr(self, f"_{name}")(program, *inputs, *arguments[len(inputs) :])
+
+    def wait_for(self, result: Any) -> None:
+        """Results are there when a program returns."""
+
+    def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """There is no other process."""
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]

@@ -103,6 +103,7 @@ tl = SimpleNamespace(
     float8e4nv=jax.numpy.dtype("float8_e4m3fn"),
     float32=np.float32,
     int1=np.bool_,
+    int8=np.int8,
     int32=np.int32,
     int64=np.int64,
     uint32=np.uint32,

@@ -12,21 +12,21 @@ from specjax.train.loop import Schedule, fit
 pytestmark = pytest.mark.every_jax
 
 
-def _fit(directory, steps_before_a_kill=None, steps=12):
-    params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+def _fit(directory, steps_before_a_kill=None, steps=12, bias="b"):
+    params = {"w": jnp.ones((4, 3)), bias: jnp.zeros(3)}
     frozen = jnp.arange(12.0).reshape(4, 3) / 10
 
     def loss(params, frozen, x, key):
         noise = 0.1 * jax.random.normal(key, x.shape)
-        error = (x + noise) @ (params["w"] - frozen) + params["b"][None]
-        return (error**2).mean(), {"bias": jnp.abs(params["b"]).max()}
+        error = (x + noise) @ (params["w"] - frozen) + params[bias][None]
+        return (error**2).mean(), {"bias": jnp.abs(params[bias]).max()}
 
     def batches(step):
         if step == steps_before_a_kill:
             raise KeyboardInterrupt
         return jnp.array(np.random.default_rng(step).standard_normal((8, 4)), jnp.float32)
 
-    labels = {"w": "muon", "b": "adamw"}
+    labels = {"w": "muon", bias: "adamw"}
     schedule = Schedule(steps=steps, batch_size=8, length=1, learning_rate=0.05, seed=0)
     return fit(
         params, frozen, labels, loss, batches, directory, schedule, log_every=4, save_every=3
@@ -55,6 +55,12 @@ def test_steps_between_rows_are_told_when_they_take_long(tmp_path, capsys, monke
     _fit(tmp_path, steps=5)
     told = re.findall(r"^step (\d+) of 5$", capsys.readouterr().err, re.MULTILINE)
     assert told == ["1", "2", "3"]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    _fit(tmp_path, steps=4)
+    with pytest.raises(ValueError, match=f"{tmp_path} has a checkpoint .* choose another folder"):
+        _fit(tmp_path, bias="another name")
 
 
 def test_a_finished_run_is_only_read(tmp_path):

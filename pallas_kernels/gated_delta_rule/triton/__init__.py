@@ -1,4 +1,4 @@
-"""Triton kernels of the gated delta rule. With the norm, a decode step has three, a prompt four."""
+"""Triton kernels of the gated delta rule: three for a decode step, four for a prompt."""
 
 import jax
 import jax.numpy as jnp

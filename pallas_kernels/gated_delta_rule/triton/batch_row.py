@@ -1,4 +1,4 @@
-"""A kernel program's view of one request in the batch: its slot and its new tokens."""
+"""The slot and the new tokens of one request, as a kernel reads them."""
 
 from typing import Any, NamedTuple
 

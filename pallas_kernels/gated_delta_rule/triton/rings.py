@@ -1,4 +1,4 @@
-"""The rings of u, k and e^g, for a program that owns some rows of a state.
+"""The ring buffers of u, k and e^g, for a program that owns some rows of a state.
 
 The D_k columns of a state are divided into pieces. The program holds its rows as a list of arrays
 [rows, piece], with one array for each piece.
@@ -37,9 +37,9 @@ class Rings(NamedTuple):
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Return the states after folding the tokens from position `first` up to the new tokens.
+        """Return the states after including the tokens from position `first` up to the new tokens.
 
-        `tokens` tokens are loaded at a time.
+        `tokens` is the number of tokens that are loaded at a time.
         """
         start = self.row.start
 

@@ -2,7 +2,8 @@
 
 Next to a tensor X of float8_e4m3fn or int8 [..., O, I], a checkpoint has its scales X_scale_inv
 (DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The
-tensors show whether there are scales, and for what. Only the size of a block is in the config.
+shape of the scales shows whether they are per block, output, group or tensor. Only the size of a
+block is in the config.
 """
 
 import math
@@ -58,7 +59,7 @@ class ScaledTensor:
         return self.weight.shape
 
     def read(self) -> jax.Array:
-        """Return the product, computed on JAX's default device, which is faster than the host."""
+        """Return the numbers times their scales, computed on JAX's default device for speed."""
         return _multiply(self.weight.read(), self.read_scales(), self.block, self.dtype)
 
     def read_scales(self) -> np.ndarray:
@@ -73,7 +74,7 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class ValuesSpec(TensorSpec):
-    """The spec of the numbers of 8-bit tensors, as they are stored."""
+    """The `TensorSpec` of a matrix of 8-bit numbers, as they are stored."""
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`."""
@@ -82,16 +83,19 @@ class ValuesSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class ScalesSpec(TensorSpec):
-    """The spec of the scales f32[blocks of rows, blocks of columns] of a matrix of 8-bit tensors.
+    """The `TensorSpec` of an 8-bit matrix's scales, f32[blocks of rows, blocks of columns].
 
-    `file_shapes` are the shapes of the tensors with the numbers.
+    The matrix may merge several tensors. `file_shapes` are the shapes of their numbers.
     """
 
     blocks: tuple[Block, ...] = ()  # for each tensor, the rows and columns that share a scale
 
     @property
     def block(self) -> Block:
-        """The size of a block of the matrix: no tensor's block or part begins within one."""
+        """The size of the matrix's blocks.
+
+        No tensor, block of a tensor or part of a head begins within one of these blocks.
+        """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))
         within = [rows for (rows, _), size in zip(self.blocks, sizes, strict=True) if rows < size]
@@ -109,7 +113,7 @@ class ScalesSpec(TensorSpec):
         return [find(name).read_scales() for name in self.names]
 
     def join(self, parts: Any, dtype: np.dtype) -> jax.Array:
-        """Return the scales, from those of each tensor."""
+        """Return the scales of the merged matrix, given the scales of each tensor."""
         sizes = [shape[0] for shape in self.file_shapes]
         of_rows = [
             jnp.repeat(part, rows, axis=0)[:size]
@@ -124,7 +128,7 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
     """Return a copy of `files`, in which a `ScaledTensor` replaces each 8-bit tensor with scales.
 
     Reading a `ScaledTensor` returns the product in `dtype`. `block` is the size of blocks that
-    share a scale; None if there are only scales of outputs and tensors.
+    share a scale; None if all scales are per output or per tensor.
 
     Raises:
         CheckpointError: scales have a wrong shape; the error names the tensor.
@@ -161,7 +165,7 @@ def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
 
 
 def _is_like(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether scales of shape `found` are scales of `shape`, with or without sides of 1."""
+    """Return whether the shapes are equal, ignoring axes of size 1 if `shape` has one column."""
     own = tuple(size for size in found if size > 1)
     return found == shape or (shape[-1] == 1 and own == tuple(n for n in shape if n > 1))
 

@@ -1,28 +1,30 @@
-"""The interface of cache kinds, which define a cache's arrays and how a layer's rows use them.
+"""The interface of cache kinds. A cache kind defines a cache's arrays, and how layers use them.
 
 A model lists its cache kinds, and each kind has one pytree of arrays. The step, the engine and the
-memory planning iterate over this list, and do not depend on specific kinds.
+memory planning iterate over this list. They do not depend on specific kinds.
 """
 
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
+
+from pallas_kernels.page_formats import PageFormat
+from specjax.device.cache.pages import Pages, init_pages
 
 
 class CacheSizes(NamedTuple):
     """The capacity of a cache."""
 
     num_slots: int  # maximum number of resident requests
-    num_pages: int  # number of pages of layers without separate window pages
+    num_pages: int  # pages of all layers that have no separate `window_pages`
     page_size: int  # tokens per page
-    max_rows: int  # maximum number of rows per request in a step; some may be rejected
+    max_rows: int  # maximum number of rows per request in a step
     num_snapshots: int = 0  # number of snapshots of recurrent states
-    window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers with separate pages
-    page_dtype: Any = None  # dtype of pages; None: the model's dtype
+    window_pages: tuple[tuple[int, int], ...] = ()  # (window, number of its pages)
+    page_format: PageFormat | None = None  # of 8-bit pages; None: pages have the model's dtype
 
     def pages(self, window: int | None) -> int:
-        """Return the number of pages of layers with this `window`."""
+        """Return the number of pages for layers with this `window` (None for no window)."""
         return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 
@@ -46,8 +48,8 @@ class CacheKind(Protocol):
     def is_recurrent(self) -> bool:
         """Whether requests have a state in addition to pages.
 
-        If so, the tokens of reused pages can be skipped only if a snapshot of the state is restored
-        as well.
+        If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
+        these tokens is restored.
         """
         ...
 
@@ -75,7 +77,7 @@ class CacheKind(Protocol):
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Create an empty cache for a model with `dtype`."""
+        """Return an empty cache. `dtype` is the model's dtype."""
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
@@ -88,7 +90,7 @@ class CacheKind(Protocol):
         """Copy the states of `slots` i32[B] to the snapshots `ids` i32[B]; return the snapshots.
 
         `ends` i32[B] is the number of tokens that each state includes. The states must include all
-        tokens in the caches, so that no tokens are pending. Out-of-range ids are ignored.
+        tokens in the caches. Out-of-range ids are ignored.
         """
         ...
 
@@ -102,7 +104,7 @@ class CacheKind(Protocol):
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run `rows` (`CachedRows`) on the cache; return the output [N, ...] and the new cache."""
+        """Run the layer on `rows` (`CachedRows`); return the output [N, ...] and the new cache."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
@@ -110,19 +112,21 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run one more step of drafting, in which every row of the sequences gets one more draft.
+        """In training, return one more drafting step's output, and `kept` with the step's entry.
 
-        Return the output, and `kept` with this step's entry. `kept` holds the entries of the
-        previous steps; it is () at first.
+        A drafting step makes one more draft after every row of the sequences. `kept` holds the
+        entries of the previous steps; it is () at first.
         """
         ...
 
 
 class PagesOnly:
-    """The base class of cache kinds whose only state is pages."""
+    """The base class of cache kinds that store everything in pages."""
 
     num_layers: int
     window: Any
+    keeps_dtype: bool  # whether pages have the model's dtype, regardless of the format
+    layer_scales: tuple[tuple[float, float], ...]  # for formats with scales of layers; () if all 1
 
     @property
     def is_recurrent(self) -> bool:
@@ -135,6 +139,16 @@ class PagesOnly:
         raise NotImplementedError
 
     @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of a token's entry, for formats with scales of tokens."""
+        raise NotImplementedError
+
+    @property
+    def scaled_parts(self) -> tuple[str, str]:
+        """The scales, "k" or "v", that a checkpoint has for the parts of `layer_scales`."""
+        return "k", "v"
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """(0,): there is no state."""
         return (0,)
@@ -144,22 +158,23 @@ class PagesOnly:
         """0, because queries, keys and values are about as wide as the model."""
         return 0
 
-    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
-        """Create an empty pool [layers, pages, page_size, *token_shape]."""
-        pages = self.num_layers, sizes.pages(self.window), sizes.page_size
-        page_dtype = dtype if sizes.page_dtype is None else sizes.page_dtype
-        return jnp.zeros((*pages, *self.token_shape), page_dtype)
+    def init(self, sizes: CacheSizes, dtype: Any) -> Pages:
+        """Create empty pages."""
+        places = self.num_layers, sizes.pages(self.window), sizes.page_size
+        stored = None if self.keeps_dtype else sizes.page_format
+        shapes = self.token_shape, self.scale_shape
+        return init_pages(places, *shapes, dtype, stored, self.layer_scales)
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
         """Return None: pages need no snapshots."""
 
     def take(
-        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
+        self, snapshots: None, ids: jax.Array, cache: Pages, slots: jax.Array, ends: jax.Array
     ) -> None:
-        """Return None: the pages themselves are kept."""
+        """Return None: pages need no snapshots."""
 
     def restore(
-        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
-    ) -> jax.Array:
-        """Return the cache unchanged: the page table refers to the kept pages."""
+        self, cache: Pages, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
+    ) -> Pages:
+        """Return the cache unchanged: pages need no snapshots."""
         return cache

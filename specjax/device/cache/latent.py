@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.quantisation import as_stored
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.rope_write.reference import rotate
+from pallas_kernels.rope_write.reference import pages_of, rotate
 from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.latent_prompt import attend_plainly, head_dim
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
 from specjax.device.weights.latent_up import LatentProjection
 
@@ -43,10 +45,12 @@ class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
     A head's key is (W_k c, r) and its value is W_v c, where c is the latent and r is the rotated
-    part, which all heads share. The cache holds c and r in a pool [layers, pages, page_size,
-    R + D_r]. Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to
-    the output, so that latents need not be expanded. Wide prefill chunks take the plain form, in
-    which recomputing keys and values takes fewer operations.
+    part, which all heads share. The cache's pages [layers, pages, page_size, R + D_r] hold c and r.
+    Scales of tokens have the shape [layers, pages, page_size, 2], for c and for r.
+
+    Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to the output,
+    so that latents need not be expanded. Wide prefill chunks take the plain form, in which
+    recomputing keys and values takes fewer operations.
     """
 
     num_layers: int
@@ -57,6 +61,8 @@ class LatentAttention(PagesOnly):
     value_dim: int  # D_v, width of a value
     scale: float  # multiplies the scores
     is_interleaved: bool  # rotates pairs (2 i, 2 i + 1) rather than (i, i + D_r / 2)
+    keeps_dtype: bool = False  # see `PagesOnly`
+    layer_scales: tuple[tuple[float, float], ...] = ()  # of c and of r, see `PagesOnly`
 
     @property
     def name(self) -> str:
@@ -69,6 +75,16 @@ class LatentAttention(PagesOnly):
         return (self.rank + self.rope_dim,)
 
     @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of a token's latent and of its shared key part."""
+        return (2,)
+
+    @property
+    def scaled_parts(self) -> tuple[str, str]:
+        """See `PagesOnly`: latents and key parts are scaled like keys."""
+        return "k", "k"
+
+    @property
     def window(self) -> None:
         """None: a row attends to all rows up to itself."""
 
@@ -76,9 +92,9 @@ class LatentAttention(PagesOnly):
     def plain_width(self) -> float:
         """The estimated number of rows in a chunk above which the plain form is faster.
 
-        It does not depend on the context's length. For each context token and head, the operations
-        that the rows save must outweigh the additional work. This work is to project the token up,
-        to lay out its key and value, and to add outputs in f32.
+        It does not depend on the context's length. For each context token and head, the plain form
+        saves operations in every row, and adds work that does not depend on the rows: it projects
+        the token up, lays out its key and value, and adds outputs in f32.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim
@@ -99,15 +115,15 @@ class LatentAttention(PagesOnly):
         return head_dim(self.nope_dim + self.rope_dim, self.value_dim)
 
     def cached(
-        self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents
-    ) -> tuple[jax.Array, jax.Array]:
+        self, rows: CachedRows, cache: Pages, layer: jax.Array, inputs: ProjectedLatents
+    ) -> tuple[jax.Array, Pages]:
         """Write latents to the pages, then attend to the pages.
 
         Return the output [N, H, D_v] and the new cache.
         """
         nope, rope = self._queries(inputs)
         if rows.writes:
-            cache = _write(cache, layer, rows, jnp.concatenate(self._entries(inputs), axis=-1))
+            cache = _write(cache, layer, rows, *self._entries(inputs))
         if rows.folds and rows.width >= self.plain_width:
             out = attend_plainly(rows, cache, layer, nope, rope, inputs.up, self.scale)
             return out, cache
@@ -115,12 +131,13 @@ class LatentAttention(PagesOnly):
         reach = rows.by_request(rows.positions if rows.reach is None else rows.reach)
         mixed = latent_attention(
             rows.by_request(q),
-            cache,
+            cache.values,
             layer,
             rows.page_table,
             reach,
             rank=self.rank,
             scale=self.scale,
+            scales=cache.scales,
             kernels=rows.kernels,
         )
         return inputs.up.project(mixed.reshape(-1, *mixed.shape[2:])), cache
@@ -137,8 +154,8 @@ class LatentAttention(PagesOnly):
         """Return the output [N, H, D_v] of one more drafting step, and `kept` with this step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
-        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
+        of the sequences. Row t of a later step is one more draft after row t of step 0. It attends
+        to rows 0 to t of step 0, and to row t of every later step up to its own, in one softmax.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))
@@ -176,8 +193,8 @@ class LatentAttention(PagesOnly):
     def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return x [N, heads, D_r] after rotation.
 
-        In the result, the first dimensions of all pairs come before the second dimensions. This
-        order does not affect scores, because queries and keys share it.
+        The result has the first dimensions of all pairs, and then the second dimensions. Scores do
+        not depend on this order, because queries and keys share it.
         """
         if self.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
@@ -199,13 +216,24 @@ def _mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
 
-def _write(pool: jax.Array, layer: jax.Array, rows: CachedRows, entries: jax.Array) -> jax.Array:
-    """Write entries [N, R + D_r] to the pages of their rows; skip rows without a page."""
-    num_pages, page_size = pool.shape[1:3]
-    positions = rows.by_request(rows.positions)
-    index = positions // page_size
-    page = jnp.take_along_axis(rows.page_table, index, axis=1, mode="fill", fill_value=-1)
-    # The scatter drops a page id past the pool; a negative id would wrap around.
-    page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
-    entries = rows.by_request(entries).astype(pool.dtype)
-    return pool.at[layer, page, positions % page_size].set(entries, mode="drop")
+def _write(
+    cache: Pages, layer: jax.Array, rows: CachedRows, latent: jax.Array, rope: jax.Array
+) -> Pages:
+    """Write latents [N, R] and key parts [N, D_r] to the pages of their rows.
+
+    Rows without a page are skipped.
+    """
+    pool, scales = cache
+    given = (None, None)
+    if scales is not None and scales.ndim == 2:  # of layers
+        given = scales[layer, 0], scales[layer, 1]
+    each = zip((latent, rope), given, strict=True)
+    parts, made = zip(*(as_stored(x, pool.dtype, one) for x, one in each), strict=True)
+    entries = jnp.concatenate(parts, axis=-1)
+    positions, page_size = rows.by_request(rows.positions), pool.shape[2]
+    page = pages_of(pool, rows.page_table, positions)
+    if made[0] is not None:
+        new = rows.by_request(jnp.stack(made, axis=-1))
+        scales = scales.at[layer, page, positions % page_size].set(new, mode="drop")
+    entries = rows.by_request(entries)
+    return Pages(pool.at[layer, page, positions % page_size].set(entries, mode="drop"), scales)

@@ -10,14 +10,16 @@ chunk recomputes the keys and values of the whole context.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.latent_attention.reference import dequantised
 from pallas_kernels.paged_attention import paged_attention_part
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
 from specjax.device.weights.latent_up import LatentProjection
 
 
 def attend_plainly(
     rows: CachedRows,
-    pool: jax.Array,
+    cache: Pages,
     layer: jax.Array,
     nope: jax.Array,
     rope: jax.Array,
@@ -28,14 +30,14 @@ def attend_plainly(
 
     Args:
         rows: the rows of prefill chunks. A block of the context is as long as a chunk.
-        pool: [layers, pages, page_size, R + D_r] latents, including the latents of `rows`.
-        layer: i32[] index into the pool.
+        cache: pages [layers, pages, page_size, R + D_r] of latents, including those of `rows`.
+        layer: i32[] index into the pages.
         nope: [N, H, D_n] the parts of queries that are not rotated.
         rope: [N, H, D_r] the rotated parts of queries.
         up: the weight that projects latents to keys and values.
         scale: multiplies the scores.
     """
-    page_size, width = pool.shape[2:]
+    page_size, width = cache.values.shape[2:]
     (_, num_heads, nope_dim), rope_dim = nope.shape, rope.shape[2]
     rank, value_dim = width - rope_dim, up.value_dim
     dim = head_dim(nope_dim + rope_dim, value_dim)  # by which the kernel scales the scores
@@ -49,7 +51,9 @@ def attend_plainly(
 
     def part(i: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Attend to block i; return the output f32[B, T, H, D_v] and the scores' log-sum-exp."""
-        entries = pool[layer, jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)]
+        own = jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)
+        entries = cache.values[layer, own]
+        entries = dequantised(entries, cache.scales, layer, own, rank, q.dtype)
         entries = entries.reshape(batch, num_tokens, width)
         keys, values = up.expand(entries[..., :rank])
         shared = jnp.broadcast_to(entries[..., None, rank:], (*keys.shape[:3], rope_dim))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import HeadWeights, rope_write, split_heads
 from specjax.device.cache.kind import PagesOnly
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
 
 
@@ -33,8 +34,9 @@ class ProjectedHeads(NamedTuple):
 class PagedAttention(PagesOnly):
     """Grouped-query attention of each row over the rows of its request up to the row itself.
 
-    If `window` is set, a row attends only to the last `window` rows, including itself. The cache is
-    a pool [layers, pages, page_size, 2, H_kv, D_h]; axis 3 holds a token's key and value.
+    If `window` is set, a row attends only to the last `window` rows, including itself. The cache's
+    pages have the shape [layers, pages, page_size, 2, H_kv, D_h]; axis 3 holds a token's key and
+    value. Scales of tokens have the shape [layers, pages, page_size, 2, H_kv].
     """
 
     num_layers: int
@@ -46,6 +48,8 @@ class PagedAttention(PagesOnly):
     window: int | None = None  # None: no limit
     query_scale: float = 1.0  # multiplies rotated queries, in addition to head_dim^-1/2
     soft_cap: float | None = None  # c in c tanh(score / c), which bounds scores
+    keeps_dtype: bool = False  # see `PagesOnly`
+    layer_scales: tuple[tuple[float, float], ...] = ()  # of keys and of values, see `PagesOnly`
 
     @property
     def name(self) -> str:
@@ -57,9 +61,14 @@ class PagedAttention(PagesOnly):
         """Shape of a token's key and value."""
         return 2, self.num_kv_heads, self.head_dim
 
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of a token's keys and values."""
+        return 2, self.num_kv_heads
+
     def cached(
-        self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
-    ) -> tuple[jax.Array, jax.Array]:
+        self, rows: CachedRows, cache: Pages, layer: jax.Array, inputs: ProjectedHeads
+    ) -> tuple[jax.Array, Pages]:
         """Write keys and values to the pages, then attend to the pages.
 
         Return the output [N, H, D_h] and the new cache. If `rows.attends` is false, there are no
@@ -67,20 +76,22 @@ class PagedAttention(PagesOnly):
         """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
-        q, cache = rope_write(
+        q, *pages = rope_write(
             rows.by_request(inputs.qkv),
             inputs.weights,
             (cos, sin),
-            cache,
+            cache.values,
             layer,
             page_table,
             positions,
             num_heads=self.num_heads if rows.attends else 0,
+            scales=cache.scales,
             eps=self.rms_norm_eps,
             is_centred=self.has_centred_norms,
             writes=rows.writes,
             kernels=rows.kernels,
         )
+        cache = Pages(*pages)
         if not rows.attends:
             return jax.lax.collapse(q, 0, 2), cache
         scales = inputs.query_scales
@@ -89,10 +100,11 @@ class PagedAttention(PagesOnly):
         origin = None if rows.origin is None else rows.by_request(rows.origin)
         out = paged_attention(
             q,
-            cache,
+            cache.values,
             layer,
             page_table,
             reach,
+            scales=cache.scales,
             window=self.window,
             origins=None if self.window is None else origin,
             soft_cap=self.soft_cap,
@@ -111,8 +123,8 @@ class PagedAttention(PagesOnly):
         """Return the output [N, H, D_h] of one more drafting step, and `kept` with this step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. In every later step, row t is a draft for row t of step 0. In one softmax,
-        row t attends to rows 0 to t of step 0, and to row t of every later step up to this step.
+        of the sequences. Row t of a later step is one more draft after row t of step 0. It attends
+        to rows 0 to t of step 0, and to row t of every later step up to its own, in one softmax.
         """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))
@@ -165,10 +177,11 @@ class PagedAttention(PagesOnly):
     ) -> jax.Array:
         """Return scaled and capped scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k.
 
-        k is [N, H_kv, D_h], N = B T, and H = H_kv G. Scores of hidden keys are -inf. Row t of q
-        sees rows 0 to t of k. If there is a window, it sees only keys among the last `window`
-        positions up to its own. Row t of q is at position t + `distance`, and row s of k is at
-        position s.
+        k is [N, H_kv, D_h], N = B T, and H = H_kv G. Row t of q sees rows 0 to t of k. Scores of
+        keys that a row does not see are -inf.
+
+        If there is a window, a row sees only keys among the last `window` positions up to its own.
+        Row t of q is at position t + `distance`, and row s of k is at position s.
         """
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
         scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))

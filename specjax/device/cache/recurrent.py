@@ -1,4 +1,4 @@
-"""The cache of the gated delta rule: a recurrent state per slot, and rings of pending updates."""
+"""The cache of the gated delta rule: a state per slot, and ring buffers for its last tokens."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Snapshots(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The memory of Gated DeltaNet: one matrix per head, updated after a short convolution."""
+    """The cache kind of Gated DeltaNet layers. A state is one matrix per head."""
 
     num_layers: int
     heads: Heads
@@ -85,7 +85,7 @@ class DeltaRule:
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim
 
     def init(self, sizes: CacheSizes, dtype: Any) -> DeltaRuleCache:
-        """Create empty states, and rings for steps with up to `sizes.max_rows` rows per request."""
+        """Create empty states, and ring buffers for steps of `sizes.max_rows` rows per request."""
         places = self.num_layers, sizes.num_slots
         shapes = DeltaRuleCache.shapes(
             *places, self.heads, self.conv_width, sizes.max_rows, np.dtype(dtype)
@@ -124,7 +124,7 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """Copy the snapshots `ids` to `slots`, with no tokens pending; see `CacheKind.restore`."""
+        """Copy the snapshots `ids` to the states of `slots`; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
         # As after a prompt, entries that no step may read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])
@@ -139,7 +139,7 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Fold pending tokens into the states, then run the rows.
+        """Update the states with the accepted tokens that they lack, then run the rows.
 
         Return the output [N, H_v, D_v] and the new cache.
         """

@@ -17,13 +17,14 @@ class CachedRows:
     """T rows for each of B requests, concatenated; row b*T + t belongs to request b.
 
     Rejected tokens need no rollback. Their keys and values are past the request's length: no row
-    reads them, and later rows at these positions overwrite them. A recurrent state does not include
-    the last `pending` accepted tokens yet. Running the rows first folds these tokens into the
-    state. If `folds` is true, the rows belong to a prompt and cannot be rejected. They are then
-    folded into the state, too, so that no tokens are pending afterwards.
+    reads them, and later rows at these positions overwrite them. A recurrent state lacks the last
+    `pending` accepted tokens. Before the rows run, the state is updated with these tokens. If
+    `folds` is true, the rows belong to a prompt and cannot be rejected. The state is then updated
+    with the rows, too, so that no tokens are pending afterwards.
 
-    If rows that are already in the pages run again, `writes` is false, because pages are shared and
-    another program may round differently. If only keys and values are needed, `attends` is false.
+    If `writes` is false, the rows' keys and values are already in the pages and are not written
+    again: pages are shared, and another program may round differently. If `attends` is false, only
+    keys and values are computed.
 
     Layers with one of the `windows` have separate pages. In their table, -1 also marks pages that
     were freed because they are behind the window of every row.
@@ -84,7 +85,7 @@ class CachedRows:
 
 
 class RowInputs(Protocol):
-    """Projections of N rows as a cache kind expects them, with weights shared by all rows."""
+    """The inputs of a cache kind: the projections of N rows, and weights that all rows share."""
 
     def of_rows(self, part: slice) -> Any:
         """Return the projections of the rows in the range `part`."""
@@ -96,7 +97,7 @@ class RowInputs(Protocol):
 class JoinedRows:
     """The rows of several `parts` in one array.
 
-    The parts are separated only where they use the cache. No part may read rows that another part
+    Only operations on the cache treat the parts separately. No part may read rows that another part
     writes.
     """
 

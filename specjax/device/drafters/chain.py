@@ -1,11 +1,12 @@
 """Chain drafting: a one-layer head that runs once per draft, on its own previous output.
 
 At position p the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
-For verified rows, whose features come from the target, the head computes only keys and values. The
-keys and values of a row depend on no other row. A chain of drafts starts at the last verified row
-and continues with the head's own output. Rows written while drafting are overwritten when the same
-positions are verified, so the head's cache never needs a rollback (Li et al. 2024, EAGLE, section
-3).
+For verified rows, whose features come from the target, the head computes only keys and values. A
+chain of drafts starts at the last verified row and continues with the head's own output.
+
+The keys and values of a row depend on no other row. Rows written while drafting are overwritten
+when the same positions are verified. So the head's cache never needs a rollback (Li et al. 2024,
+EAGLE, section 3).
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import numpy as np
 
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
+from specjax.device.cache.pages import Pages
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params
 from specjax.device.drafters.head import DraftHead, HeadDrafter
@@ -72,7 +74,7 @@ class Head(DraftHead, Protocol):
 class ChainState:
     """The head's KV cache, and the hidden state that starts each request's next chain."""
 
-    kv: jax.Array  # [1, pages, page_size, 2, H_kv, D]
+    kv: Pages  # [1, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], the head's input at the last verified position
 
 

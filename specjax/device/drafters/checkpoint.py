@@ -84,10 +84,10 @@ class DrafterFiles:
         return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
-        """Return the sizes of the drafter's only layer, or of all its layers if `is_deep`.
+        """Return a `Llama` with the sizes of the drafter's layers.
 
-        `layer` is a layer's name prefix. The layer's tensor names show whether there are biases and
-        norms of heads.
+        The drafter must have one layer unless `is_deep` is true. `layer` is the name prefix of a
+        layer, whose tensor names show whether there are biases, and norms of queries and keys.
         """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
@@ -146,8 +146,8 @@ def read_target_ids(
     `size` is the name of the config field with the draft vocabulary's size, for error messages.
 
     Raises:
-        CheckpointError: the tensor is missing although the vocabularies differ in size, or it holds
-            something else than the target's token ids.
+        CheckpointError: the tensor is missing although the vocabularies differ in size, or it does
+            not hold token ids of the target.
     """
     origin, vocab_size = files.hf.origin, target.vocab_size
     if not files.has(name):
@@ -174,7 +174,7 @@ def read_target_ids(
 def without_shared_embedding(
     head: Any, params: Any, target: Model, target_params: Any
 ) -> tuple[Any, Any]:
-    """Return a head and its parameters. Remove the head's embedding if it equals the target's."""
+    """Return a head and its parameters, without the head's embedding if it equals the target's."""
     if not head.has_embedding:
         return head, params
     shared, own = target_params.embedding.values, params.embedding.values

@@ -23,6 +23,7 @@ from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.paged import PagedAttention
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
@@ -94,9 +95,10 @@ class AttentionMask:
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
     def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
-        """Return `rows`, the rows of blocks, with `reach` and `origin` set for this mask.
+        """Return the rows of blocks with the fields that apply this mask (`reach` and `origin`).
 
-        The blocks start at positions `starts` i32[B] and have `num_rows` real rows each.
+        `rows` are the rows of blocks that start at positions `starts` i32[B] and have `num_rows`
+        real rows each.
         """
         own = rows.positions
         first = jnp.repeat(starts, rows.width)
@@ -139,7 +141,7 @@ class Refinement:
         return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
     def of_block(self, params: Any, hidden: jax.Array, logits: jax.Array) -> Any:
-        """Return what the method `logits` must know about the blocks, for all drafts at once.
+        """Return the argument `block` of the method `logits`, for all drafts at once.
 
         Args:
             params: the weights that `specs` describes.
@@ -147,7 +149,7 @@ class Refinement:
             logits: f32[B, K, V_d] the logits of these rows before refinement.
 
         Returns:
-            A tree of arrays [B, K, ...]. Its parts [B, ...] are the arguments `block` of `logits`.
+            A tree of arrays [B, K, ...]. The method `logits` gets a part [B, ...] for each draft.
         """
         return logits
 
@@ -187,8 +189,8 @@ class DFlashHead(ShapedHead):
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
         """Return the float weights as `TensorSpec`s.
 
-        They name tensors as in transformers' layout if `names` has such names, else as in the
-        authors' layout.
+        The tensors have transformers' names if `names` contains such names, else the authors'
+        names.
         """
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
@@ -233,7 +235,7 @@ class DFlashHead(ShapedHead):
 
 
 def first_layer(names: Collection[str]) -> str:
-    """Return the name prefix of the first layer in a head with the tensor names `names`."""
+    """Return the name prefix of a head's first layer, given the names of the head's tensors."""
     return "midlayer" if any("midlayer." in name for name in names) else "layers.0"
 
 
@@ -242,7 +244,7 @@ def first_layer(names: Collection[str]) -> str:
 class DFlashState:
     """The head's KV cache, indexed by the target's page table."""
 
-    kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
+    kv: Pages  # [layers, pages, page_size, 2, H_kv, D]
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return self.draw_each(target, params, context, k, refined), DFlashState(kv)
 
     def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
-        """Return the rows of the blocks, with padding rows.
+        """Return the rows of one block of tokens per request, with padding rows.
 
         Each request has `num_rows` real rows, which begin at the position of its last token.
         """

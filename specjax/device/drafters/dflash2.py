@@ -143,7 +143,7 @@ class DFlash2(Refinement):
         return out
 
     def of_block(self, params: Selector, hidden: jax.Array, logits: jax.Array) -> Candidates:
-        """Return the candidates for the drafts of all rows at once; see `Refinement.of_block`."""
+        """Return the candidates of all drafts at once; see `Refinement.of_block`."""
         best, ids = jax.lax.top_k(logits, self.num_candidates)
         best = best * self.multiplier
         if self.soft_cap is not None:

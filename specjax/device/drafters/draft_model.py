@@ -1,10 +1,12 @@
 """A drafter that runs a whole model, usually a small decoder (Leviathan et al. 2023).
 
 The draft model has separate caches. They are indexed by the target's page table and slots. A round
-of K drafts runs the model K times: on the last token to make the first draft, then on each draft
-to make the next draft. The last draft is not run. If all drafts are accepted, the keys and values
-of the last draft are missing, and the next round runs this draft before the last token, in one pass
-of two rows. A round without drafts also makes this pass, without logits.
+of K drafts runs the model K times: on the last token to make the first draft, then on each draft to
+make the next draft. The last draft is not run.
+
+If all drafts are accepted, the keys and values of the last draft are missing. The next round then
+runs this draft before the last token, in one pass of two rows. A round without drafts also makes
+this pass, without logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -104,7 +106,7 @@ class ModelWeights:
         return None if params.tokens is None else params.tokens.target_ids
 
     def logits(self, params: DraftModelParams, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[N, V_d] of the common tokens for hidden states [N, D]."""
+        """Return logits f32[N, V_d] of the tokens that can be drafted, for hidden states [N, D]."""
         logits = self.model.logits(params.model, hidden)
         if params.tokens is None:
             return logits

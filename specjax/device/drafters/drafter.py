@@ -284,17 +284,16 @@ class Drafter(Protocol):
     def is_recurrent(self) -> bool:
         """Whether requests have a state besides their pages that cannot be rebuilt from later rows.
 
-        If so, the drafter can skip observing the tokens of reused pages only if a snapshot of the
-        state is restored as well.
+        If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
+        these tokens is restored.
         """
         ...
 
     @property
     def may_defer(self) -> bool:
-        """Whether it is possible to postpone observing the rows of rounds without drafts.
+        """Whether the drafter can observe several rounds without drafts together, later.
 
-        If so, the rows of several such rounds are observed at once, like the rows of a chunk. This
-        saves time only if `observe` reads weights.
+        This saves time only if `observe` reads weights.
         """
         ...
 
@@ -314,7 +313,7 @@ class Drafter(Protocol):
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
         """Return an empty state for the numbers of requests and pages in the target's `sizes`.
 
-        `dtype` is the model's dtype. Pages have `sizes.page_dtype` instead if it is set.
+        `dtype` is the model's dtype. Pages have `sizes.page_format` instead if it is set.
         """
         ...
 
@@ -422,7 +421,7 @@ class NoDrafter(Stateless):
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Return zero drafts per request; `k` must be 0."""
+        """Return a draft of length 0; `k` must be 0."""
         if k:
             raise ValueError(f"k={k}: an engine without a drafter cannot draft; k must be 0")
         return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None

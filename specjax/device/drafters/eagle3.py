@@ -110,8 +110,8 @@ class Eagle3Head(ShapedHead):
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
         """Return the float weights as `TensorSpec`s.
 
-        `names` are the tensor names in the files. They determine whether the layout is the
-        published layout or the speculators library's.
+        `names` are the tensor names in the files. They show whether the files have the published
+        layout or the speculators library's layout.
         """
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
@@ -352,7 +352,7 @@ def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np
 
 
 def layer_name(names: Collection[str]) -> str:
-    """Return the name prefix of the first layer in a head with the tensor names `names`."""
+    """Return the name prefix of a head's first layer, given the names of the head's tensors."""
     is_numbered = any(name.endswith("layers.0.hidden_norm.weight") for name in names)
     return "layers.0" if is_numbered else "midlayer"
 
@@ -363,7 +363,7 @@ def is_speculators(hf: HFConfig) -> bool:
 
 
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
-    """Return whether the head recycles norm(y) instead of y, as the field `norm_output` says.
+    """Return whether a draft's input g is the previous norm(y), not y (the field `norm_output`).
 
     The field is ignored for heads of architecture "LlamaForCausalLMEagle3" without norms of
     auxiliary states. For these, SpecForge used to write `norm_output=true` because of the norm

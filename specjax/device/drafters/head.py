@@ -81,9 +81,9 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads can observe the rows of several rounds at once.
+        """True: most heads can observe the rows of several rounds together.
 
-        Such a head computes keys and values of the rows, and these do not depend on later rows.
+        The keys and values that such a head computes for a row do not depend on later rows.
         """
         return True
 

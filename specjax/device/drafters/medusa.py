@@ -73,9 +73,9 @@ class MedusaHeads:
     def specs(self, names: Collection[str] = ()) -> MedusaParams:
         """Return the weights as `TensorSpec`s.
 
-        `names` are the tensor names in the files. If they are the authors' names, the specs have
-        these names, too. Otherwise, the specs have vLLM's names. `target_ids` is None, because it
-        is not a weight.
+        `names` are the tensor names in the files. If they are the authors' names, the result has
+        these names, too. Otherwise, it has vLLM's names. `target_ids` is None, because it is not a
+        weight.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 

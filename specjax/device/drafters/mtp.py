@@ -106,7 +106,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the names of copied tensors in the module to their names in the target."""
+        """A map from the module's copies of target tensors to the originals, by name."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

@@ -1,13 +1,13 @@
 """Drafting with several MTP modules (DeepSeek-V3, section 2.2): module i makes draft token i + 1.
 
 At position p, module 0 takes the target's hidden state h_p, and module i > 0 takes the output of
-module i - 1 at position p - 1. All modules take the token x_{p+1}, so that the rows at one position
-hold the same token in all caches. Let x_n be the last token. Draft token i + 1 comes from module i
-at position n - 1 + i. The module attends to the rows in its cache, and its rows from position n on
-belong to this round's drafts. After the last module, further draft tokens come from the last
-module, which then takes its own output.
+module i - 1 at position p - 1. At a request's first rows (p < i), there is no such output, and the
+input is zero. All modules take the token x_{p+1}, so that the rows at one position hold the same
+token in all caches.
 
-At a request's first rows (p < i), module i has no input from module i - 1: the input is zero.
+Let x_n be the last token. Draft token i + 1 comes from module i at position n - 1 + i. The module
+attends to the rows in its cache. Its rows from position n on belong to this round's drafts. After
+the last module, further draft tokens come from the last module, which then takes its own output.
 """
 
 from collections.abc import Collection, Mapping
@@ -64,7 +64,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the names of copied tensors in the modules to their names in the target."""
+        """A map from the modules' copies of target tensors to the originals, by name."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":

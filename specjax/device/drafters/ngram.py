@@ -33,8 +33,8 @@ class NGramDrafter(Stateless):
     ) -> tuple[Draft, None]:
         """Return k drafts for each active request with a match.
 
-        Other requests get zeros and a count of 0. The drafts are deterministic. They ignore logit
-        edits, which verification applies.
+        Other requests get zeros, and their number of drafts is 0. The drafts do not depend on logit
+        edits such as penalties; verification applies these edits.
         """
         history = context.history
         sizes, ends = longest_matches(history, self.prompt_lookup_max)
@@ -66,8 +66,9 @@ def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Arr
 
     A match is an earlier occurrence of a request's last tokens, and ends before its last token. The
     size of a match is its number of tokens, at most `max_size`. Among equally long matches, the
-    latest is returned. The end of a match of size 0 is undefined. The function takes O(B L
-    max_size) time and uses arrays [B, L].
+    latest is returned. The end of a match of size 0 is undefined.
+
+    The function takes O(B L max_size) time and uses arrays [B, L].
     """
     tokens, lengths = history.tokens, history.lengths[:, None]
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

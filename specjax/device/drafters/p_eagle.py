@@ -25,6 +25,7 @@ from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.spec import stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters import eagle3
 from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens, read_target_ids
@@ -107,7 +108,7 @@ class PEagleHead(Eagle3Head):
 class PEagleState:
     """The head's KV cache, and the output from which each request's first draft is drawn."""
 
-    kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
+    kv: Pages  # [layers, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], normed, at the last accepted row
 
 

@@ -43,12 +43,12 @@ DRAFTERS: dict[str, Load] = {
 }
 # The methods that compare tokenizers, and therefore read the target's folder.
 COMPARING = ("draft_model",)
-# Drafters whose head has the target's shape.
+# Functions that make a drafter whose head has the target's shape.
 OWN_SHAPES: dict[str, Callable[[Model, str], Drafter]] = {
     "eagle": lambda target, origin: ChainDrafter(EagleHead(shape=target.head_shape)),
     "mtp": lambda target, origin: mtp_files.drafter(mtp_files.of_own_shape(target, origin)),
 }
-# Drafters whose sizes are in a separate config.
+# Functions that make a drafter with the sizes in a separate config.
 FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
     "eagle3": eagle3.from_config,
     "dflash": dflash_files.from_config,

@@ -165,7 +165,7 @@ _FACTORS = frozenset(
 
 
 def check_fields(hf: HFConfig, text: HFConfig) -> None:
-    """Raise an error for unused fields that change the mathematics; warn about unknown fields.
+    """Raise an error for unsupported fields that change the mathematics; warn about unknown fields.
 
     Args:
         hf: the whole config.

@@ -1,4 +1,4 @@
-"""The common parts of decoders: an embedding, layers on one residual stream, a norm, a head.
+"""The base of all decoders: an embedding, layers on one residual stream, a norm and a head.
 
 Each model family adds its sizes, its cache kinds, and the weights of a layer.
 """
@@ -15,6 +15,7 @@ from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.division import Share, even, first_only
 from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheKind
+from specjax.device.cache.kinds_of_layers import divide_kinds
 from specjax.device.models.layers.mlp import MLP, SWIGLU, Activation, mlp_specs
 from specjax.device.models.layers.moe import Experts, MoE, moe_specs
 from specjax.device.models.layers.residual import Residual
@@ -73,7 +74,7 @@ class DecoderParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Base of decoders, which are hashable: a decoder can be a compiled step's static argument."""
+    """The base class of decoders. A decoder is hashable, so it can be a static argument of jit."""
 
     vocab_size: int
     hidden_size: int
@@ -91,6 +92,8 @@ class Decoder:
     num_devices: int = 1  # number of devices over which the weights are divided
     vocabulary: Vocabulary = WHOLE  # of the logits that `logits` returns
     divides_experts: bool = False  # whether each device has whole experts, instead of parts of all
+    kept_layers: tuple[int, ...] = ()  # layers whose pages keep the model's dtype
+    layer_scales: tuple[tuple[float, float], ...] = ()  # of each layer's pages; () if all are 1
 
     @property
     def has_centred_norms(self) -> bool:
@@ -98,14 +101,38 @@ class Decoder:
         return False
 
     @property
+    def own_kinds(self) -> tuple[CacheKind, ...]:
+        """The cache kinds of the architecture.
+
+        In `cache_kinds`, layers whose pages keep the model's dtype are apart from other layers.
+        """
+        raise NotImplementedError
+
+    @property
+    def own_layer_kinds(self) -> tuple[int, ...]:
+        """Each layer's index into `own_kinds`."""
+        raise NotImplementedError
+
+    @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
         """See `Model.cache_kinds`."""
-        raise NotImplementedError
+        return self._divided_kinds[0]
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
         """See `Model.layer_kinds`."""
-        raise NotImplementedError
+        return self._divided_kinds[1]
+
+    @property
+    def _divided_kinds(self) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
+        own = self.own_kinds, self.own_layer_kinds
+        return divide_kinds(*own, self.kept_layers, self.layer_scales)
+
+    def with_pages(
+        self, kept_layers: tuple[int, ...], layer_scales: tuple[tuple[float, float], ...]
+    ) -> Self:
+        """See `Model.with_pages`."""
+        return replace(self, kept_layers=kept_layers, layer_scales=layer_scales)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -167,13 +194,13 @@ class Decoder:
         )
 
     def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
-        """Return the fields with the numbers of heads of the model of one device."""
+        """Return one device's values of the fields that contain a number of heads."""
         raise NotImplementedError
 
     def attention_specs(self, prefix: str, kind: int) -> Any:
         """Return the attention weights of a layer as `TensorSpec`s.
 
-        `prefix` is the layer's name in checkpoints. `kind` is an index into `cache_kinds`.
+        `prefix` is the layer's name in checkpoints. `kind` is an index into `own_kinds`.
         """
         raise NotImplementedError
 
@@ -199,7 +226,7 @@ class Decoder:
     ) -> DecoderLayer:
         """Return the weights of the layer `prefix` as `TensorSpec`s.
 
-        `names` are the checkpoint's tensor names. `kind` is an index into `cache_kinds`.
+        `names` are the checkpoint's tensor names. `kind` is an index into `own_kinds`.
         `is_sparse` says whether the layer has experts.
         """
         mlp = f"{prefix}.mlp"
@@ -229,7 +256,7 @@ class Decoder:
                     kind=kind,
                     is_sparse=has_experts and i not in self.dense_layers,
                 )
-                for i, kind in enumerate(self.layer_kinds)
+                for i, kind in enumerate(self.own_layer_kinds)
             ),
             norm=self.norm_spec("model.norm"),
             lm_head=None

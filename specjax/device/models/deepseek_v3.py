@@ -30,12 +30,12 @@ class DeepSeek(Decoder):
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
-    def cache_kinds(self) -> tuple[LatentAttention]:
+    def own_kinds(self) -> tuple[LatentAttention]:
         """The only kind: latent attention."""
         return (self.attention,)
 
     @property
-    def layer_kinds(self) -> tuple[int, ...]:
+    def own_layer_kinds(self) -> tuple[int, ...]:
         """0 for every layer, because there is only one kind."""
         return (0,) * self.num_layers
 

@@ -114,6 +114,6 @@ def read_sigmoid_experts(hf: HFConfig) -> Experts:
 def read_first_dense(hf: HFConfig, num_layers: int, default: int) -> tuple[int, ...]:
     """Return the indices of the first layers, which have no experts.
 
-    `default` is the number of these layers if the config has none.
+    `default` is the number of these layers if the config does not give it.
     """
     return tuple(range(min(num_layers, hf.count("first_k_dense_replace", default))))

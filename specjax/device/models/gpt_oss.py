@@ -70,11 +70,11 @@ class GptOss(Llama):
 
     @property
     def inner_multiple(self) -> int:
-        """The number of packed inputs that share a scale."""
+        """`BLOCK` if the inner width consists of whole blocks with one scale each, else 1."""
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """See `Decoder.mixture_specs`. The specs unpack weights if `names` has packed tensors."""
+        """See `Decoder.mixture_specs`. If `names` has packed tensors, they are unpacked."""
         assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_held, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"

@@ -155,9 +155,9 @@ class HFConfig:
     def rope_fields(self) -> Mapping[str, Any]:
         """Return the fields of `rope_parameters`, or of `rope_scaling` if the config has it.
 
-        As in transformers, `rope_scaling` replaces `rope_parameters`. But the base and the rotated
-        part in `rope_parameters` still apply, if no other field gives them. `rope_type` and
-        `rope_theta` are always set.
+        As in transformers, `rope_scaling` replaces `rope_parameters`. But `rope_theta` and
+        `partial_rotary_factor` in `rope_parameters` still apply if no other field gives them. The
+        result always has `rope_type` and `rope_theta`.
         """
         fields, scaling = self.nested("rope_parameters"), self.nested("rope_scaling")
         both = fields | scaling

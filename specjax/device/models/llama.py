@@ -52,14 +52,14 @@ class Llama(Decoder):
         return kind
 
     @property
-    def cache_kinds(self) -> tuple[PagedAttention, ...]:
+    def own_kinds(self) -> tuple[PagedAttention, ...]:
         """One attention kind for each window size, and one for layers without a window."""
         windows = self._layer_windows
         return tuple(self._attention(one, windows.count(one)) for one in dict.fromkeys(windows))
 
     @property
-    def layer_kinds(self) -> tuple[int, ...]:
-        """Each layer's index into `cache_kinds`, which depends on the layer's window."""
+    def own_layer_kinds(self) -> tuple[int, ...]:
+        """Each layer's index into `own_kinds`, which depends on the layer's window."""
         windows = self._layer_windows
         kinds = list(dict.fromkeys(windows))
         return tuple(kinds.index(one) for one in windows)

@@ -68,12 +68,12 @@ class Model(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """The share for each name of a section in `TensorSpec.cuts`."""
+        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
         ...
 
     @property
     def local(self) -> Self:
-        """The model that each device runs, with a part of the heads.
+        """The smaller model that each device runs.
 
         If there is only one device, this is the whole model.
         """
@@ -83,6 +83,16 @@ class Model(Protocol):
         """Return the model with only its first `num_layers` layers.
 
         This serves to measure the cost of layers.
+        """
+        ...
+
+    def with_pages(
+        self, kept_layers: tuple[int, ...], layer_scales: tuple[tuple[float, float], ...]
+    ) -> "Model":
+        """Return the model with settings for pages in an 8-bit format.
+
+        The pages of `kept_layers` keep the model's dtype. `layer_scales` are the scales of each
+        layer's keys and values, for formats with scales of layers; () if all are 1.
         """
         ...
 
@@ -143,8 +153,8 @@ class Model(Protocol):
 def is_recurrent(model: Model) -> bool:
     """Return whether requests have a state in addition to pages.
 
-    If so, reusing pages is not enough to skip running tokens: a snapshot of the state is needed,
-    too.
+    If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
+    these tokens is restored.
     """
     return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
 

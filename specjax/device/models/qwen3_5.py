@@ -75,13 +75,13 @@ class Qwen35(Decoder):
         )
 
     @property
-    def cache_kinds(self) -> tuple[CacheKind, ...]:
+    def own_kinds(self) -> tuple[CacheKind, ...]:
         """Both cache kinds, in the order of `KINDS`."""
         return self.attention, self.delta_rule
 
     @property
-    def layer_kinds(self) -> tuple[int, ...]:
-        """Each layer's index into `cache_kinds`, which depends on `layer_types`."""
+    def own_layer_kinds(self) -> tuple[int, ...]:
+        """Each layer's index into `own_kinds`, which depends on `layer_types`."""
         return tuple(map(KINDS.index, self.layer_types))
 
     @property

@@ -14,6 +14,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.kv_scales import is_kv_scale
 from specjax.checkpoint.quantised.registry import read_format, refuse_quantised
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
 from specjax.checks import did_you_mean
@@ -82,10 +83,10 @@ def describe_model(hf: HFConfig) -> Model:
 
 
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
-    """Return the model in a checkpoint folder, as its config and its output head describe it.
+    """Return the model in a checkpoint folder, without weights.
 
-    The config may tie the output head to the embedding although the files have an output head that
-    differs from the embedding. This head is then used, as in transformers, and a line is logged.
+    If the config ties the output head to the embedding, but the files have an output head that
+    differs from the embedding, the model is not tied, as in transformers. This is logged.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):
@@ -222,10 +223,10 @@ def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFile
 
 
 def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
-    """Return the config for a copy of a checkpoint's text model with unquantised weights.
+    """Return the config for saving only a checkpoint's text model, with unquantised weights.
 
-    The copy's tensors must have the names in the model's specs. `is_tied` says whether the output
-    head is the embedding.
+    The saved tensors must have the names in the model's `TensorSpec`s. `is_tied` says whether the
+    output head is the embedding.
     """
     text = read_text(hf)
     plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}
@@ -244,12 +245,12 @@ def named_specs(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[Any, Mapping[str, tuple[int, ...]]], Any] = specs_of,
 ) -> Any:
-    """Return a model's specs with the tensor names of a checkpoint or a trainer.
+    """Return a model's `TensorSpec`s with the tensor names of a checkpoint or a trainer.
 
     Args:
         model: a model, or a part of a model.
         shapes: the shapes of all tensors, by name. They determine the layout of experts.
-        read: a function that returns the specs of `model` for such shapes.
+        read: a function that returns the `TensorSpec`s of `model` for such shapes.
     """
     names = TensorNames.of(shapes)
     specs = read(model, {names.canonical(name): shape for name, shape in shapes.items()})
@@ -265,10 +266,10 @@ def named_specs(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may contain the tensor `name` although the specs do not."""
+    """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
-    return is_rotary(name) or is_copy or is_passed_over(model, name)
+    return is_rotary(name) or is_kv_scale(name) or is_copy or is_passed_over(model, name)
 
 
 def is_passed_over(model: Model, name: str) -> bool:

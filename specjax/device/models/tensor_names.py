@@ -1,8 +1,8 @@
-"""Translates tensor names between checkpoints and a text model's `TensorSpec`s (its specs).
+"""Translates tensor names between checkpoints and the `TensorSpec`s of text models.
 
-The names in the specs of all models begin with `model.` or `lm_head.`. Checkpoints and trainers of
-multimodal models use longer names. Checkpoints of models without an output head use shorter names.
-Checkpoints may also contain tensors that are not part of the text model.
+The names in the `TensorSpec`s of all models begin with `model.` or `lm_head.`. Checkpoints and
+trainers of multimodal models use longer names. Checkpoints of models without an output head use
+shorter names. Checkpoints may also contain tensors that are not part of the text model.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class TensorNames:
 
     @classmethod
     def of(cls, names: Collection[str]) -> "TensorNames":
-        """Return the prefixes that occur in `names`. The defaults are the specs' prefixes."""
+        """Return the prefixes that occur in `names`. The defaults are `model.` and `lm_head.`."""
 
         def is_there(root: str) -> bool:
             parts = tuple(root + part for part in _DECODER)
@@ -55,14 +55,14 @@ class TensorNames:
         return cls(next(filter(is_there, _ROOTS), "model."), next(heads, "lm_head."))
 
     def stored(self, name: str) -> str:
-        """Return the checkpoint's name of the tensor that the specs call `name`."""
+        """Return the checkpoint's name of a tensor, given its name in the model's `TensorSpec`s."""
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head.")
         is_decoder = name.startswith("model.")
         return self.root + name.removeprefix("model.") if is_decoder else name
 
     def canonical(self, name: str) -> str:
-        """Return the specs' name of the tensor that the checkpoint calls `name`.
+        """Return a tensor's name in the model's `TensorSpec`s, given the checkpoint's name.
 
         A name that is not part of the model is returned unchanged.
         """
@@ -84,9 +84,10 @@ def is_head(name: str) -> bool:
 
 
 def is_within(name: str, beginnings: Iterable[str]) -> bool:
-    """Return whether the checkpoint's tensor `name` has one of the specs' prefixes `beginnings`.
+    """Return whether the checkpoint's tensor `name` begins with one of the prefixes `beginnings`.
 
-    In the checkpoint, another prefix may replace `model.`.
+    The prefixes are given as in the model's `TensorSpec`s. In the checkpoint, another prefix may
+    replace `model.`.
     """
     parts = [part.removeprefix("model.") for part in beginnings if part.startswith("model.")]
     others = [part for part in beginnings if not part.startswith("model.")]
@@ -103,7 +104,7 @@ def other_part(name: str) -> str | None:
 
 
 def as_groups(names: Iterable[str]) -> str:
-    """Return a text that lists `names` by common prefix, with the number of names for each."""
+    """Return a text that lists `names` by common prefix, with the number of names per prefix."""
     counts = Counter(_group(name) for name in names)
     return ", ".join(f"{group} ({count})" for group, count in sorted(counts.items()))
 

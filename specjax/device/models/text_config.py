@@ -100,8 +100,9 @@ _MROPE = "mrope_section", "mrope_interleaved"
 def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
-    Its `model_type` names the model's family. It includes the fields that all parts share.
-    Defaults of the model's own type are filled in where they differ from the family's defaults.
+    The `model_type` in this config names the model's family. The config includes the fields that
+    all parts share. Defaults of the model's own type are filled in where they differ from the
+    family's defaults.
 
     Raises:
         CheckpointError: `text_config` is not an object.

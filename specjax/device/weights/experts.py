@@ -55,9 +55,10 @@ class ExpertMatrices(ExpertWeights):
 def expert_matrices(
     names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int], **axis: str
 ) -> ExpertMatrices:
-    """Return the specs for a checkpoint that stores the projections of each expert separately.
+    """Return the matrices as `TensorSpec`s, for experts whose projections are stored separately.
 
-    The projections of an expert are merged into one matrix. `axis` is explained in `experts`.
+    The projections of an expert are merged into one matrix. For the keyword arguments, see
+    `experts`.
     """
     return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 
@@ -65,7 +66,7 @@ def expert_matrices(
 def fused_expert_matrices(
     name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False, **axis: Any
 ) -> ExpertMatrices:
-    """Return the specs for a checkpoint that stores all experts in one tensor.
+    """Return the matrices as a `TensorSpec`, for experts that are all stored in one tensor.
 
     `fused_experts` explains the arguments.
     """

@@ -39,7 +39,7 @@ class LatentProjection(Weight):
 class LatentUp(LatentProjection):
     """The matrices as one array, stored transposed.
 
-    The first D_n columns give the head's keys, and the others give its values.
+    The first D_n columns give the head's keys, and the other columns give its values.
     """
 
     values: jax.Array  # [H (D_n + D_v), R]
@@ -74,6 +74,6 @@ class LatentUp(LatentProjection):
 
 
 def latent_up(name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> Any:
-    """Return the specs of a tensor [H (D_n + D_v), R] that holds all heads."""
+    """Return a `LatentUp`, as the `TensorSpec` of a tensor [H (D_n + D_v), R] of all heads."""
     shape = num_heads * (key_dim + value_dim), rank
     return LatentUp(stored([name], shape, rows="heads"), num_heads, key_dim)

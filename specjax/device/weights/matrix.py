@@ -13,7 +13,7 @@ from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
-MIN_ROWS, MAX_ROWS = 8, 128  # bounds of the limit on rows in one product with `Blocks`
+MIN_ROWS, MAX_ROWS = 8, 128  # smallest and largest limit on the rows in one product
 MAX_COPIED = 2**26  # maximum bytes of rows that one product copies
 Parts = tuple[tuple[str, int], ...]
 
@@ -140,7 +140,7 @@ class Blocks(Matrix):
     def _multiply(self, x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
         """Return the product of rows x [N, in] with `blocks`, computed for some rows at a time.
 
-        XLA copies the rows for each block, so all rows at once might take too much memory.
+        XLA copies the rows for each block, so a product of all rows might take too much memory.
         """
         bytes_per_row = len(blocks) * x.shape[1] * x.dtype.itemsize
         most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
@@ -163,7 +163,7 @@ def dense(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return the specs of projections [out, in] that share an input, merged into one matrix.
+    """Return a `Dense`, as a `TensorSpec`, that merges projections [out, in] of one input.
 
     Args:
         names: the names of the tensors, which hold one projection each.

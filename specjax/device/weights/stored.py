@@ -55,21 +55,6 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
     return jax.tree.map(of, specs, is_leaf=is_weight)
 
 
-def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
-    """Return the names of quantised tensors that are unpacked while they are loaded.
-
-    `as_stored` explains the arguments.
-    """
-    leaves = jax.tree.leaves(as_stored(specs, files, rename))
-    plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
-    names = {rename(name): spec.is_packed for spec in plain for name in spec.names}
-    return [
-        name
-        for name, is_packed in names.items()
-        if is_packed or type(files.tensors.get(name)) in FORMS
-    ]
-
-
 def _matrix(x: Dense, found: Sequence[Any]) -> Any:
     """Return the specs of a matrix; `Mixed` if it merges tensors of several forms."""
     spec: Any = x.values
@@ -77,6 +62,17 @@ def _matrix(x: Dense, found: Sequence[Any]) -> Any:
     groups = groupby(range(len(keys)), keys.__getitem__)
     made = [_one_form(spec, found, [*places]) for _, places in groups]
     return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
+
+
+def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
+    """Return the names of quantised tensors that are unpacked while they are loaded.
+
+    See `as_stored` for the arguments.
+    """
+    leaves = jax.tree.leaves(as_stored(specs, files, rename))
+    plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
+    packed = {rename(name): spec.is_packed for spec in plain for name in spec.names}
+    return [name for name in packed if packed[name] or type(files.tensors.get(name)) in FORMS]
 
 
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:

@@ -17,7 +17,7 @@ MAX_DOUBLED = 2**30
 
 
 class Weight:
-    """A matrix, or several matrices. Rows are multiplied by them.
+    """One or more matrices, by which rows are multiplied.
 
     A weight is a pytree of the array `values` and of others in `ARRAYS`. In a model's `specs()`, a
     `TensorSpec` takes the place of an array. If a model is divided over devices, the arrays are one
@@ -29,9 +29,9 @@ class Weight:
     axis: str | None = None
 
     def total(self, part: jax.Array) -> jax.Array:
-        """Return the product [..., out] for the result `part` [..., out] of each device.
+        """Return the product [..., out], given this device's result `part` [..., out].
 
-        If each device has a part of the inputs, this is the sum of `part` over devices.
+        If each device has multiplied only some of the inputs, the product is the sum over devices.
         """
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
@@ -51,7 +51,7 @@ class Weight:
         return self
 
     def with_kernels(self, kernels: str) -> "Weight":
-        """Return the weight that multiplies with these kernels, if it has any."""
+        """Return the weight, set to multiply with `kernels` if its class can choose kernels."""
         return self
 
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 # large batch gives many counts per round, but the next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
-# The prior rate of all positions is optimistic. With few requests, learning is slow, but an extra
-# draft costs little. With many requests, one round is enough to learn.
+# The prior rate is optimistic. With few requests, the rate is learned slowly, but a useless draft
+# costs little. With many requests, one round is enough to learn it.
 _FIRST_RATE = 0.8
 _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
 _OFFSET_WEIGHT = 20.0
@@ -71,10 +71,10 @@ class _Counts:
 class Acceptance:
     """Learns acceptance rates from outcomes of rounds, for all requests together and by group.
 
-    The prior rate of a position comes from the rate of the position before it, by adding a learned
-    offset to the log-odds. The offset changes little when acceptance rises or falls as a whole. So
-    deeper drafts need not be tried repeatedly. The prior rate of a group is the rate of all
-    requests.
+    The prior log-odds of a position are the log-odds of the position before it plus a learned
+    offset. The offset changes little when acceptance rises or falls as a whole. So the rates of
+    later positions stay useful, even if these positions are seldom drafted. The prior rate of a
+    group is the rate of all requests.
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):

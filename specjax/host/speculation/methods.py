@@ -26,8 +26,9 @@ def profile_policy(
 ) -> GoodputPolicy:
     """Return a policy that uses the rates and times of a profile.
 
-    Rounds are padded to the batch sizes `batches`. If `profile.is_online`, its rates are only the
-    prior of the learned rates. K is at most `max_k`, by default the profile's maximum.
+    Rounds are padded to the batch sizes `batches`. If `profile.is_online` is True, the policy
+    learns rates while serving, with the profile's rates as the prior. K is at most `max_k`, by
+    default the profile's maximum.
     """
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
@@ -43,8 +44,8 @@ def profile_policy(
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
     """Return a policy that learns rates and times while serving.
 
-    The first times of rounds are `cost`. If `cost` is None, the engine replays rounds to measure
-    the times.
+    The first times of rounds are `cost`. If `cost` is None, the engine measures the times when it
+    starts.
     """
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
@@ -54,7 +55,7 @@ def resumed_policy(
 ) -> GoodputPolicy:
     """Return an adaptive policy whose first times and rates come from a profile.
 
-    The engine therefore need not replay rounds to measure the times. For `batches` and `max_k`, see
+    So the engine need not measure times when it starts. For `batches` and `max_k`, see
     `profile_policy`.
     """
     max_k = profile.max_drafts if max_k is None else max_k

@@ -16,15 +16,15 @@ from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expect
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
-HYSTERESIS = 0.02  # to replace the current K, a K must have better goodput by this fraction
-LONG_LED = 50  # or a K must be better for this number of rounds in a row
+HYSTERESIS = 0.02  # the current K is replaced by a K whose goodput is better by this fraction
+LONG_LED = 50  # it is also replaced if it was not the best for this number of rounds in a row
 PROBE_BUDGET = 0.005  # fraction of the time that may be lost by trying Ks that look worse
 PROBE_EVERY = 200  # maximum number of rounds between two tries
 FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and of rounds between them
-DOUBT = 2.0  # a K may be faster than it seems by this number of standard deviations
+DOUBT = 2.0  # a K is tried if it could be best with a time this many standard deviations shorter
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
 PARKED_VERDICTS = 16  # number of outcomes (one per request and round) that a try should yield
-OTHER_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
+CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Round:
         num_context: number of tokens before the round, summed over sequences.
         verdicts: number of requests by outcome.
         ms: milliseconds of the round; None if unknown.
-        other_ms: milliseconds of prefill chunks since the previous round.
-        is_joined: whether the chunks and the round were one program. Then `other_ms` is the time of
+        chunk_ms: milliseconds of prefill chunks since the previous round.
+        is_joined: whether the chunks and the round were one program. Then `chunk_ms` is the time of
             both.
     """
 
@@ -74,7 +74,7 @@ class Round:
     num_context: int
     verdicts: Mapping[DraftOutcome, int]
     ms: float | None
-    other_ms: float = 0.0
+    chunk_ms: float = 0.0
     is_joined: bool = False
 
 
@@ -111,7 +111,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape are ready. `time` measures and returns milliseconds."""
+        """Note that rounds of this shape can run. `time()` measures and returns milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -177,8 +177,8 @@ class StaticPolicy(PolicyRule):
 class TablePolicy(PolicyRule):
     """A policy with a table [[lo, hi, K], ...] of the K for each number of sequences.
 
-    The table has the form of vLLM #32374. Numbers of sequences without an entry have the K of the
-    entry before them.
+    The table has the form of vLLM #32374. A number of sequences that is in no range has the K of
+    the range before it.
     """
 
     weighs_requests = False
@@ -197,15 +197,14 @@ class TablePolicy(PolicyRule):
 class GoodputPolicy:
     """Chooses the K with the highest estimated number of tokens per millisecond.
 
-        goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
+        goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
 
     AL is the mean acceptance length (see `acceptance`), and a request's limit is its maximum number
-    of useful drafts. `other` is the recent mean time of prefill chunks per round. This time is the
-    same for every K, so the larger it is, the more drafts pay off. A learning policy changes K only
-    for a gain of `HYSTERESIS`, or for a smaller gain that lasts. From time to time, it tries
-    neighbours of the best K. While K = 0 is best, the policy sometimes tries drafting, because
-    rounds without drafts do not show acceptance. The time between such tries doubles until another
-    K is best.
+    of useful drafts. `chunks` is the recent mean time of prefill chunks per round, the same for
+    every K. A learning policy changes K only for a gain of `HYSTERESIS`, or for a smaller gain
+    that lasts. From time to time, it tries neighbours of the best K. While K = 0 is best, it
+    sometimes tries a larger K, because rounds without drafts do not show acceptance. The time
+    between such tries doubles until another K is best.
     """
 
     weighs_requests = True
@@ -220,7 +219,7 @@ class GoodputPolicy:
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
     ):
-        """If `cost` is None, replays of rounds in the engine measure the times.
+        """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         In the first `warm_up_rounds` rounds with drafts, the acceptance rates are the priors of
         `acceptance`.
@@ -241,7 +240,7 @@ class GoodputPolicy:
         self._trial = 0  # remaining rounds of a try of a K above 0
         self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost
-        self._other = 0.0  # milliseconds of a step in addition to its round
+        self._chunk_ms = 0.0  # milliseconds of a step in addition to its round
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -255,12 +254,12 @@ class GoodputPolicy:
         return self._cost
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Measure the times of rounds, unless they were given."""
+        """Measure the times of rounds, unless the policy was built with times."""
         if self._cost is None:
             self._cost = replay()
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Measure the time of this shape, unless times were given."""
+        """Measure the time of this shape, unless the policy was built with times."""
         if self._is_replayed:
             self.cost.add(batch, k, time())
 
@@ -276,10 +275,10 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Return the current K, after replacing it with `best` if one of two conditions holds.
+        """Return the current K, which is first replaced by `best` in two cases.
 
-        Either `best` is clearly better than the current K, or the current K has long not been the
-        best.
+        Either `best` is clearly better than the current K, or the current K has not been the best
+        for many rounds.
         """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
@@ -300,7 +299,7 @@ class GoodputPolicy:
             )
             num_sequences = max(1, round(load.num_sequences * share))
             ms = self.cost.ms(num_sequences, k, share * load.num_context)
-            result[k] = share * tokens / (ms + self._other)
+            result[k] = share * tokens / (ms + self._chunk_ms)
         return result
 
     def observe(self, outcome: Round) -> None:
@@ -311,14 +310,14 @@ class GoodputPolicy:
             self.acceptance.observe(outcome.verdicts)
         if not self._learns_cost:
             return
-        shape, other_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.other_ms
+        shape, chunk_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.chunk_ms
         if outcome.ms is not None:
             self.cost.observe(*shape, outcome.ms)
-        elif outcome.is_joined and other_ms:
-            other_ms = max(0.0, other_ms - self.cost.ms(*shape))
+        elif outcome.is_joined and chunk_ms:
+            chunk_ms = max(0.0, chunk_ms - self.cost.ms(*shape))
         else:
             return
-        self._other += (other_ms - self._other) / OTHER_ROUNDS
+        self._chunk_ms += (chunk_ms - self._chunk_ms) / CHUNK_ROUNDS
 
     def learned(self) -> Profile | None:
         """Return a profile with the learned rates and times; None if times are not learned.
@@ -406,7 +405,7 @@ class GoodputPolicy:
 
     def _ms(self, num_sequences: int, k: int) -> float:
         """Return the milliseconds of a step with a round of k drafts."""
-        return self.cost.ms(num_sequences, k) + self._other
+        return self.cost.ms(num_sequences, k) + self._chunk_ms
 
     def _can_afford(self, milliseconds: float) -> bool:
         """Return whether a try may cost `milliseconds`.

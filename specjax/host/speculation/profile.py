@@ -7,8 +7,8 @@ unconditional. Every entry of a file is checked when the file is read.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from os import PathLike
 from pathlib import Path
@@ -45,7 +45,7 @@ class Profile:
         rates: the fractions of all steps that accept at least 1, 2, ... drafts; one entry per
             draft.
         max_drafts: the largest K.
-        is_online: whether rates are learned while serving, with `rates` as the prior.
+        is_online: whether a policy learns rates while serving, with `rates` as the prior.
         measured: a description of the measurement; None if it is unknown. "model" is the model's
             fingerprint, and "device" is the kind of device. If `step_ms` are times without context,
             "ms_per_context_token" is the time that each context token adds to a step.
@@ -83,9 +83,9 @@ class Profile:
 
     @classmethod
     def of(cls, content: Any, where: str) -> "Profile":
-        """Return the profile that `content`, a parsed JSON file, describes.
+        """Return the profile in `content`, a parsed JSON file.
 
-        `where` is the name of the profile in error messages.
+        `where` is the file's name in error messages.
 
         Raises:
             ValueError: an entry is invalid; the message names the entry.
@@ -152,6 +152,30 @@ class Profile:
         best = self.table(range(1, max(self.step_ms) + 1)).best_k
         ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
         return tuple((run[0], run[-1], k) for k, run in ranges)
+
+
+def mean_profile(profiles: Sequence[Profile], weights: Sequence[float]) -> Profile:
+    """Return the mean of profiles that have the same batch sizes and Ks.
+
+    If all weights are 0, all profiles have the same weight.
+    """
+    first, *_ = profiles
+    total = sum(weights)
+    shares = [w / total if total else 1 / len(profiles) for w in weights]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+
+    context = [(one.measured or {}).get("ms_per_context_token", 0.0) for one in profiles]
+    return replace(
+        first,
+        step_ms={
+            batch: {k: mean(one.step_ms[batch][k] for one in profiles) for k in times}
+            for batch, times in first.step_ms.items()
+        },
+        rates=tuple(map(mean, zip(*(one.rates for one in profiles), strict=True))),
+        measured={**(first.measured or {}), "ms_per_context_token": mean(context)},
+    )
 
 
 class _RepeatedKeyError(ValueError):

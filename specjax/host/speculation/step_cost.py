@@ -4,11 +4,11 @@ A round of B requests and K drafts runs B (K + 1) tokens through the target. Its
 points (batch size, K), either from a profile or from replays of the compiled steps. Between points,
 the time is interpolated linearly. The estimated time never falls as requests or drafts are added.
 
-Times of served rounds correct the times of points. The log ratio of a served time to the replayed
-time is modelled as the sum of three parts: a part that all points of a batch size share (e.g. the
-host's time), a part of the point alone, and noise. The estimate is the posterior mean of this
-random-effects model. So a point that was served several times follows its own times. A point that
-was never served follows its replayed time and the shared part.
+Times of served rounds correct the known times. The log ratio of a served time to the known time is
+modelled as the sum of three terms: a term that all points of a batch size share (e.g. the host's
+time), a term of the point alone, and noise. The estimate is the posterior mean of this
+random-effects model. So the estimate for a point that was served several times follows its served
+times. For a point that was never served, it follows the known time and the shared term.
 """
 
 import math
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 
-REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations of log ratios: a point's part, noise
+REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations: of a point's term, of the noise
 _NUM_KEPT = 31  # number of a point's last rounds whose median counts
 _CLIP = 0.15  # log ratios are clipped to at most this size
-_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds before a point indicates drift; gain of drift
-_SHARED_WEIGHT = 0.25  # weight of the shared part's prior, in points
+_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds of a point before it updates the drift; that update's gain
+_SHARED_WEIGHT = 0.25  # weight of the shared term's prior, in points
 
 Column = Mapping[int, float]  # milliseconds by K
 Points = Mapping[int, Column]  # by batch size
@@ -70,7 +70,7 @@ class StepCost:
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round without context.
+        """Set the measured time of a round. It does not include the time for context tokens.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. At Ks that were not measured for
         a batch size, the time grows with K as it does at the largest measured batch size.
@@ -130,9 +130,9 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, index: int) -> tuple[Column, Column]:
-        """Return two columns for the batch size `batches[index]`: known and estimated times.
+        """Return the known and the estimated time of each K, for the batch size `batches[index]`.
 
-        The known times come from a profile or from replays. The estimated times are computed from
+        The known times come from a profile or a measurement. The estimated times are computed from
         the known times and from served rounds.
         """
         if index not in self._known:
@@ -147,9 +147,9 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the prior mean of the part of log ratios that all Ks of a batch size share.
+        """Return the prior mean of the log ratio that all Ks of a batch size share.
 
-        The mean is estimated from all batch sizes except the batch size of `row`.
+        It is estimated from all batch sizes except the batch size of `row`.
         """
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
@@ -201,8 +201,8 @@ class _Row:
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
 
-        `elsewhere` is the prior mean of the log ratios' shared part. A K that was never served gets
-        a time between the served times of smaller Ks and the served times of larger Ks.
+        `elsewhere` is the prior mean of the log ratio that all Ks share. The time of a K that was
+        never served is kept between the served times of smaller Ks and of larger Ks.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
@@ -225,7 +225,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight, from 0 to 1, of `num_served` served times. The prior has the rest."""
+    """Return the weight, from 0 to 1, that `num_served` served times have against the prior."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 

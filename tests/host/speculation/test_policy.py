@@ -250,16 +250,16 @@ def test_chunks_beside_rounds_make_drafts_cheaper():
     """Of a step that takes long anyway, a longer round is a small part; then they are over."""
     row = {0: 10.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 50.0, 5: 60.0}
     rates = (0.7, 0.5, 0.35, 0.25, 0.17)
-    for other_ms in (0.0, 100.0):
-        expected = {k: (1 + sum(rates[:k])) / (ms + other_ms) for k, ms in row.items()}
+    for chunk_ms in (0.0, 100.0):
+        expected = {k: (1 + sum(rates[:k])) / (ms + chunk_ms) for k, ms in row.items()}
         best = max(expected, key=expected.get)
-        assert best == (0 if other_ms == 0 else 4)
+        assert best == (0 if chunk_ms == 0 else 4)
         policy, rng, ks = adaptive(alike(row), rates), np.random.default_rng(0), []
         for _ in range(400):
             ks.append(k := policy.choose(DecodeLoad(16)))
-            policy.observe(Round(16, k, 0, draw_verdicts(rng, rates, k, 16), row[k], other_ms))
+            policy.observe(Round(16, k, 0, draw_verdicts(rng, rates, k, 16), row[k], chunk_ms))
         assert np.mean([expected[k] for k in ks[200:]]) > 0.97 * expected[best]
-        if other_ms:
+        if chunk_ms:
             for _ in range(300):
                 ks.append(k := policy.choose(DecodeLoad(16)))
                 policy.observe(Round(16, k, 0, draw_verdicts(rng, rates, k, 16), row[k]))
@@ -309,6 +309,6 @@ def test_a_policy_cannot_see_a_draft():
     seen = [field.name for kind in (DecodeLoad, Round) for field in fields(kind)]
     assert [*seen, *DraftOutcome._fields] == [
         "num_sequences", "num_context", "max_tokens", "members",
-        "batch", "k", "num_context", "verdicts", "ms", "other_ms", "is_joined",
+        "batch", "k", "num_context", "verdicts", "ms", "chunk_ms", "is_joined",
         "num_drafts", "num_accepted", "group",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The attention layer: grouped-query softmax attention over the context of `Rows`."""
+"""The attention layer: grouped-query softmax attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Attention:
     ) -> tuple[jax.Array, Any]:
         """Run the layer on rows x [N, D_in]; return its output [N, D] and the new kv.
 
-        If the rows do not attend, only keys and values are computed, and the output is zeros.
+        If `rows.attends` is false, only keys and values are computed, and the output is zeros.
         """
         if not rows.attends:
             return self._keep(x, rows, angles, kv, layer, kind)

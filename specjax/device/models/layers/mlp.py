@@ -90,9 +90,9 @@ class FeedSettings(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLP:
-    """Weights of a feed-forward layer; the inner projections are concatenated."""
+    """Weights of a feed-forward layer."""
 
-    gate_up: Matrix  # [D, 2 F]; [D, F] if the activation has no gate
+    inner: Matrix  # [D, len(inputs) F]: the projections of the activation's `inputs`, concatenated
     down: Matrix  # [F, D]
 
     def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
@@ -100,12 +100,12 @@ class MLP:
         return mlp(self, x, model.activation)
 
     def feed_part(self, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
-        """Return this device's part of the output (see `Weight.total`)."""
-        return self.down.multiply_part(activation(self.gate_up.multiply(x)))
+        """Return the output [N, D] before `Weight.total`, which adds up the devices' results."""
+        return self.down.multiply_part(activation(self.inner.multiply(x)))
 
 
 def mlp(params: MLP, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
-    """Compute down(activation(gate_up x)) for x [N, D]."""
+    """Compute down(activation(inner x)) for x [N, D]."""
     return params.down.total(params.feed_part(x, activation))
 
 
@@ -128,6 +128,6 @@ def mlp_specs(
     if is_merged:
         inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [sum(sizes)]
     return MLP(
-        gate_up=dense(inputs, dim, sizes, columns=((name, inner),) * len(activation.inputs)),
+        inner=dense(inputs, dim, sizes, columns=((name, inner),) * len(activation.inputs)),
         down=dense([f"{prefix}.down_proj.weight"], inner, [dim], rows=name),
     )

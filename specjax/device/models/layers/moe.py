@@ -11,6 +11,7 @@ from pallas_kernels.route import Routes, route
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.layers.mlp import (
     MLP,
+    SWIGLU,
     ClampedSwiGLU,
     FeedSettings,
     SwiGLU,
@@ -31,7 +32,7 @@ class Experts(NamedTuple):
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
     router: Router = SoftmaxRouter()
-    activation: SwiGLU | ClampedSwiGLU = SwiGLU()
+    activation: SwiGLU | ClampedSwiGLU = SWIGLU
     shared_name: str = "shared_expert"  # in the names of tensors
     num_local: int = 0  # number of experts that each device has, if they are divided over devices
 
@@ -77,10 +78,11 @@ def moe(
 ) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    The sum is over the chosen experts e, and w_e are the router's weights. g is
-    sigmoid(shared_gate x), or 1 if the mixture has no such gate. `is_padding` bool[N] marks padding
-    rows. These rows go to the experts of row 0, so that no expert's weights are read only for
-    padding. The results of padding rows are meaningless.
+    The sum is over the chosen experts e, and w_e are the router's weights. The gate g is
+    sigmoid(shared_gate x), or 1 if the mixture has none.
+
+    `is_padding` bool[N] marks padding rows, whose results are meaningless. They go to the experts
+    of row 0, so that no expert's weights are read only for padding.
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)

@@ -1,4 +1,4 @@
-"""The residual stream between layers. A layer's output is added to it by the next norm's kernel."""
+"""The residual stream between layers. The next norm's kernel adds a layer's output to it."""
 
 from typing import NamedTuple, Protocol
 

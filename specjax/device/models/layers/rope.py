@@ -67,7 +67,7 @@ class Rope:
         return Angles(cos, sin, self._query_scales(positions))
 
     def _query_scales(self, positions: jax.Array) -> jax.Array | None:
-        """Return the scales of queries, f32[N, 1, 1].
+        """Return the scales of queries, f32[N, 1, 1]; None if `query_beta` is 0.
 
         The scales sharpen attention over long contexts (Llama 4's temperature). They are 1 within
         the original length L. Later they grow as 1 + query_beta log(1 + position // L).
@@ -103,8 +103,8 @@ class Rope:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return the number by which YaRN multiplies attention if contexts are `factor` times longer.
+    """Return YaRN's factor of cos and sin for contexts that are `factor` times longer.
 
-    `weight` multiplies the number's logarithmic term.
+    `weight` multiplies the logarithmic term of the result.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -48,7 +48,7 @@ class SoftmaxRouter:
     normalises: bool = True  # whether the softmax is over the chosen experts only
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
-        """Return the spec of one matrix [D, E]; see `Router.specs`."""
+        """Return the `TensorSpec` of one matrix [D, E]; see `Router.specs`."""
         return dense([f"{prefix}.gate.weight"], dim, [num_experts])
 
     @property
@@ -74,7 +74,7 @@ class SigmoidRouter:
 
     The correction balances the experts' load (DeepSeek-V3, sec. 2.1.2). It affects only the choice:
     weights are the uncorrected sigmoids. If there are several groups, experts are chosen from the
-    `num_chosen_groups` groups whose two best experts have the largest sum.
+    `num_chosen_groups` groups whose two best experts have the largest sum of corrected sigmoids.
     """
 
     normalises: bool = True  # whether the weights are divided by their sum

@@ -1,0 +1,229 @@
+"""Measures the HTTP server's own speed: the engine runs on the tests' simulated device.
+
+    python benchmarks/server_cpu.py
+    python benchmarks/server_cpu.py --streams 64 --tokens 100
+
+All drafts are accepted, so that each event of a stream has K + 1 = 3 tokens. The clients run in
+another process. Times of threads are processor times: of the event loop, which answers clients; of
+making texts and outputs, which the engine's thread does; and of the rest of the engine's thread,
+which is the loop of the engine and the simulated device.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from report import RESULTS, provenance, summary, write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from starlette.responses import JSONResponse  # noqa: E402
+from starlette.routing import Route  # noqa: E402
+from support.scripts import HashScript  # noqa: E402
+from support.simulated_slots import Pools  # noqa: E402
+from support.texts import simulated_llm  # noqa: E402
+
+from specjax.async_llm import AsyncLLM  # noqa: E402
+from specjax.cli import main as run_command  # noqa: E402
+from specjax.server import app  # noqa: E402
+
+MODEL, K, WORDS = "demo-llama", 2, range(300, 1800)
+PATHS = "/v1/completions", "/v1/chat/completions"
+LOOP, OUTPUTS, ENGINE = "event loop", "texts and outputs", "engine and device"
+
+
+def main() -> None:
+    """Measure, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=300, help="per stream; default: %(default)s")
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    settings = parser.parse_args()
+    if settings.serve is not None:
+        return serve(settings.serve, settings.streams)
+    source, port = provenance(["starlette", "uvicorn", "msgspec"]), 8237
+    arguments = [f"--streams={settings.streams}", f"--serve={port}"]
+    with subprocess.Popen([sys.executable, __file__, *arguments]) as server:
+        try:
+            wait_for(port)
+            rows = [measure(port, path, settings.streams, settings.tokens) for path in PATHS]
+            latencies = [measure_first(port) for _ in range(50)]
+        finally:
+            server.terminate()
+    tables = [
+        {
+            "title": f"{settings.streams} streams of {settings.tokens} tokens",
+            "columns": [
+                *("door", "tokens per second", "tokens per event"),
+                *(f"{name}, microseconds per event" for name in (LOOP, OUTPUTS, ENGINE)),
+                "tokens per second of event loop and outputs",
+            ],
+            "rows": rows,
+            "notes": ["All streams run at the same time; tokens per second are of the whole run."],
+        },
+        {
+            "title": "One stream at a time",
+            "columns": ["milliseconds to the first event", "in the engine"],
+            "rows": [[summary(times) for times in zip(*latencies, strict=True)]],
+            "notes": ["50 requests, one after another, each on a new connection."],
+        },
+    ]
+    result = {
+        "title": "The HTTP server's own speed",
+        "description": "Streams of `specjax serve` with a simulated device; processor times.",
+        "provenance": source,
+        "settings": {"streams": settings.streams, "tokens": settings.tokens},
+        "tables": tables,
+    }
+    print(json.dumps(tables, indent=1))
+    write_result(RESULTS / "server_cpu.json", result)
+
+
+class Accepted(HashScript):
+    """Any words; all drafts are accepted."""
+
+    def following(self, tokens: list[int], digest: int, seed: int) -> int:
+        """See `Script`."""
+        return WORDS[len(tokens) * 7919 % len(WORDS)]
+
+    def draft(self, slot: Any, follow: Any, k: int, most: int) -> tuple[list[int], int]:
+        """See `Script`."""
+        truth: list[int] = []
+        for _ in range(k):
+            truth.append(follow(slot, truth))
+        return truth, most
+
+
+def serve(port: int, num_streams: int) -> None:
+    """Run the server on a simulated device that checks nothing, with a door for threads' times."""
+    sizes = {"max_model_len": 1024, "max_num_seqs": num_streams, "max_num_batched_tokens": 4096}
+    shapes = {"decode_batches": None, "prefill_shapes": None, "page_size": 64}
+    script = Accepted(2048)
+    llm = simulated_llm(MODEL, "ngram", k=K, script=script, **sizes, **shapes)
+    threads = {LOOP: threading.get_native_id()}
+    spent = {OUTPUTS: 0.0}
+    start, publish = AsyncLLM._serve, AsyncLLM._publish
+
+    def start_timed(self: AsyncLLM) -> None:
+        threads[ENGINE] = threading.get_native_id()
+        start(self)
+
+    def publish_timed(self: AsyncLLM, ids: Any) -> None:
+        begin = time.thread_time()
+        publish(self, ids)
+        spent[OUTPUTS] += time.thread_time() - begin
+
+    async def times(_: Any) -> JSONResponse:
+        return JSONResponse({name: thread_seconds(one) for name, one in threads.items()} | spent)
+
+    app.ROUTES.append(Route("/times", times))
+    with (
+        patch("specjax.async_llm.LLM", lambda *_, **__: llm),
+        patch.object(AsyncLLM, "_serve", start_timed),
+        patch.object(AsyncLLM, "_publish", publish_timed),
+        patch.object(Pools, "check_reads", lambda *_, **__: None),
+    ):
+        quiet = ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
+        run_command(["serve", MODEL, "--port", str(port), "--enable-per-request-metrics", *quiet])
+
+
+def thread_seconds(thread: int) -> float:
+    """Return the processor time of a thread of this process."""
+    fields = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+    return int(fields[0]) / 1e9
+
+
+def wait_for(port: int) -> None:
+    """Wait until the server answers."""
+    while True:
+        try:
+            read(port, "/times")
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+
+
+def read(port: int, path: str) -> dict[str, float]:
+    """Return the JSON of a door."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("GET", path)
+    return json.loads(connection.getresponse().read())
+
+
+def measure(port: int, path: str, num_streams: int, num_tokens: int) -> list[Any]:
+    """Return the row of a door: all streams run at the same time."""
+    before, begin = read(port, "/times"), time.perf_counter()
+    bodies = asyncio.run(read_streams(port, path, num_streams, num_tokens))
+    seconds = time.perf_counter() - begin
+    spent = {name: value - before[name] for name, value in read(port, "/times").items()}
+    spent[ENGINE] -= spent[OUTPUTS]
+    num_events = sum(body.count(b"data: {") for body in bodies)
+    assert all(b'"finish_reason":"length"' in body for body in bodies)
+    total = num_streams * num_tokens
+    return [
+        path,
+        round(total / seconds),
+        total / num_events,
+        *(1e6 * spent[name] / num_events for name in (LOOP, OUTPUTS, ENGINE)),
+        round(total / (spent[LOOP] + spent[OUTPUTS])),
+    ]
+
+
+async def read_streams(port: int, path: str, num_streams: int, num_tokens: int) -> list[bytes]:
+    """Return all that the streams sent."""
+    return await asyncio.gather(
+        *(read_stream(port, path, number, num_tokens) for number in range(num_streams))
+    )
+
+
+async def read_stream(port: int, path: str, number: int, num_tokens: int) -> bytes:
+    """Return all that a stream sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request(path, number, num_tokens))
+    body = await reader.read(-1)
+    writer.close()
+    return body
+
+
+def request(path: str, number: int, num_tokens: int) -> bytes:
+    """Return the bytes of a request."""
+    question = f"What is {number} + 4?"
+    body: dict[str, Any] = {"prompt": question}
+    if "chat" in path:
+        body = {"messages": [{"role": "user", "content": question}]}
+    body |= {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    return f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def measure_first(port: int) -> tuple[float, float]:
+    """Return the milliseconds to a stream's first event, for the client and in the engine."""
+    data = request(PATHS[0], 1, 8)
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.connect()
+    begin = time.perf_counter()
+    connection.sock.sendall(data)
+    received = b""
+    while b"data: " not in received:
+        received += connection.sock.recv(2**16)
+    milliseconds = 1e3 * (time.perf_counter() - begin)
+    while part := connection.sock.recv(2**16):
+        received += part
+    last = received.split(b"data: ")[-2].split(b"\n")[0]
+    return milliseconds, json.loads(last)["metrics"]["time_to_first_token_ms"]
+
+
+if __name__ == "__main__":
+    main()

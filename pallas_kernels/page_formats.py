@@ -1,0 +1,80 @@
+"""The formats of pages with 8 bits per number.
+
+A pool with such a format holds x / s instead of x, as a number of 8 bits, and an array `scales` of
+f32 holds s. A pool of another dtype holds x itself and has no scales.
+"""
+
+from typing import Any, NamedTuple
+
+
+class PageFormat(NamedTuple):
+    """How a pool stores numbers in 8 bits.
+
+    Attributes:
+        dtype: the dtype of stored numbers.
+        largest: the largest stored number.
+        has_token_scales: if true, each token has its own scales, which are set when the token is
+            written. If false, each layer has scales, which are given; None means that all are 1.
+        min_capability: the first compute capability with an instruction that converts to `dtype`.
+    """
+
+    dtype: str
+    largest: float
+    has_token_scales: bool
+    min_capability: tuple[int, int]
+
+
+FP8 = PageFormat("float8_e4m3fn", 448.0, False, (8, 9))
+INT8 = PageFormat("int8", 127.0, True, (8, 0))
+MAX_SIGNED = 2**31
+# By the names that users give. The formats' dtypes must differ.
+PAGE_FORMATS = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8, "int8_per_token_head": INT8}
+
+
+def page_format(dtype: Any) -> PageFormat | None:
+    """Return the format of pools with `dtype`, or None if they hold plain numbers."""
+    return next((one for one in PAGE_FORMATS.values() if one.dtype == str(dtype)), None)
+
+
+def why_no_kernel(pool: Any, capability: tuple[int, int] | None) -> str | None:
+    """Return why Triton kernels cannot use a pool on a GPU; None if they can.
+
+    `capability` is the GPU's compute capability, or None to ignore it.
+    """
+    stored = page_format(pool.dtype)
+    if stored is None:
+        return None
+    if capability is not None and capability < stored.min_capability:
+        needed = "{}.{}".format(*stored.min_capability)
+        return f"a pool of {pool.dtype} needs compute capability {needed}"
+    # Up to 4 GiB, Pallas uses 32-bit element offsets, which Triton treats as signed.
+    if MAX_SIGNED < pool.size <= 2 * MAX_SIGNED:
+        return (
+            f"a pool of {pool.size / 2**30:.1f} GiB in {pool.dtype}: the Triton kernel takes up to "
+            "2 GiB or more than 4 GiB of one-byte numbers"
+        )
+    return None
+
+
+def check_scales(pool: Any, scales: Any, name: str, parts: tuple[int, ...]) -> None:
+    """Check the scales of a pool [L, pages, page_size, *parts, ...].
+
+    `name` is the pool's name in errors. `parts` are the axes of a token's entry whose indices have
+    separate scales. A layer has one scale for each index into the first of them.
+
+    Raises:
+        ValueError: the pool needs scales, or has no such scales.
+    """
+    stored = page_format(pool.dtype)
+    if stored is None:
+        if scales is not None:
+            raise ValueError(f"scales are for a pool of 8-bit numbers; {name} has {pool.dtype}")
+        return
+    needed = (*pool.shape[:3], *parts) if stored.has_token_scales else (pool.shape[0], parts[0])
+    if scales is None and stored.has_token_scales:
+        raise ValueError(f"scales are missing: {name} of {pool.dtype} needs f32{list(needed)}")
+    if scales is not None and (scales.shape != needed or str(scales.dtype) != "float32"):
+        raise ValueError(
+            f"scales of {name} in {pool.dtype} must be f32{list(needed)}; got {scales.dtype}"
+            f"{list(scales.shape)}"
+        )

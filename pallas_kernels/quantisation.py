@@ -1,0 +1,50 @@
+"""Conversion of numbers to the 8-bit formats of pages, in plain JAX and inside kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_formats import PageFormat, page_format
+
+
+def token_scales(x: jax.Array, stored: PageFormat) -> jax.Array:
+    """Return the scales [...] of x f32[..., n], by which max |x| becomes the largest number."""
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    return jnp.where(largest == 0, 1.0, largest / stored.largest)
+
+
+def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax.Array:
+    """Return x f32 divided by `scales`, rounded to the nearest number of the format.
+
+    Numbers beyond the largest one become that number, with their sign.
+    """
+    x = jnp.clip(x / scales, -stored.largest, stored.largest)
+    if jnp.issubdtype(stored.dtype, jnp.integer):  # whose conversion drops the fraction
+        x = jnp.where(x < 0, x - 0.5, x + 0.5)
+    return x.astype(stored.dtype)
+
+
+def zero_of(dtype: Any) -> float | int:
+    """Return 0 as kernels write it for masked elements of an array of `dtype`."""
+    return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def as_stored(
+    x: jax.Array, dtype: Any, layer_scales: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return x [..., n] as a pool of `dtype` stores it, and the scales f32[...] that it sets.
+
+    The scales are None unless the pool's format has scales of tokens. `layer_scales` are given
+    scales, which can be broadcast to [...]; None if all are 1.
+    """
+    stored = page_format(dtype)
+    if stored is None:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    if stored.has_token_scales:
+        made = token_scales(x, stored)
+        return quantise(x, made[..., None], stored), made
+    if layer_scales is None:
+        return quantise(x, 1.0, stored), None
+    return quantise(x, jax.lax.broadcast_to_rank(layer_scales[..., None], x.ndim), stored), None

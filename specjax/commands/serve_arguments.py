@@ -1,0 +1,87 @@
+"""Declares the arguments of `specjax serve`, one for each option of `LLM` and of the server.
+
+This module imports nothing slow, so that help is instant.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+from specjax.commands.arguments import MODEL_HELP, add_speculation
+from specjax.server.settings import Limits, ServerSettings
+from specjax.serving.options import DEFAULTS, LLMOptions
+from specjax.serving.vllm_options import ONE_VALUE, PASSED_OVER
+
+DESCRIPTION = "Serve a model over HTTP, with OpenAI's API."
+# Options of `LLM` without a flag: `params` is not text, and `add_speculation` has the drafter.
+_NO_FLAGS = ("params", "speculative_config", "verbose")
+# Flags of `vllm serve` for what always happens here.
+_ALWAYS = ("enable_prompt_tokens_details", "disable_fastapi_docs", "enable_request_id_headers")
+
+
+def engine_options() -> dict[str, Any]:
+    """Return the types of the options of `LLM` that are flags."""
+    hints = get_type_hints(LLMOptions)
+    return {name: hints[name] for name in hints if name not in _NO_FLAGS}
+
+
+def vllm_options() -> list[str]:
+    """Return vLLM's options that `LLM` ignores or refuses, and that the server lacks."""
+    known = {*engine_options(), *(one.name for one in fields(ServerSettings))}
+    return sorted({*PASSED_OVER, *ONE_VALUE, *_ALWAYS} - known)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that `serve.run` reads. Only flags that are given are in the result."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    for title, kind in ("server", ServerSettings), ("limits", Limits):
+        group, hints = parser.add_argument_group(title), get_type_hints(kind)
+        for one in fields(kind):
+            _add(group, one.name, hints[one.name], one.default, one.metadata["help"])
+    add_speculation(parser)
+    group = parser.add_argument_group("engine", "Options of LLM, which docs/api.md describes.")
+    for name, hint in engine_options().items():
+        _add(group, name, hint, DEFAULTS[name], "")
+    for name in vllm_options():
+        flag = name.replace("_", "-")
+        options: Any = {"default": argparse.SUPPRESS, "dest": name, "help": argparse.SUPPRESS}
+        parser.add_argument(f"--{flag}", nargs="?", const=True, type=_json_or_text, **options)
+        parser.add_argument(f"--no-{flag}", action="store_false", **options)
+
+
+def _add(group: Any, name: str, hint: Any, default: Any, text: str) -> None:
+    """Declare a flag for a value of the type `hint`."""
+    if default not in (None, "", (), False):
+        text = "; ".join(filter(None, [text, f"default: {default}"]))
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    flag = f"--{name.replace('_', '-')}"
+    if hint is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif hint == tuple[str, ...]:
+        options |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
+    else:
+        plain = [one for one in get_args(hint) or (hint,) if one in (int, float, str)]
+        options["type"] = plain[0] if plain else _json
+        options["metavar"] = plain[0].__name__.upper() if plain else "JSON"
+    group.add_argument(flag, **options)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def given_options(args: argparse.Namespace, names: Mapping[str, Any] | list[str]) -> dict[str, Any]:
+    """Return the options among `names` that were given."""
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,0 +1,39 @@
+"""Divides cache kinds by how their layers store pages."""
+
+from dataclasses import replace
+from typing import Any
+
+from specjax.device.cache.kind import CacheKind
+
+
+def divide_kinds(
+    kinds: tuple[CacheKind, ...],
+    layer_kinds: tuple[int, ...],
+    kept_layers: tuple[int, ...],
+    layer_scales: tuple[tuple[float, float], ...],
+) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
+    """Return kinds whose layers store pages in the same way, and each layer's index into them.
+
+    Args:
+        kinds: the cache kinds of a model, in an order that is kept. New kinds are last.
+        layer_kinds: each layer's index into `kinds`.
+        kept_layers: layers whose pages keep the model's dtype.
+        layer_scales: the scales of each layer's pages; () if all are 1.
+    """
+    if not kept_layers and not layer_scales:
+        return kinds, layer_kinds
+    each = [(kind, i in kept_layers) for i, kind in enumerate(layer_kinds)]
+    first = [
+        (kind, (kind, False) not in each and (kind, True) in each) for kind in range(len(kinds))
+    ]
+    groups = list(dict.fromkeys([*first, *each]))
+
+    def group(number: int, is_kept: bool) -> CacheKind:
+        kind: Any = kinds[number]
+        layers = [i for i, one in enumerate(each) if one == (number, is_kept)]
+        if kind.token_shape == (0,):  # no pages
+            return kind
+        scales = tuple(layer_scales[i] for i in layers) if layer_scales else ()
+        return replace(kind, num_layers=len(layers), keeps_dtype=is_kept, layer_scales=scales)
+
+    return tuple(group(*one) for one in groups), tuple(map(groups.index, each))

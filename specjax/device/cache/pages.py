@@ -1,0 +1,47 @@
+"""The arrays of a cache whose only state is pages."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_formats import PageFormat
+
+
+class Pages(NamedTuple):
+    """The pages of L layers, and the scales of their numbers.
+
+    The shape of `scales` follows from the format: [L, pages, page_size, ...] if tokens have scales,
+    [L, parts] if layers have scales. It is None if pages hold plain numbers, or all scales are 1.
+    """
+
+    values: jax.Array  # [L, pages, page_size, *token_shape]
+    scales: jax.Array | None = None  # f32
+
+
+def init_pages(
+    places: tuple[int, int, int],
+    token_shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    dtype: Any,
+    stored: PageFormat | None,
+    layer_scales: tuple[tuple[float, ...], ...] = (),
+) -> Pages:
+    """Create empty pages.
+
+    Args:
+        places: the numbers of layers, of pages per layer, and of tokens per page.
+        token_shape: shape of a token's entry.
+        scale_shape: shape of the scales of a token's entry.
+        dtype: dtype of plain numbers.
+        stored: the format of 8-bit numbers; None for plain numbers.
+        layer_scales: for each layer, its scales [scale_shape[0]]; () if all are 1.
+    """
+    if stored is None:
+        return Pages(jnp.zeros((*places, *token_shape), dtype))
+    values, scales = jnp.zeros((*places, *token_shape), stored.dtype), None
+    if stored.has_token_scales:
+        scales = jnp.zeros((*places, *scale_shape), jnp.float32)
+    elif layer_scales:
+        scales = jnp.array(layer_scales, jnp.float32)
+    return Pages(values, scales)

@@ -1,0 +1,177 @@
+"""Runs an engine's programs in several processes: the part of all processes but process 0.
+
+See `leader.py`.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.layout import Layout
+from specjax.device.models.model import Model
+from specjax.device.placement import Placement
+from specjax.device.verification import Verification
+from specjax.engine.compiled import CompiledPrograms
+from specjax.engine.hosts import Hosts, HostsError
+from specjax.engine.leader import Named, Result
+from specjax.engine.sleep import Sleep
+from specjax.engine.tracing import Program
+
+
+class Follower:
+    """Does what process 0 says, until that closes its LLM. Methods are named as its messages.
+
+    Attributes:
+        programs: the programs of this process.
+        sleep: moves this process's weights to the host and back.
+        staged: weights that were read for an update, and are not in use yet.
+    """
+
+    programs: CompiledPrograms
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        target: Model,
+        drafter: Drafter,
+        params: Params,
+        placement: Placement,
+        make: Callable[..., CompiledPrograms],
+    ):
+        self.target, self.drafter = target, drafter
+        self.sleep, self.staged = Sleep(self), ()
+        self._hosts, self._params, self._placement, self._make = hosts, params, placement, make
+        self._known: list[Program] = []
+        self._results: dict[int, Any] = {}
+        self._num_asked = 0
+        self._asked = threading.Event()
+        self._is_over = False
+
+    def follow(self) -> None:
+        """Answer messages until process 0 says that it ends.
+
+        Raises:
+            HostsError: process 0 has ended without a word, or another process failed.
+        """
+        self._hosts.runs = True
+        threading.Thread(target=self._report, name="specjax-hosts", daemon=True).start()
+        try:
+            with self._hosts:
+                while (message := self._hosts.receive())[0] != "end":
+                    getattr(self, message[0])(*message[1:])
+        finally:
+            self._is_over = True
+            self._asked.set()
+        self._hosts.close()
+        self.programs.close()
+
+    @property
+    def params(self) -> Params:
+        """The weights in use."""
+        return self.programs.params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self.programs.params = params
+
+    def release(self) -> None:
+        """Do nothing: process 0 mirrors the call."""
+
+    def renew(self) -> None:
+        """Do nothing: process 0 mirrors the call."""
+
+    def build(
+        self, config: EngineConfig, verification: Verification, layout: Layout, max_drafts: int
+    ) -> None:
+        """Make the programs."""
+        parts = config, self.target, self.drafter, verification, self._params, layout, max_drafts
+        self.programs = self._make(*parts, placement=self._placement)
+        del self._params
+
+    def compile_ahead(self, programs: list[Named], then: list[Named]) -> None:
+        """See `Programs`. Programs that fail are reported."""
+        wanted, later = [*map(self._find, programs)], [*map(self._find, then)]
+        try:
+            self.programs.compile_ahead(wanted, then=later, show_progress=False)
+        except Exception:
+            if not any(program in self.programs.failures for program in wanted):
+                raise
+        self._count()
+
+    def compile_behind(self, programs: list[Named], is_urgent: bool) -> None:
+        """See `Programs`."""
+        self.programs.compile_behind([*map(self._find, programs)], is_urgent=is_urgent)
+        self._count()
+
+    def finish(self) -> None:
+        """See `Programs`."""
+        self.programs.finish(show_progress=False)
+        self._count()
+
+    def run(self, named: Named, *arguments: Any) -> None:
+        """See `Programs`. The result is kept if other programs may take it."""
+        program = self._find(named)
+        taken = [self._result(x) if isinstance(x, Result) else x for x in arguments]
+        result = self.programs.run(program, *taken)
+        if program.is_last:
+            for one in arguments:
+                if isinstance(one, Result):
+                    self._results.pop(one.number, None)
+        elif result is not None:
+            self._results[named.number] = result
+
+    def mirror(self, name: str, *arguments: Any) -> None:
+        """Call a method of the programs that changes the state."""
+        self._results.clear()
+        getattr(self.programs, name)(*arguments)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function, and answer with its error, if any."""
+        error = None
+        try:
+            function(self, *arguments)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        self._hosts.send("answer", error)
+
+    def ping(self) -> None:
+        """Answer that this process is alive."""
+        self._hosts.send("alive")
+
+    def _find(self, named: Named) -> Program:
+        if named.program is not None:
+            assert named.number == len(self._known)
+            self._known.append(named.program)
+        return self._known[named.number]
+
+    def _result(self, named: Result) -> Any:
+        result = self._results[named.number]
+        return result if named.leaf is None else jax.tree.leaves(result)[named.leaf]
+
+    def _count(self) -> None:
+        self._num_asked += 1
+        self._asked.set()
+
+    def _report(self) -> None:
+        """Tell process 0 which programs are compiled, while any are."""
+        told: set[Program] = set()
+        while self._asked.wait() and not self._is_over:
+            self._asked.clear()
+            is_busy = True
+            while is_busy and not self._is_over:
+                num_asked, is_busy = self._num_asked, self.programs.is_compiling
+                known = {program: i for i, program in enumerate(self._known)}
+                ready = [p for p in list(self.programs.ready) if p in known and p not in told]
+                failures = dict(self.programs.failures)
+                failed = [p for p in failures if p in known and p not in told]
+                told |= {*ready, *failed}
+                content = [known[p] for p in ready], [(known[p], str(failures[p])) for p in failed]
+                with suppress(HostsError):  # `follow` raises it
+                    self._hosts.send("compiled", *content, num_asked, is_busy)
+                if is_busy:
+                    self.programs.wait(0.5)

@@ -1,0 +1,240 @@
+"""Messages between the processes, usually one per host, that run an engine's programs together.
+
+Process 0 leads: it has the scheduler and the public interface. The other processes follow: they run
+the same programs in the same order. `jax.distributed` connects the devices. Process 0 also has a
+socket to each other process, for the calls and the packed arrays that it mirrors.
+"""
+
+import atexit
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+LEADER = 0
+POLL_SECONDS = 50e-6  # pause between two looks at results; a step takes milliseconds
+PAUSE_SECONDS = 0.01  # the same for what takes longer
+ANSWER_SECONDS = 2.0  # how long a process may take to answer before it counts as missing
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, and a number
+
+
+class HostsError(RuntimeError):
+    """A process of the engine has ended, failed or does not answer. The message names it."""
+
+
+class Hosts:
+    """The connections between process 0 and the other processes.
+
+    While an engine is built, all processes call `gather` in the same order. Later, process 0 sends
+    messages, and threads pass the other processes' messages to the function given to `listen`. A
+    process that is lost ends the engine in all processes: `error` is set, and stays set. `seconds`
+    is the time limit for a step.
+
+    Attributes:
+        rank: the number of this process.
+        peers: the connected processes: all others for process 0, and process 0 for all others.
+        error: why the engine has ended; None while it works.
+        runs: whether programs have run, in which devices may wait for a lost process.
+    """
+
+    def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int):
+        self.rank, self.peers, self._seconds = rank, peers, seconds
+        self.error: HostsError | None = None
+        self.runs = False
+        self._sending = threading.Lock()
+        self._hosts = {peer: "" for peer in peers}
+        self._answers: set[int] = set()
+        self._is_closed = False
+        atexit.register(self._leave)
+        for connection in peers.values():
+            _set_options(connection, seconds)
+        self._hosts = dict(enumerate(self.gather(socket.gethostname())))
+
+    @property
+    def count(self) -> int:
+        """The number of processes."""
+        return len(self._hosts)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0."""
+        return self.rank == LEADER
+
+    def name(self, rank: int) -> str:
+        """Return a process's name in errors."""
+        host = self._hosts.get(rank)
+        return f"process {rank} ({host})" if host else f"process {rank}"
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values that all processes pass, by rank. Each process waits for the others.
+
+        Raises:
+            HostsError: a process has ended or failed.
+        """
+        if not self.leads:
+            self.send("value", value)
+            return self._value(LEADER)
+        values = [value, *(self._value(rank) for rank in sorted(self.peers))]
+        self.send("value", values)
+        return values
+
+    def _value(self, rank: int) -> Any:
+        name, content = self.receive(rank)
+        assert name == "value", f"{self.name(rank)} is out of step: {name}"
+        return content
+
+    def send(self, *message: Any) -> None:
+        """Send a message to all peers.
+
+        Raises:
+            HostsError: a process is lost, or takes no messages.
+        """
+        self.check()
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            for rank, connection in self.peers.items():
+                try:
+                    connection.send_bytes(content)
+                except OSError as error:  # also a timeout
+                    self.lose(rank, str(error))
+        self.check()
+
+    def receive(self, rank: int = LEADER) -> tuple[Any, ...]:
+        """Return the next message of a peer. Wait for it.
+
+        Raises:
+            HostsError: the process has ended or failed.
+        """
+        try:
+            message = pickle.loads(self.peers[rank].recv_bytes())
+        except (EOFError, OSError) as error:
+            self.lose(rank, "its connection broke" if isinstance(error, EOFError) else str(error))
+        else:
+            if message[0] != "failed":
+                return message
+            self.lose(rank, message[1])
+        raise self.error or HostsError("this LLM is closed")
+
+    def listen(self, hear: Callable[..., None]) -> None:
+        """Call `hear(rank, *message)` for each further message of a peer, in a thread per peer."""
+
+        def read(rank: int) -> None:
+            try:
+                while True:
+                    name, *content = self.receive(rank)
+                    if name == "alive":
+                        self._answers.add(rank)
+                    else:
+                        hear(rank, name, *content)
+            except HostsError:
+                return  # `check` raises it
+
+        self.runs = True
+        for rank in self.peers:
+            threading.Thread(target=read, args=[rank], name="specjax-hosts", daemon=True).start()
+
+    def lose(self, rank: int, why: str) -> None:
+        """Set `error`: the process `rank` is lost."""
+        if self.error is None and not self._is_closed:
+            self.error = HostsError(
+                f"{self.name(rank)} of the {self.count} processes of this LLM has ended "
+                f"or failed: {why}; look at its output, and start all processes again"
+            )
+            if self.leads:
+                self.fail(str(self.error))
+
+    def fail(self, why: str) -> None:
+        """Tell the peers that this process has failed, and disconnect. Nothing can run any more."""
+        if self.error is None:
+            self.error = HostsError(f"this LLM has failed: {why}; start all processes again")
+        self._say_last("failed", why)
+
+    def close(self) -> None:
+        """End the other processes' loops, and disconnect."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._say_last("end")
+            atexit.unregister(self._leave)
+
+    def _say_last(self, *message: Any) -> None:
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for connection in self.peers.values():
+            try:
+                connection.send_bytes(content)
+            except OSError:
+                pass  # it has ended already
+
+    def check(self) -> None:
+        """Raise the error that has ended the engine, if any."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, is_done: Callable[[], bool], *, has_limit: bool = True) -> None:
+        """Wait until `is_done()`.
+
+        Raises:
+            HostsError: a process is lost, or, if `has_limit`, it takes longer than
+                `distributed_timeout_seconds`.
+        """
+        end = time.monotonic() + self._seconds
+        while not is_done():
+            self.check()
+            if has_limit and time.monotonic() > end:
+                self._find_missing()
+            time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
+
+    def _find_missing(self) -> None:
+        """Set `error` after a time limit. It names the processes that do not answer."""
+        self._answers.clear()
+        self.send("ping")
+        end = time.monotonic() + ANSWER_SECONDS
+        while len(self._answers) < len(self.peers) and time.monotonic() < end:
+            time.sleep(PAUSE_SECONDS)
+        limit = f"{self._seconds} s (distributed_timeout_seconds)"
+        missing = [rank for rank in self.peers if rank not in self._answers]
+        if missing:
+            self.lose(missing[0], f"a step has not ended within {limit}, and it does not answer")
+        self.fail(f"a step has not ended within {limit}, although all processes answer")
+
+    def explain(self, error: Exception) -> Exception:
+        """Return the reason for an error of the device: a lost process, if any is lost."""
+        end = time.monotonic() + ANSWER_SECONDS
+        while self.error is None and time.monotonic() < end:  # a thread may be about to notice it
+            time.sleep(PAUSE_SECONDS)
+        if self.error is None:
+            self.fail(f"{type(error).__name__}: {error}")
+            return error
+        self.error.__cause__ = error
+        return self.error
+
+    def _leave(self) -> None:
+        """End the process at its exit, if a program may wait for a lost process forever."""
+        if self.error is not None and self.runs:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(1)
+
+
+def _set_options(connection: Connection, seconds: int) -> None:
+    """Send small messages at once, notice hosts that vanish, and limit the time of a send."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not on every platform
+                one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, "SO_SNDTIMEO"):
+            limit = seconds.to_bytes(8, sys.byteorder) + bytes(8)  # a struct timeval
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

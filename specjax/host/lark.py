@@ -1,0 +1,93 @@
+"""Writes grammars in llguidance's Lark for texts that a tokenizer's special tokens may divide."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# The format of json.dumps; a schema may change it in its "x-guidance".
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def styled_schema(schema: Any) -> str:
+    """Return a JSON schema as text, with the style of `json.dumps` as its default.
+
+    Raises:
+        ValueError: it is not a schema.
+    """
+    schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise ValueError(f"{schema!r} is neither an object nor a boolean")
+    style = schema.get("x-guidance", {})
+    if isinstance(style, dict):
+        schema["x-guidance"] = JSON_STYLE | style
+    # The order of keys is kept: it is the order in which properties are generated.
+    return json.dumps(schema, allow_nan=False)
+
+
+class LarkWriter:
+    """The parts of a grammar, and its rules in `rules`.
+
+    Args:
+        special_ids: the ids of the tokenizer's special tokens, which llguidance does not treat as
+            text.
+    """
+
+    def __init__(self, special_ids: Mapping[str, int]):
+        self.rules: list[str] = []
+        self._special_ids = special_ids
+        names = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
+    def rule(self, kind: str, body: str, options: str = "") -> str:
+        """Add a rule, and return its name."""
+        name = f"{kind}_{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def json(self, schema: Any) -> str:
+        """Return JSON that fits a schema."""
+        return self.rule("json", f"%json {styled_schema(schema)}")
+
+    def text(self, text: str) -> str:
+        """Return a text, with special tokens by their ids."""
+        return " ".join(self._pieces(text))
+
+    def until(self, end: str) -> str:
+        """Return any text up to the first occurrence of `end`, including it."""
+        first = next(iter(self._pieces(end)))
+        if not first.startswith('"'):  # a special token ends any text
+            return f"/(?s:.*)/ {self.text(end)}"
+        text = json.loads(first)
+        pattern = "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02x}" for c in text)
+        rule = self.rule("until", f"/(?s:.*){pattern}/", "[lazy]")
+        return f"{rule} {self.text(end[len(text) :])}"
+
+    def _pieces(self, text: str) -> list[str]:
+        split = [text] if self._special is None else self._special.split(text)
+        return [
+            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece)
+            for piece in split
+            if piece
+        ]
+
+
+def structural_tags(given: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
+    """Return the grammar of any text in which a trigger begins one of the structures.
+
+    Args:
+        given: a checked `StructuredOutputs.structural_tag`.
+        special_ids: see `LarkWriter`.
+    """
+    writer, parts = LarkWriter(special_ids), []
+    for trigger in given["triggers"]:
+        tags = [
+            f"{writer.text(one['begin'][len(trigger) :])} {writer.json(one['schema'])} "
+            f"{writer.text(one['end'])}"
+            for one in given["structures"]
+            if one["begin"].startswith(trigger)
+        ]
+        parts.append(f"{writer.until(trigger)} ({' | '.join(tags)})")
+    return "\n".join((f"start: ({' | '.join(parts)})* /(?s:.*)/", *writer.rules))

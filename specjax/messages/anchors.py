@@ -1,0 +1,86 @@
+"""Texts and patterns at which a part of a response begins or ends.
+
+The third-party module `regex` is used because it reports partial matches: the end of a growing text
+may be the beginning of an anchor.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import regex
+
+
+class Found(NamedTuple):
+    """An occurrence of an anchor in a text. It is pending if a longer text may change it."""
+
+    start: int
+    end: int
+    names: Mapping[str, str]  # the pattern's named groups
+    is_pending: bool
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A pattern. `is_fixed` if no occurrence can change when text is added after it."""
+
+    pattern: Any
+    is_fixed: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], name: str, where: str) -> "Anchor | None":
+        """Return the anchor that a template's mapping has as `name` or `name`_pattern.
+
+        Raises:
+            ValueError: it has both, or the value is not a text, a list of texts or a pattern.
+        """
+        texts, pattern = given.get(name), given.get(f"{name}_pattern")
+        if texts is not None and pattern is not None:
+            raise ValueError(f"{where} has both {name} and {name}_pattern; leave one out")
+        if pattern is not None:
+            try:
+                return cls(regex.compile(pattern, regex.DOTALL), is_fixed=False)
+            except (regex.error, TypeError) as error:
+                raise ValueError(
+                    f"{where}.{name}_pattern={pattern!r} is not a pattern of the module regex: "
+                    f"{error}"
+                ) from error
+        if texts is None:
+            return None
+        listed = [texts] if isinstance(texts, str) else texts
+        if not _are_texts(listed):
+            raise ValueError(f"{where}.{name}={texts!r} must be a text or a list of texts")
+        listed = sorted(set(listed), key=lambda text: (-len(text), text))
+        can_grow = any(one != other and one.startswith(other) for one in listed for other in listed)
+        return cls(regex.compile("|".join(map(regex.escape, listed))), is_fixed=not can_grow)
+
+    def find(self, text: str, start: int, *, is_whole: bool) -> Found | None:
+        """Return the first occurrence that begins at index `start` or later.
+
+        If the text is not whole yet, the occurrence may be pending.
+        """
+        match = self.pattern.search(text, start, partial=not is_whole)
+        if match is None:
+            return None
+        names = {name: value for name, value in match.groupdict().items() if value is not None}
+        is_pending = not is_whole and (match.partial or self._may_change(match, text))
+        return Found(match.start(), match.end(), names, is_pending)
+
+    def _may_change(self, match: Any, text: str) -> bool:
+        if self.is_fixed:
+            return False
+        if self.pattern.fullmatch(text, match.start(), partial=True) is not None:
+            return True  # the whole text after the start may belong to a longer match
+        # A look-ahead may have matched the end of the text.
+        longer = self.pattern.match(text + "\0", match.start())
+        return longer is None or longer.span() != match.span()
+
+    def last_end(self, text: str) -> int | None:
+        """Return the end of the last occurrence in a text."""
+        ends = [match.end() for match in self.pattern.finditer(text)]
+        return ends[-1] if ends else None
+
+
+def _are_texts(listed: Any) -> bool:
+    is_list = isinstance(listed, Sequence) and bool(listed)
+    return is_list and all(isinstance(text, str) and text for text in listed)

@@ -1,0 +1,72 @@
+"""Writes grammars, in llguidance's Lark, that force a model to call functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specjax.host.lark import LarkWriter
+from specjax.messages.contents import schema_types
+from specjax.messages.formats import CallForm
+from specjax.messages.tools import Function
+
+_SPACE = r"/\n{0,2}/"  # models write line breaks before calls
+
+
+class CallGrammar:
+    """The grammar of a response that calls functions, in a form.
+
+    Args:
+        special_ids: see `LarkWriter`.
+    """
+
+    def __init__(self, form: CallForm, special_ids: Mapping[str, int]):
+        self._form, self._writer = form, LarkWriter(special_ids)
+
+    def write(
+        self, functions: Sequence[Function], *, is_parallel: bool, is_reasoning: bool | None
+    ) -> str:
+        """Return the grammar.
+
+        Args:
+            functions: the functions to choose from.
+            is_parallel: whether there may be several calls.
+            is_reasoning: True if the response begins within reasoning, False if it may have none,
+                None if it may begin with reasoning.
+        """
+        form, text = self._form, self._writer.text
+        opening, closing = form.reasoning
+        thought = f"{self._writer.until(closing)} {_SPACE}"
+        before = {True: thought, False: "", None: f"({text(opening)} {thought})?"}
+        calls = "call"
+        if is_parallel and form.between is not None:
+            calls = f"call ({text(form.between)} call)*"
+        named = [self._writer.rule("function", self._call(function)) for function in functions]
+        start = before[is_reasoning], _SPACE, text(form.first), calls, text(form.last)
+        return "\n".join(
+            (f"start: {' '.join(start)}", f"call: {' | '.join(named)}", *self._writer.rules)
+        )
+
+    def _call(self, function: Function) -> str:
+        before, after = self._form.name
+        opening = self._writer.text(before + function.name + after)
+        arguments = self._tags if self._form.parameter else self._writer.json
+        return f"{opening} {arguments(function.parameters)} {self._writer.text(self._form.end)}"
+
+    def _tags(self, schema: Mapping[str, Any]) -> str:
+        """Return the arguments as texts around keys and values, in the order of the schema."""
+        assert self._form.parameter is not None
+        before, middle, after = self._form.parameter
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        required, parts = schema.get("required", ()), []
+        for key, value in schema.get("properties", {}).items():
+            value = {} if isinstance(value, bool) else value
+            part = f"{self._writer.text(before + key + middle)} {self._value(value, shared, after)}"
+            parts.append(part if key in required else f"({part})?")
+        return " ".join(parts)
+
+    def _value(self, schema: Mapping[str, Any], shared: Mapping[str, Any], after: str) -> str:
+        types, choices, text = schema_types(schema), schema.get("enum"), self._writer.text
+        if choices and all(isinstance(choice, str) for choice in choices):
+            return f"({' | '.join(map(text, choices))}) {text(after)}"
+        if types and "string" not in types:
+            return f"{self._writer.json({**schema, **shared})} {text(after)}"
+        return self._writer.until(after)

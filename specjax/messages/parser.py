@@ -1,0 +1,157 @@
+"""Divides the text of a response into the parts of a message while it grows.
+
+However a text is split, the gains that the parser returns add up to the same message. Nothing that
+was generated is lost: text that cannot be read as a tool call becomes content.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.messages.anchors import Found
+from specjax.messages.deltas import Calls, MessageDelta, add_up
+from specjax.messages.readers import CallReader
+from specjax.messages.stripped import Stripped
+from specjax.messages.template import Field, ResponseTemplate
+from specjax.outputs import ChatMessage
+
+
+class ResponseParser:
+    """Reads one response.
+
+    Args:
+        template: how responses are written.
+        prompt: the rendered prompt. What it has after the last beginning of a response, like
+            "<think>", sets the part that the response begins with.
+        schemas: the JSON schemas of arguments, by function and argument, for formats in which
+            values have no types.
+        max_calls: maximum number of tool calls; None for no limit.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        *,
+        prompt: str = "",
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        max_calls: int | None = None,
+    ):
+        self._fields, self._schemas = template.fields, schemas or {}
+        self._rest = next((field for field in template.fields if field.open is None), None)
+        self._calls = Calls(max_calls)
+        self._texts = {
+            field.part: Stripped(strips=field.strips, join=field.join)
+            for field in template.fields
+            if field.reader is None
+        }
+        self._texts.setdefault("content", Stripped())
+        self._new = {part: "" for part in self._texts}
+        self._field: Field | None = self._rest
+        self._reader: CallReader | None = None  # of the current region, if it has calls
+        self._num_before = 0  # number of calls before the current region
+        self._region_start = 0  # index of the current region's opening anchor
+        begun = template.start.last_end(prompt)
+        self._text = "" if begun is None else prompt[begun:]
+        self._position = 0  # index of the first character that has not been read
+        self._num_given = len(self._text)  # characters of the prompt, which are not shown
+        self._read(is_whole=False)
+        for text in self._texts.values():
+            text.forget_held()
+        self._take()
+
+    @property
+    def part(self) -> str | None:
+        """The part of the message to which the next text belongs, as far as it is known."""
+        return None if self._field is None else self._field.part
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether the prompt has the beginning of the response."""
+        return self._num_given > 0
+
+    def feed(self, text: str) -> MessageDelta:
+        """Return what the message gains by more text."""
+        self._text += text
+        self._read(is_whole=False)
+        return self._take()
+
+    def finish(self) -> MessageDelta:
+        """Return what the message gains at the end of the response."""
+        self._read(is_whole=True)
+        self._leave(self._position, is_complete=False)
+        return self._take()
+
+    def parse(self, text: str) -> ChatMessage:
+        """Return the message of a whole response."""
+        return add_up([self.feed(text), self.finish()])
+
+    def _take(self) -> MessageDelta:
+        new, self._new = self._new, {part: "" for part in self._texts}
+        return MessageDelta(new["content"], new.get("reasoning", ""), self._calls.take())
+
+    def _read(self, *, is_whole: bool) -> None:
+        while True:
+            found, field, end = self._find(is_whole=is_whole)
+            if found is None:
+                self._add(end)
+                return
+            self._add(found.start)
+            self._leave(found.end, is_complete=True)
+            self._position = found.end
+            if field is not None:
+                self._enter(field, found)
+
+    def _find(self, *, is_whole: bool) -> tuple[Found | None, Field | None, int]:
+        """Return the next anchor, and the field that it opens; None if it closes the current one.
+
+        Without such an anchor, return None, and the end of the text that cannot be part of one.
+        """
+        opened = [] if self._field is not self._rest else self._fields
+        anchors = [(field.open, field) for field in opened if field.open is not None]
+        if self._field is not None and self._field.close is not None:
+            anchors.append((self._field.close, None))
+        end = len(self._text)
+        best: tuple[tuple[int, int, bool], Found, Field | None] | None = None
+        for anchor, field in anchors:
+            found = anchor.find(self._text, self._position, is_whole=is_whole)
+            if found is None or (field is None and found.end == self._region_start):
+                continue  # an empty region does not end, or it would forever
+            if found.is_pending:
+                end = min(end, found.start)
+                continue
+            # The first one counts; of several at one place the longest, and openings first.
+            order = found.start, found.start - found.end, field is None
+            if best is None or order < best[0]:
+                best = order, found, field
+        if best is None or best[1].start >= end:
+            return None, None, end
+        return best[1], best[2], end
+
+    def _add(self, end: int) -> None:
+        """Read the text up to an index as a part of the current region."""
+        if self._reader is not None:
+            self._reader.feed(self._text[self._position : end])
+        elif self._field is not None:
+            text = self._texts[self._field.part]
+            text.feed(self._text[self._position : min(end, self._num_given)])  # of the prompt
+            self._new[self._field.part] += text.feed(
+                self._text[max(self._position, self._num_given) : end]
+            )
+        self._position = max(self._position, end)
+
+    def _enter(self, field: Field, found: Found) -> None:
+        self._field, self._region_start = field, found.start
+        if field.reader is not None:
+            self._num_before = self._calls.num_begun
+            self._reader = field.reader(self._calls, found.names, self._schemas)
+
+    def _leave(self, end: int, *, is_complete: bool) -> None:
+        """End the current region. Its closing anchor ends at index `end`."""
+        if self._reader is not None:
+            unread = self._reader.close(is_complete=is_complete)
+            if self._calls.num_begun == self._num_before:
+                unread = self._text[max(self._region_start, self._num_given) : end]
+            self._new["content"] += self._texts["content"].feed(unread)
+            self._reader = None
+        elif self._field is not None:
+            self._texts[self._field.part].next_region()
+        self._field, self._region_start = self._rest, end

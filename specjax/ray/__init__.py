@@ -1,0 +1,1 @@
+"""Replicas of an LLM in the processes of a Ray cluster."""

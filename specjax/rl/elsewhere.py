@@ -1,0 +1,75 @@
+"""Updates the weights of an engine whose devices belong to several processes.
+
+Each process reads the new weights from its own copy of a folder. All processes read and check them
+before the first process replaces a weight.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.engine.engine import Engine
+from specjax.engine.follower import Follower
+from specjax.rl.named import Weights, read_finite
+from specjax.rl.weights import read_update, stage_drafter, stage_target
+
+
+def check_folders(engine: Engine, *given: Weights) -> None:
+    """Check that weights are folders, or None, if the engine has other processes.
+
+    Raises:
+        ValueError: there are other processes, and weights have another form.
+    """
+    count = engine.engines[0].programs.num_processes
+    for weights in given:
+        if count > 1 and not isinstance(weights, str | Path | None):
+            raise ValueError(
+                f"weights as {type(weights).__name__} do not reach the other of nnodes={count} "
+                "processes; save them, and give the folder, which each process reads"
+            )
+
+
+def stage_elsewhere(engine: Engine, weights: Weights, drafter: Weights) -> None:
+    """Let the engine's other processes, if any, read and check new weights.
+
+    `weights` are for the target and `drafter` for the drafter; None to keep the old weights.
+
+    Raises:
+        HostsError: a process cannot use its folder. Nothing has changed.
+    """
+    programs = engine.engines[0].programs
+    if programs.num_processes > 1:
+        programs.elsewhere(_stage, weights, drafter)
+
+
+def replace_elsewhere(engine: Engine) -> None:
+    """Let the other processes replace the weights that they have staged. No step may be in flight.
+
+    Raises:
+        HostsError: a process has failed.
+    """
+    engine.engines[0].programs.elsewhere(_replace)
+
+
+def _stage(follower: Follower, weights: Weights, drafter: Weights) -> None:
+    params = follower.params
+    # The sources of new arrays; None for each array that stays.
+    sources, own = ([None] * len(jax.tree.leaves(tree)) for tree in (params.target, params.drafter))
+    if weights is None:
+        named = read_finite(drafter, params.drafter, "drafter's weights")
+    else:
+        new, named = read_update(weights, drafter, params, follower.drafter)
+        sources = stage_target(new, follower.target, params.target)
+    if named is not None:
+        own = stage_drafter(named, follower.drafter, params.drafter)
+    follower.staged = *sources, *own
+
+
+def _replace(follower: Follower) -> None:
+    sources, follower.staged = follower.staged, ()
+
+    def change(i: int, leaf: Any, home: Any) -> Any:
+        return leaf if sources[i] is None else sources[i].copy(leaf.dtype, home)
+
+    follower.sleep.change(change)

@@ -1,0 +1,50 @@
+"""Limits the number of samples that are in the server at a time."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specjax.engine.log import Pace
+from specjax.server.errors import APIError
+
+RETRY_SECONDS = 1
+_LOG = logging.getLogger("specjax")
+
+
+class Admission:
+    """Counts the samples of requests that have not been answered yet.
+
+    Args:
+        limit: maximum number of samples; requests beyond it are refused.
+    """
+
+    def __init__(self, limit: int):
+        self.num_samples = self.num_refused = 0
+        self._limit, self._pace = limit, Pace()
+
+    @contextmanager
+    def admit(self, num_samples: int) -> Iterator[None]:
+        """Count the samples of a request within the block.
+
+        Raises:
+            APIError: see `check`.
+        """
+        self.check(num_samples)
+        self.num_samples += num_samples
+        try:
+            yield
+        finally:
+            self.num_samples -= num_samples
+
+    def check(self, num_samples: int) -> None:
+        """Refuse a request if there would be too many samples. A request alone is never too large.
+
+        Raises:
+            APIError: the request is refused.
+        """
+        if self.num_samples and self.num_samples + num_samples > self._limit:
+            self.num_refused += 1
+            if self._pace.is_due():
+                _LOG.warning("the queue is full; %d requests were refused", self.num_refused)
+            text = f"the queue is full: {self.num_samples} samples are running or waiting"
+            raise APIError(429, f"{text}; try again later", retry_after=RETRY_SECONDS)

@@ -1,0 +1,69 @@
+"""The routes of the server."""
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from specjax.server import doors
+from specjax.server.chat import create_chat
+from specjax.server.completions import create_completion
+from specjax.server.errors import INTERNAL, TYPES, APIError
+from specjax.server.security import KeyCheck
+from specjax.server.service import Service
+
+ROUTES = [
+    Route("/v1/completions", create_completion, methods=["POST"]),
+    Route("/v1/chat/completions", create_chat, methods=["POST"]),
+    Route("/v1/models", doors.list_models),
+    Route("/tokenize", doors.tokenize, methods=["POST"]),
+    Route("/detokenize", doors.detokenize, methods=["POST"]),
+    Route("/health", doors.health),
+    Route("/ping", doors.health, methods=["GET", "POST"]),
+    Route("/version", doors.version),
+    Route("/load", doors.load),
+    Route("/metrics", doors.metrics),
+]
+_LOG = logging.getLogger("specjax")
+
+
+def build_app(service: Service) -> Starlette:
+    """Return the server as an ASGI app."""
+    middleware = []
+    if origins := service.settings.allowed_origins:
+        every = ["*"]
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
+            )
+        )
+    if keys := service.settings.read_keys():
+        middleware.append(Middleware(KeyCheck, keys=keys))
+    app = Starlette(
+        routes=ROUTES,
+        middleware=middleware,
+        exception_handlers={APIError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+    )
+    app.state.service = service
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return error.response()
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    """Answer requests to unknown paths, or with a wrong method."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in TYPES else 400
+    return APIError(status, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return APIError(500, INTERNAL).response()

@@ -1,0 +1,105 @@
+"""Reads the bodies of requests, and checks their types and sizes."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from specjax.server.errors import APIError, of_validation
+from specjax.server.settings import Limits
+
+JSON_TYPES = ("application/json",)
+# Fields of OpenAI's API that change no output.
+PASSED_OVER = {
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "session_id", "verbosity", "return_weight_versions"),
+}
+_CONSTRAINED = "its name is structured_outputs"
+# Fields that would change answers, and are not supported, with the alternative.
+REFUSED: Mapping[str, str] = {
+    "suffix": "models here only continue prompts",
+    "prompt_embeds": "prompts are texts or token ids",
+    "cache_salt": "all requests share the prefix cache; disable it for the whole server",
+    "kv_transfer_params": "caches are not sent to other engines",
+    "functions": "its name is tools",
+    "function_call": "its name is tool_choice",
+    "modalities": "models here write only text",
+    "audio": "models here write only text",
+    "web_search_options": "the server searches nothing",
+    "vllm_xargs": "there are no plugins to read it",
+    "logits_processors": "functions cannot be sent; use logit_bias or structured_outputs",
+    "guided_json": _CONSTRAINED,
+    "guided_regex": _CONSTRAINED,
+    "guided_choice": _CONSTRAINED,
+    "guided_grammar": _CONSTRAINED,
+}
+_LOG = logging.getLogger("specjax")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+_MAX_NAMED = 10  # unknown fields that a log line names
+Body = TypeVar("Body")
+
+
+async def read_body(request: Request, kind: type[Body], limits: Limits) -> Body:
+    """Return the request's body as a `kind` of `wire`.
+
+    Unknown fields are ignored, with a line in the log.
+
+    Raises:
+        APIError: the body is too large or slow, is not JSON, or has a wrong or refused field.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in JSON_TYPES:
+        raise APIError(415, f"the content type is {content_type!r}; send application/json")
+    try:
+        async with asyncio.timeout(limits.max_stall_seconds):
+            body = await _read(request, limits.max_body_bytes)
+    except TimeoutError:
+        raise APIError(408, "the body did not arrive in time") from None
+    except ClientDisconnect:
+        raise APIError(400, "the body ended early") from None
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise APIError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise APIError(400, "the body must be a JSON object")
+    return _convert(fields, kind)
+
+
+def _convert(fields: dict[str, Any], kind: type[Body]) -> Body:
+    for name in fields.keys() & REFUSED.keys():
+        if fields[name] not in (None, "", [], {}):
+            raise APIError(400, f"{name} is not supported: {REFUSED[name]}", name)
+    try:
+        body = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        if missing := _MISSING.search(str(error)):
+            raise APIError(400, f"{missing[1]} is missing", missing[1]) from None
+        raise of_validation(error) from None
+    unknown = sorted(fields.keys() - _known(kind))
+    if unknown:
+        shown = ", ".join(name[:40] for name in unknown[:_MAX_NAMED])
+        _LOG.warning("a request has %d unknown fields, ignored: %s", len(unknown), shown)
+    return body
+
+
+@cache
+def _known(kind: Any) -> frozenset[str]:
+    return frozenset({*kind.__struct_fields__, *PASSED_OVER, *REFUSED})
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    is_too_long = length.isdecimal() and int(length) > limit
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if is_too_long or size > limit:
+            raise APIError(413, f"the body has more than {limit} bytes (--max-body-bytes)")
+        parts.append(part)
+    return b"".join(parts)

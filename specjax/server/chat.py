@@ -1,0 +1,198 @@
+"""The door /v1/chat/completions: conversations and the messages that answer them."""
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from specjax.outputs import CompletionOutput, RequestOutput
+from specjax.sampling_params import SamplingParams
+from specjax.server.answers import Answer
+from specjax.server.bodies import read_body
+from specjax.server.errors import APIError
+from specjax.server.jobs import Job, check_job
+from specjax.server.logprobs import chat_logprobs, prompt_logprobs
+from specjax.server.messages import MessageParser
+from specjax.server.parameters import read_params
+from specjax.server.service import Service
+from specjax.server.wire import (
+    ChatChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+    Delta,
+    TokenizeRequest,
+)
+from specjax.text.chat import MESSAGE_KEYS, render_conversations
+from specjax.text.prompts import TokensPrompt
+
+_LOG = logging.getLogger("specjax")
+# A default that no generation_config.json has set; chats then get as many tokens as fit.
+_UNSET_MAX_TOKENS = SamplingParams().max_tokens
+
+
+async def create_chat(request: Request) -> ASGIApp:
+    """Answer a request of /v1/chat/completions.
+
+    Raises:
+        APIError: the request is refused.
+    """
+    service: Service = request.app.state.service
+    body = await read_body(request, ChatRequest, service.limits)
+    service.admission.check(body.n or 1)  # before any work on texts
+    model = service.check_model(body.model)
+    prompt = await service.in_thread(lambda: render(service, body), body, "messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = read_params(
+        body,
+        service.defaults,
+        service.limits,
+        max_tokens=_default_max_tokens(service.defaults) if asked is None else asked,
+        logprobs=_num_logprobs(body),
+    )
+    make_parser = service.make_parsers(body, prompt.get("prompt", ""))
+    form = ChatForm(service, body, params.n, make_parser)
+    name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    job = Job(name, model, [prompt], params, body, form, "messages", asked)
+    await check_job(service, job)
+    return Answer(service, job)
+
+
+def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
+    """Return a conversation as a prompt.
+
+    Raises:
+        ValueError: the conversation or a variable of the template is refused.
+        APIError: the request brings a template, which the settings do not allow.
+    """
+    settings, own = service.settings, request.chat_template
+    if own is not None and not settings.trust_request_chat_template:
+        raise APIError(
+            400,
+            "chat_template is refused; start with --trust-request-chat-template",
+            "chat_template",
+        )
+    usual = settings.default_chat_template_kwargs or {}
+    variables = {**usual, **(request.chat_template_kwargs or {})}
+    if (effort := getattr(request, "reasoning_effort", None)) is not None:
+        variables.setdefault("reasoning_effort", effort)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    prompts = render_conversations(
+        service.tokenizer,
+        _known_keys(request.messages or []),
+        content_format=settings.chat_template_content_format,
+        variables=variables,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=request.continue_final_message is True,
+        tools=request.tools,
+        chat_template=own or service.chat_template,
+    )
+    if not prompts:
+        raise APIError(400, "messages is empty", "messages")
+    if request.add_special_tokens:
+        text = prompts[0].get("prompt", "")
+        return TokensPrompt(prompt=text, prompt_token_ids=service.tokenizer.encode(text))
+    return prompts[0]
+
+
+def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without unknown keys, like those of answers that are sent back."""
+    unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
+    if unknown:
+        shown = ", ".join(sorted(key[:40] for key in unknown)[:10])
+        _LOG.warning("messages have unknown keys, ignored: %s", shown)
+    return [{key: one[key] for key in one if key in MESSAGE_KEYS} for one in messages]
+
+
+def _default_max_tokens(defaults: SamplingParams) -> int | None:
+    return None if defaults.max_tokens == _UNSET_MAX_TOKENS else defaults.max_tokens
+
+
+def _num_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise APIError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    return None
+
+
+class ChatForm:
+    """Choices of a chat; see `Form`.
+
+    Args:
+        make_parser: returns the parser of a sample.
+    """
+
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        service: Service,
+        request: ChatRequest,
+        n: int,
+        make_parser: Callable[[], MessageParser],
+    ):
+        self._request = request
+        as_ids = request.return_tokens_as_token_ids
+        self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._parsers = [make_parser() for _ in range(n)]
+
+    def openings(self, prompt: int) -> Iterator[ChatDelta]:
+        """See `Form`."""
+        for index in range(len(self._parsers)):
+            yield ChatDelta(index, Delta(role="assistant", content=""))
+
+    def parts(self, prompt: int, output: RequestOutput) -> Iterator[ChatDelta]:
+        """See `Form`."""
+        for sample in output.outputs:
+            parser, tokens = self._parsers[sample.index], sample.token_ids
+            delta = parser.feed(sample.text or "", tokens)
+            choice = ChatDelta(sample.index, delta, self._logprobs(sample))
+            choice.token_ids = self._token_ids(tokens)
+            if sample.finish_reason is None:
+                yield choice
+                continue
+            last, reason = parser.finish(sample.finish_reason)
+            if last != Delta():
+                yield choice
+                choice = ChatDelta(sample.index, last)
+            choice.finish_reason, choice.stop_reason = reason, sample.stop_reason
+            yield choice
+
+    def wholes(self, prompt: int, output: RequestOutput) -> Iterator[ChatChoice]:
+        """See `Form`."""
+        for sample in output.outputs:
+            message, reason = self._parsers[sample.index].parse(
+                sample.text or "", sample.token_ids, sample.finish_reason
+            )
+            choice = ChatChoice(
+                sample.index, message, self._logprobs(sample), reason, sample.stop_reason
+            )
+            choice.token_ids = self._token_ids(sample.token_ids)
+            yield choice
+
+    def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """See `Form`."""
+        (output,) = outputs
+        found: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            found["prompt_token_ids"] = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return found
+
+    def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        return token_ids if self._request.return_token_ids else UNSET
+
+    def _logprobs(self, sample: CompletionOutput) -> ChatLogprobs | None:
+        if sample.logprobs is None:
+            return None
+        num_top = self._request.top_logprobs or 0
+        return chat_logprobs(
+            sample.token_ids, sample.logprobs, num_top=num_top, as_ids=self._as_ids
+        )

@@ -1,0 +1,79 @@
+"""Errors that clients see, in the shape of OpenAI's API."""
+
+import re
+
+import msgspec
+from starlette.responses import Response
+
+MAX_MESSAGE = 600  # characters; longer messages lose their middle, often a value
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+INTERNAL = "the server failed; its log has the reason"
+_INDEX = re.compile(r"\[(\d+)\]")
+
+
+class ErrorBody(msgspec.Struct):
+    """The fields of an error. `param` is the dotted path of a request's field, or null."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(msgspec.Struct):
+    """An error as a response's body, or as an event of a stream."""
+
+    error: ErrorBody
+
+
+class APIError(Exception):
+    """An error for the client, with an HTTP status.
+
+    Args:
+        param: the path of the field at fault, like "messages[0].role".
+        retry_after: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, *, retry_after: int | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.retry_after = retry_after
+
+    def encode(self) -> bytes:
+        """Return the error as JSON."""
+        message, param = self.message, self.param
+        if len(message) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2
+            message = f"{message[:half]} ... {message[-half:]}"
+        if param is not None:
+            param = _INDEX.sub(r".\1", param).lstrip(".")[:MAX_MESSAGE]
+        body = ErrorBody(message, TYPES[self.status], param, self.status)
+        return msgspec.json.encode(ErrorReply(body))
+
+    def response(self) -> Response:
+        """Return the error as a response."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return Response(self.encode(), self.status, headers, "application/json")
+
+
+def of_validation(error: msgspec.ValidationError) -> APIError:
+    """Return the error for a body with a field of the wrong type."""
+    message, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    return APIError(400, f"{path}: {message}" if path else message, path or None)

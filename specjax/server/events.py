@@ -1,0 +1,107 @@
+"""Server-sent events, and clients that leave or do not read."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import Receive, Send
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not hold events back
+]
+
+
+class ClientStalledError(Exception):
+    """The client has not read for too long."""
+
+
+class Events:
+    """The events of one response.
+
+    Sending waits while the client does not read, so that nothing piles up.
+
+    Args:
+        max_stall: seconds after which waiting raises ClientStalledError.
+    """
+
+    def __init__(self, send: Send, max_stall: float):
+        self._send, self._max_stall = send, max_stall
+        self._num_sent = 0
+
+    async def start(self) -> None:
+        """Send the headers."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def put(self, data: bytes) -> None:
+        """Send an event."""
+        await self._write(b"data: " + data + b"\n\n")
+
+    async def end(self) -> None:
+        """Send the last event."""
+        await self._write(b"data: [DONE]\n\n", is_last=True)
+
+    @asynccontextmanager
+    async def kept_alive(self, interval: float) -> AsyncIterator[None]:
+        """Within the block, send a comment after `interval` seconds without events.
+
+        An interval of 0 means no comments.
+        """
+        if not interval:
+            yield
+            return
+        task = asyncio.create_task(self._comment(interval))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _comment(self, interval: float) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(interval)
+            if self._num_sent == num_sent:
+                await self._write(b":\n\n")
+
+    async def _write(self, body: bytes, *, is_last: bool = False) -> None:
+        self._num_sent += 1
+        try:
+            async with asyncio.timeout(self._max_stall):
+                await self._send(
+                    {"type": "http.response.body", "body": body, "more_body": not is_last}
+                )
+        except TimeoutError:
+            raise ClientStalledError from None
+
+
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, but cancel it when the client closes its connection."""
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_end(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _wait_for_end(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def together(works: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run coroutines at the same time, and return their results. If one fails, cancel the rest."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

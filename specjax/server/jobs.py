@@ -1,0 +1,101 @@
+"""A request that is ready for the engine: its prompts, its parameters, and the answer's shape."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specjax.outputs import RequestOutput
+from specjax.sampling_params import SamplingParams, StructuredOutputs
+from specjax.server.errors import APIError
+from specjax.server.service import Service
+from specjax.server.wire import GenerationFields
+from specjax.text.prompts import TokensPrompt
+
+
+class Form(Protocol):
+    """The shape of an answer: turns outputs into choices."""
+
+    whole_object: str
+    chunk_object: str
+
+    def openings(self, prompt: int) -> Iterable[Any]:
+        """Return choices to send before a prompt's first tokens."""
+        ...
+
+    def parts(self, prompt: int, output: RequestOutput) -> Iterable[Any]:
+        """Return the choices of a stream for the tokens added to each sample of a prompt."""
+        ...
+
+    def wholes(self, prompt: int, output: RequestOutput) -> Iterable[Any]:
+        """Return the choices for the finished samples of a prompt."""
+        ...
+
+    def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return further fields of a whole answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a request asks of the engine, and how to answer."""
+
+    id: str
+    model: str
+    prompts: list[TokensPrompt]
+    params: SamplingParams
+    request: GenerationFields
+    form: Form
+    prompt_field: str  # name of the field with the prompts, for errors
+    asked_tokens: int | None  # max_tokens, if the request has it
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the engine's requests, one per prompt."""
+        return [f"{self.id}-{i}" for i in range(len(self.prompts))]
+
+
+async def check_job(service: Service, job: Job) -> None:
+    """Check a job before the engine gets it, and compile its constraint.
+
+    Raises:
+        APIError: the job has too many samples, a prompt or max_tokens is too large, or the
+            constraint cannot be followed.
+    """
+    num_samples, limit = len(job.prompts) * job.params.n, service.limits.max_request_samples
+    if num_samples > limit:
+        field = "n" if job.params.n > 1 else job.prompt_field
+        raise APIError(400, f"{field}: {num_samples} samples are asked for; at most {limit}", field)
+    _check_lengths(service, job)
+    if isinstance(job.params.structured_outputs, StructuredOutputs):
+        await _compile(service, job, job.params.structured_outputs)
+
+
+def _check_lengths(service: Service, job: Job) -> None:
+    """Refuse prompts that leave no room for the tokens that the request asks for."""
+    limit, asked = service.max_model_len, job.asked_tokens
+    for prompt in job.prompts:
+        size = len(prompt["prompt_token_ids"])
+        if (kept := job.params.truncate_prompt_tokens) is not None:
+            size = min(size, limit - (asked or 1) if kept == -1 else kept)
+        if size >= limit:
+            text = f"{job.prompt_field} has {size} tokens; the model's maximum context length"
+            raise APIError(400, f"{text}, with the answer, is {limit}", job.prompt_field)
+        if asked is not None and size + asked > limit:
+            name = job.request.renamed.get("max_tokens", "max_tokens")
+            text = f"{name}={asked} is too large: {job.prompt_field} has {size} tokens, and the"
+            raise APIError(400, f"{text} model's maximum context length is {limit}", name)
+
+
+async def _compile(service: Service, job: Job, outputs: StructuredOutputs) -> None:
+    name = job.request.renamed.get("structured_outputs", "structured_outputs")
+    limit = service.limits.max_schema_seconds
+    try:
+        await asyncio.wait_for(service.llm.compile_grammar(outputs), limit)
+    except TimeoutError:
+        text = f"{name} takes more than {limit:g} s to compile (--max-schema-seconds)"
+        raise APIError(422, text, name) from None
+    except ValueError as error:
+        raise APIError(422, service.public(str(error)), name) from None

@@ -1,0 +1,40 @@
+"""Refuses requests without a valid key."""
+
+import hmac
+from collections.abc import Collection
+from hashlib import sha256
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specjax.server.errors import APIError
+
+# Doors that neither generate nor change anything, for probes and scrapers.
+OPEN = {"/health", "/ping", "/version", "/metrics", "/load"}
+
+
+class KeyCheck:
+    """Middleware that lets requests with one of the keys pass, and all requests to `OPEN`.
+
+    Digests are compared, each in constant time and with all keys, so that the time of an answer
+    says nothing about a key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]):
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            is_open = scope["path"].removeprefix(scope.get("root_path", "")) in OPEN
+            if not is_open and not self._knows(Headers(scope=scope)):
+                error = APIError(401, "the key is missing or wrong; send Authorization: Bearer KEY")
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _knows(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = sha256(key.strip().encode()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)

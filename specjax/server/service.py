@@ -1,0 +1,98 @@
+"""What all doors of the server share: the engine, the settings, and the names of the model."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from specjax.async_llm import AsyncLLM
+from specjax.server.admission import Admission
+from specjax.server.errors import APIError
+from specjax.server.messages import ParserMaker, plain_messages
+from specjax.server.monitor import Monitor
+from specjax.server.parameters import of_value
+from specjax.server.settings import Limits, ServerSettings
+from specjax.text.tokenizer import ChatTokenizer
+
+Result = TypeVar("Result")
+_LOG = logging.getLogger("specjax")
+
+
+class Service:
+    """The engine as the doors see it.
+
+    Args:
+        model: the model as given to the engine; clients know it by this name, unless
+            `served_model_name` gives others.
+        make_parsers: turns a chat's text into messages; see `messages`.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model: str,
+        settings: ServerSettings,
+        limits: Limits,
+        make_parsers: ParserMaker = plain_messages,
+    ):
+        self.llm, self.settings, self.limits = llm, settings, limits
+        self.make_parsers = make_parsers
+        self.names = settings.served_model_name or (model,)
+        self.defaults = llm.get_default_sampling_params()
+        self.max_model_len = llm.config.max_model_len
+        self.chat_template = settings.read_chat_template()
+        self.admission = Admission(llm.num_slots + limits.max_queue_len)
+        self.monitor = Monitor(llm, self.names[0], self.admission)
+        self._tokenizer: ChatTokenizer | None = None
+        self._folder: str | None = None
+        try:
+            own = llm.get_tokenizer()
+        except ValueError:  # it has no tokenizer; requests of token ids can be served
+            _LOG.warning("the checkpoint has no tokenizer; only prompts of token ids are served")
+        else:
+            self._folder, self._tokenizer = own.origin, replace(own, origin=self.names[0])
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            APIError: the checkpoint has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise APIError(400, "the model has no tokenizer; send and read token ids")
+        return self._tokenizer
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which are usually not part of a text."""
+        added = self.tokenizer.tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    def public(self, text: str) -> str:
+        """Return an error's text with the model's name instead of its folder."""
+        return text if self._folder is None else text.replace(self._folder, self.names[0])
+
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model for an answer. `name` is the name in the request.
+
+        Raises:
+            APIError: there is no such model.
+        """
+        if name is not None and name not in self.names:
+            raise APIError(404, f"The model `{name[:200]}` does not exist.", "model")
+        return name or self.names[0]
+
+    async def in_thread(self, work: Callable[[], Result], request: Any, param: str) -> Result:
+        """Run slow work on the texts of a request outside the event loop.
+
+        Raises:
+            APIError: the work raised ValueError. `param` is the field at fault, unless the error
+                names another.
+        """
+        try:
+            return await asyncio.to_thread(work)
+        except ValueError as error:
+            raise of_value(error, request, param) from None

@@ -1,0 +1,142 @@
+"""The settings of the HTTP server, which are also flags of `specjax serve`.
+
+This module imports nothing slow, so that help is instant.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specjax.checks import check_choice, check_count, check_positive, is_number
+
+SPEC_METRICS = ("none", "summary", "detailed")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Upper limits for clients. Each field's help says what happens beyond it."""
+
+    max_body_bytes: int = _flag(2**24, "size of a request's body; beyond it: 413")
+    max_request_samples: int = _flag(1024, "prompts times n of a request; beyond it: 400")
+    max_stops: int = _flag(16, "stop texts of a request; beyond it: 400")
+    max_stop_chars: int = _flag(1024, "characters of a stop text; beyond it: 400")
+    max_schema_bytes: int = _flag(2**18, "size of a schema or grammar; beyond it: 400")
+    max_schema_seconds: float = _flag(10.0, "time to compile a schema or grammar; beyond it: 422")
+    max_queue_len: int = _flag(1024, "samples beyond those that run at a time; beyond it: 429")
+    max_request_seconds: float | None = _flag(
+        None, "time of a request; it then ends with its tokens so far, finish_reason abort"
+    )
+    max_stall_seconds: float = _flag(
+        60.0, "time that a client may take to send its body, or not read its answer"
+    )
+
+    def __post_init__(self):
+        for one in fields(self):
+            value, name = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
+            if one.name.endswith("_seconds"):
+                if value is not None and not (is_number(value) and value > 0):
+                    raise ValueError(f"{name} {value} must be a number above 0")
+            elif one.name == "max_queue_len":
+                check_count(**{name: value})
+            else:
+                check_positive(**{name: value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of the server with vLLM's names. Limits are in `Limits`.
+
+    Raises:
+        ValueError: settings contradict each other or name unusable files.
+    """
+
+    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = _flag(8000, "port to listen on; 0 for a free one")
+    uds: str | None = _flag(None, "path of a Unix socket to listen on, instead of host and port")
+    root_path: str = _flag("", "prefix that a proxy in front removes from paths")
+    served_model_name: tuple[str, ...] = _flag((), "names of the model for clients")
+    api_key: tuple[str, ...] = _flag((), "keys; clients must send one of them")
+    api_key_file: str | None = _flag(None, "a file with a key per line, which only you may read")
+    allowed_origins: tuple[str, ...] = _flag((), "web origins whose pages may send requests")
+    ssl_keyfile: str | None = _flag(None, "key for TLS, which only you may read")
+    ssl_certfile: str | None = _flag(None, "certificate for TLS")
+    uvicorn_log_level: str = _flag("info", f"one of {', '.join(LOG_LEVELS)}")
+    disable_uvicorn_access_log: bool = _flag(False, "do not log a line per HTTP request")
+    chat_template: str | None = _flag(
+        None, "a file with a chat template, or the name of a template of the checkpoint"
+    )
+    chat_template_content_format: str = _flag("auto", "see LLM.chat")
+    default_chat_template_kwargs: Mapping[str, Any] | None = _flag(
+        None, "further variables of chat templates, a JSON object"
+    )
+    trust_request_chat_template: bool = _flag(False, "let requests bring chat templates")
+    enable_log_requests: bool = _flag(False, "log parameters and prompts of requests")
+    max_log_len: int | None = _flag(None, "characters of a prompt that are logged; default: all")
+    return_tokens_as_token_ids: bool = _flag(False, "tokens of logprobs are token_id:N")
+    enable_force_include_usage: bool = _flag(False, "streams end with usage, asked for or not")
+    enable_per_request_metrics: bool = _flag(False, "answers have the times of the request")
+    per_request_spec_decode_metrics: str = _flag(
+        "none", f"counts of drafts in answers, one of {', '.join(SPEC_METRICS)}"
+    )
+    sse_keep_alive_interval: float = _flag(0.0, "seconds between comments in streams; 0: none")
+
+    def __post_init__(self):
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port {self.port} must be in 0..65535")
+        check_choice("--uvicorn-log-level", self.uvicorn_log_level, LOG_LEVELS)
+        check_choice(
+            "--per-request-spec-decode-metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
+        )
+        if self.uds is not None and (self.host, self.port) != ("127.0.0.1", 8000):
+            raise ValueError("--uds listens on a Unix socket; leave out --host and --port")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile goes with --ssl-certfile, which is missing")
+        if self.ssl_certfile is not None and self.ssl_keyfile is None:
+            raise ValueError("--ssl-certfile goes with --ssl-keyfile, which is missing")
+        if self.max_log_len is not None:
+            check_count(**{"--max-log-len": self.max_log_len})
+            if not self.enable_log_requests:
+                raise ValueError("--max-log-len cuts what --enable-log-requests logs; add that")
+        if not self.sse_keep_alive_interval >= 0:
+            raise ValueError(
+                f"--sse-keep-alive-interval {self.sse_keep_alive_interval} must be at least 0"
+            )
+        if not all(self.api_key):
+            raise ValueError("--api-key is empty; leave it out, or give a key")
+        for name in "ssl_keyfile", "api_key_file":
+            if (path := getattr(self, name)) is not None:
+                check_private(f"--{name.replace('_', '-')}", Path(path))
+
+    def read_keys(self) -> tuple[str, ...]:
+        """Return all valid keys; empty if clients need no key.
+
+        Raises:
+            ValueError: the file has no keys.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        lines = Path(self.api_key_file).read_text().splitlines()
+        if not (keys := tuple(line.strip() for line in lines if line.strip())):
+            raise ValueError(f"--api-key-file {self.api_key_file} has no keys")
+        return (*self.api_key, *keys)
+
+    def read_chat_template(self) -> str | None:
+        """Return the template in the file `chat_template`, or the name of a template."""
+        given = self.chat_template
+        return Path(given).read_text() if given and Path(given).is_file() else given
+
+
+def check_private(name: str, path: Path) -> None:
+    """Refuse a file with a secret that is missing, or that other users can read."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
+    if mode & 0o077:
+        raise ValueError(f"{name} {path} can be read by other users; chmod 600 {path}")

@@ -1,0 +1,110 @@
+"""Chooses how pages of keys and values are stored, from the options of an LLM."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from pallas_kernels.page_formats import PAGE_FORMATS, PageFormat
+from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.kv_scales import KVScales, read_kv_scales
+from specjax.checks import check_choice, is_integer
+from specjax.config import KV_CACHE_DTYPES, SpeculativeConfig
+from specjax.device.loading import Log
+from specjax.device.models.model import Model
+from specjax.device.models.tensor_names import TensorNames
+from specjax.serving.source import ModelSource
+
+WINDOWS = "sliding_window"
+
+
+class ChosenPages(NamedTuple):
+    """A model with its settings for pages, and the pages' formats; None for the model's dtype."""
+
+    source: ModelSource
+    target: PageFormat | None
+    drafter: PageFormat | None
+
+
+def choose_pages(
+    source: ModelSource,
+    speculation: SpeculativeConfig | None,
+    kv_cache_dtype: Any,
+    skip_layers: Any,
+    log: Log,
+) -> ChosenPages:
+    """Return what the options `kv_cache_dtype` and `kv_cache_dtype_skip_layers` mean.
+
+    The source's model then has the scales of its checkpoint, if the format has scales of layers.
+
+    Raises:
+        ValueError: an option is invalid; the message says which values are allowed.
+        CheckpointError: a scale in the checkpoint is not one positive number.
+    """
+    check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    stored = PAGE_FORMATS.get(kv_cache_dtype)
+    own = speculation.kv_cache_dtype if speculation else None
+    drafters = stored if own is None else PAGE_FORMATS.get(own)
+    kept = _kept_layers(source.target, skip_layers)
+    if stored is None:
+        if kept:
+            raise ValueError(
+                f"kv_cache_dtype_skip_layers={skip_layers!r} goes with 8-bit pages, not with "
+                f"kv_cache_dtype={kv_cache_dtype!r}; leave it out"
+            )
+        return ChosenPages(source, None, drafters)
+    scales = () if stored.has_token_scales else _layer_scales(source, log)
+    if kept or scales:
+        source = replace(source, target=source.target.with_pages(kept, scales))
+    return ChosenPages(source, stored, drafters)
+
+
+def _kept_layers(target: Model, skipped: Any) -> tuple[int, ...]:
+    """Return the layers that `kv_cache_dtype_skip_layers` names, in order."""
+    if skipped is None:
+        return ()
+    kinds = [target.cache_kinds[kind] for kind in target.layer_kinds]
+    paged = [i for i, kind in enumerate(kinds) if kind.token_shape != (0,)]
+    windowed = [i for i in paged if kinds[i].window is not None]
+    where = f"kv_cache_dtype_skip_layers={skipped!r}"
+    if isinstance(skipped, str) or not isinstance(skipped, Iterable):
+        raise ValueError(f"{where} must be a list of layers' numbers and {WINDOWS!r}")
+    kept: set[int] = set()
+    for one in skipped:
+        number = int(one) if isinstance(one, str) and one.isdecimal() else one
+        if one == WINDOWS and windowed:
+            kept.update(windowed)
+        elif is_integer(number) and number in paged:
+            kept.add(number)
+        else:
+            also = f", or {WINDOWS!r}" if windowed else ""
+            raise ValueError(
+                f"{where} has {one!r}; name layers with keys and values, which are "
+                f"{_ranges(paged)}{also}"
+            )
+    return tuple(sorted(kept))
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text, with ranges of adjacent numbers."""
+    ends = [i for i in numbers if i + 1 not in numbers]
+    starts = [i for i in numbers if i - 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+
+
+def _layer_scales(source: ModelSource, log: Log) -> tuple[tuple[float, float], ...]:
+    """Return the scales of each layer's pages from the checkpoint; () if it has none."""
+    if source.folder is None or not source.has_weights:
+        return ()
+    target, files = source.target, open_checkpoint(source.folder)
+    attentions = [f"model.layers.{i}.self_attn" for i in range(target.num_layers)]
+    found = read_kv_scales(files, attentions, TensorNames.of(files.names()).stored)
+    if not found:
+        return ()
+    num = sum(scales != KVScales() for scales in found)
+    log(f"{source.folder}: 8-bit keys and values have the checkpoint's scales in {num} layers")
+    kinds = [target.cache_kinds[kind] for kind in target.layer_kinds]
+    return tuple(
+        tuple(getattr(scales, part) for part in kind.scaled_parts)
+        for kind, scales in zip(kinds, found, strict=True)
+    )

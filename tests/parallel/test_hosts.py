@@ -1,0 +1,133 @@
+"""Engines of two processes: the results of one, and errors that name a process."""
+
+import json
+import signal
+import socket
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from support.host_processes import LIMIT, run_all, start
+from support.refusals import refusal
+from support.shared_models import eagle3, hybrid, llama
+from support.weights import rewrite
+
+from specjax import LLM, follow
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def processes(*plan):
+    """Processes 0 and 1 that follow a plan; they end with the block."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        both = [stack.enter_context(start(rank, port, [*plan])) for rank in (0, 1)]
+        for one in both:
+            stack.callback(one.kill)
+        yield both
+
+
+def said(one):
+    """The next report of a process."""
+    for line in one.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    raise AssertionError(one.stderr.read())
+
+
+def error_after(leader, do):
+    """The error of a process whose steps go on after `do`, and the seconds until it is raised."""
+    assert said(leader) == {"ready": True}
+    do()
+    start = time.monotonic()
+    leader.stdin.write("\n")
+    leader.stdin.flush()
+    return said(leader)["error"], time.monotonic() - start
+
+
+def with_own_half(checkpoints, folder, rank):
+    """A copy of a target in which the halves of projections that `rank` must not read are NaN."""
+    by_rows = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
+
+    def spoil(tensors):
+        for name, tensor in tensors.items():
+            if "_proj" in name:
+                axis = int(name.split(".")[-2] not in by_rows)
+                half = tensor.shape[axis] // 2
+                tensor.narrow(axis, (1 - rank) * half, half).fill_(float("nan"))
+        return tensors
+
+    made = checkpoints.copy(folder)
+    rewrite(made / "model.safetensors", spoil)
+    return str(made)
+
+
+def test_two_processes_give_what_one_gives(checkpoints):
+    """Each reads only its parts of the weights. And a process that does not answer ends them."""
+    target, head = llama(checkpoints), eagle3(checkpoints)
+    mtp = str(hybrid(checkpoints))
+    eagle = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 3}
+    plan = [
+        {
+            "folder": str(target.folder),
+            "updated": str(llama(checkpoints, seed=1).folder),
+            "speculative_config": eagle,
+        },
+        {
+            "folder": mtp,
+            "updated": None,
+            "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
+        },
+    ]
+    halves = {str(i): {"folder": with_own_half(checkpoints, target.folder, i)} for i in range(2)}
+    whole = [{**plan[0], "own": halves, "then": "run all"}, {**plan[1], "then": "run all"}]
+    with processes(*whole, {"folder": str(target.folder)}) as (leader, follower):
+        for part in plan:
+            expected = run_all(**part)
+            assert expected["num_preemptions"] and expected["hits"] and expected["counts"][1]
+            assert said(leader) == {"found": expected}
+            assert said(follower) == {"found": None}
+        error, seconds = error_after(leader, lambda: follower.send_signal(signal.SIGSTOP))
+        assert error.startswith("HostsError: process 1 (") and "does not answer" in error
+        assert LIMIT <= seconds < LIMIT + 10
+        assert leader.wait(10) == 1
+
+
+def test_what_differs_and_who_is_lost(checkpoints):
+    folder = llama(checkpoints).folder
+    other = str(checkpoints.copy(folder, rms_norm_eps=0.1))
+    common = {"folder": str(folder)}
+    plan = [
+        {**common, "own": {"1": {"max_num_seqs": 3}}},
+        {**common, "own": {"1": {"folder": other}}},
+        common,
+        common,
+    ]
+    with processes(*plan) as (leader, follower):
+        for expected in "has max_num_seqs=3, process 0 has 4", "has checkpoint (digest":
+            errors = [said(one)["error"] for one in (leader, follower)]
+            assert errors[0] == errors[1] and expected in errors[0]
+            assert errors[0].startswith("ValueError: the processes of this LLM differ: process 1 (")
+        error, _ = error_after(leader, lambda: leader.send_signal(signal.SIGINT))
+        assert "KeyboardInterrupt" in error and said(follower) == {"found": None}
+        error, seconds = error_after(leader, follower.kill)
+        assert error.startswith("HostsError: process 1 (") and seconds < LIMIT
+        assert leader.wait(10) == 1
+
+
+def test_refusals_before_processes_meet(checkpoints):
+    folder = llama(checkpoints).folder
+    two = {"nnodes": 2, "tensor_parallel_size": 2}
+    for do, *expected in (
+        (lambda: LLM(folder, **two, node_rank=1), "node_rank=1", "specjax.follow"),
+        (lambda: LLM(folder, **two, node_rank=2), "node_rank=2", "from 0 to 1"),
+        (lambda: LLM(folder, nnodes=2, node_rank=0), "a multiple of nnodes=2"),
+        (lambda: LLM(folder, **two, data_parallel_size=2), "data_parallel_size=2", "RayRollouts"),
+        (lambda: LLM(object(), **two, node_rank=0), "needs a checkpoint", "save_model"),
+        (lambda: LLM(folder, **two), "node_rank=None", "jax.distributed"),
+        (lambda: follow(folder, **two, node_rank=0), "process 0 builds an LLM"),
+        (lambda: follow(folder), "nnodes=1"),
+    ):
+        refusal(do, *expected)

@@ -1,0 +1,166 @@
+"""Engines of several processes: what both processes do, and what process 0 reports.
+
+As a script it is one of the processes: the folders, a rank, a port and a plan come as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+LIMIT = 4  # seconds until a process that does not answer is missing
+
+
+def start(rank: int, port: int, plan: list[dict[str, Any]]) -> subprocess.Popen:
+    """Start process `rank`, which follows the plan with a device of its own."""
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    given = json.dumps({"rank": rank, "port": port, "plan": plan})
+    return subprocess.Popen(
+        [sys.executable, "-u", __file__, given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
+    """What an engine gives for everything that changes a step, as JSON has it.
+
+    Without a folder of new weights, K and the weights stay, and it never sleeps.
+    """
+    import pytest
+    from support.engines import SIZES, generate, give_pages, hold_pages, random_prompts
+    from support.refusals import refusal
+
+    from specjax import SamplingParams
+    from specjax.host.speculation.policy import StaticPolicy
+    from specjax.rl import RolloutEngine
+
+    found: dict[str, Any] = {}
+    params = [
+        SamplingParams(max_tokens=14, temperature=t, seed=i, logprobs=2, ignore_eos=True)
+        for i, t in enumerate([0.0, 0.8, 0.8])
+    ]
+    prompts = random_prompts(21, 9, 30, vocab_size=90)
+    with RolloutEngine(folder, **{**SIZES, **options}) as rl:
+        llm, engine = rl._llm, rl._llm.engine
+
+        def note(name: str) -> None:
+            outputs = [output.outputs[0] for output in generate(llm, prompts, params)]
+            logprobs = [[*map(rounded, each)] for each in (one.logprobs for one in outputs)]
+            found[name] = [one.token_ids for one in outputs], logprobs
+
+        if engine.programs.num_processes > 1:
+            refusal(lambda: rl.update_weights(rl.params.target), "nnodes=2", "give the folder")
+            with pytest.raises(NotImplementedError, match="other processes have some"):
+                rl.checksum()
+        note("first")
+        metrics = llm.metrics()
+        found["counts"] = metrics.num_draft_tokens, metrics.num_accepted_tokens
+        if updated is not None:
+            engine.set_policy(StaticPolicy(1))
+            note("with another K")
+            engine.set_policy(StaticPolicy(3))
+        compiled = len(engine.programs.ready)
+        note("from the prefix cache")
+        found["hits"] = llm.metrics().prefix_cache_hits
+        taken = hold_pages(llm, 12)
+        note("preempted")
+        found["num_preemptions"] = llm.metrics().num_preemptions
+        give_pages(llm, taken)
+        left = llm.generate_stream(prompts, params)
+        next(left)
+        left.close()
+        note("after an abort")
+        if updated is not None:
+            for level in 1, 2:
+                rl.sleep(level)
+                rl.wake_up()
+            note("after a sleep")
+            rl.update_weights(updated)
+            note("updated")
+        assert len(engine.programs.ready) == compiled
+        engine.programs.elsewhere(has_programs, compiled)
+    return json.loads(json.dumps(found))
+
+
+def has_programs(follower: Any, count: int) -> None:
+    """Refuse more compiled steps in the other process than in process 0."""
+    assert len(follower.programs.ready) == count
+
+
+def rounded(entry: dict[int, Any]) -> list[tuple[int, float]]:
+    """Log-probabilities by token, as far as sums over devices do not change them."""
+    return [(token, round(one.logprob, 3)) for token, one in entry.items()]
+
+
+def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "", **options: Any):
+    """Build an LLM of both processes; `own` are options by rank. Return what happened."""
+    import pytest
+    from support.engines import SIZES
+
+    from specjax import LLM, SamplingParams, follow
+
+    limits = {"master_port": port, "distributed_timeout_seconds": LIMIT}
+    common = {"nnodes": 2, "node_rank": rank, **limits}
+    given = {**options, **dict(own).get(str(rank), {})}
+    folder = given.pop("folder", folder)
+    if then == "run all":
+        if rank:
+            return follow(folder, **common)
+        return run_all(folder, tensor_parallel_size=2, **given, **common)
+    if rank:
+        return follow(folder, **given, **common)
+    with LLM(folder, tensor_parallel_size=2, **{**SIZES, **given}, **common) as llm:
+        params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+        edited = SamplingParams(logits_processors=[edit])
+        with pytest.raises(NotImplementedError, match="nnodes=2 processes run each step"):
+            llm.generate([[1]], edited, use_tqdm=False)
+        stream = llm.generate_stream([[1, 2, 3]], params)
+        next(stream)
+        say(ready=True)
+        sys.stdin.readline()
+        return sum(1 for _ in stream)
+
+
+def edit(token_ids: Any, logits: Any) -> Any:
+    """A logits processor."""
+    return logits
+
+
+def say(**content: Any) -> None:
+    """Report a line to the test."""
+    print(json.dumps(content), flush=True)
+
+
+def main() -> None:
+    """Follow the plan, and report a line about each part."""
+    import jax
+    from support.compilations import TOOLCHAIN, compile_quickly, share_compilations
+
+    from specjax.engine.compiled import CompiledPrograms
+    from specjax.engine.engine import Engine
+
+    given = json.loads(sys.argv[1])
+    jax.config.update("jax_num_cpu_devices", 1)
+    share_compilations(TESTS.parent / ".cache" / "jax")
+    compile_quickly()
+
+    def make(*arguments: Any, **options: Any) -> CompiledPrograms:
+        return CompiledPrograms(*arguments, toolchain=TOOLCHAIN, **options)
+
+    Engine.make_programs = staticmethod(make)
+    for part in given["plan"]:
+        try:
+            say(found=attempt(given["rank"], given["port"], **part))
+        except (Exception, KeyboardInterrupt) as error:
+            say(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
