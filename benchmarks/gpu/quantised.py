@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from problems import CACHE_BYTES, Problem, normal
 
-from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.triton import scaled_matmul_triton
@@ -39,7 +39,7 @@ def scaled(num_rows: int, depth: int, width: int, block: tuple[int, int], dtype:
 
 def packed(num_rows: int, depth: int, width: int, group: int, dtype: Any) -> Problem:
     """Return rows, and matrices of 4-bit numbers with scales and zero points of groups."""
-    form = Form(group)
+    form = FourBits(group)
     groups, num_bytes = (form.num_groups(depth), width), form.width(depth)
     count = max(2, min(8, CACHE_BYTES // (width * num_bytes)))
     items = tuple(

@@ -28,7 +28,7 @@ from projections import MATMULS
 from threads import compile_all
 from timing import Setting, attempt, kernel_times
 
-from pallas_kernels.packed_matmul import Form
+from pallas_kernels.packed_matmul import FourBits
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.triton import ScaledMatmulTuning as Tuning
@@ -136,7 +136,7 @@ def _xla(x: jax.Array, values: jax.Array, scales: jax.Array, *, block: Any) -> j
 
 
 def _four_bits(x: jax.Array, values: jax.Array, scales: jax.Array, **options: Any) -> jax.Array:
-    return packed_matmul_triton(x, values, scales, None, None, Form(GROUP), **options)
+    return packed_matmul_triton(x, values, scales, None, None, FourBits(GROUP), **options)
 
 
 def make_shape(part: str, depth: int, width: int, max_rows: int = MAX_ROWS) -> Shape:
@@ -168,7 +168,7 @@ def make_shape(part: str, depth: int, width: int, max_rows: int = MAX_ROWS) -> S
 @jax.jit
 def _packed(values: jax.Array) -> jax.Array:
     numbers = jnp.clip(jnp.round(2 * values.astype(jnp.float32)), -8, 7)
-    return Form(GROUP).pack((numbers + 8).astype(jnp.uint8))
+    return FourBits(GROUP).pack((numbers + 8).astype(jnp.uint8))
 
 
 @jax.jit

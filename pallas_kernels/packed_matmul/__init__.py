@@ -4,9 +4,9 @@
 
 where a number is an integer from 0 to 15 (without zeros, 8 is subtracted) or a float of E2M1, which
 has no zeros. Factors are 1 if there are none. Two codes of numbers share a byte. The inputs are
-divided into runs of 2 H, where H is the half of a `Form`: byte j of a run has the codes of inputs j
-(in the lower bits) and j + H. So the lower halves of a run's bytes belong to adjacent inputs of one
-group, and so do the upper halves. The last run is padded.
+divided into runs of 2 H, where H is the `half` of a `FourBits`: byte j of a run has the codes of
+inputs j (in the lower bits) and j + H. So the lower halves of a run's bytes belong to adjacent
+inputs of one group, and so do the upper halves. The last run is padded.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.packed_matmul.form import Form
+from pallas_kernels.packed_matmul.four_bits import FourBits
 from pallas_kernels.packed_matmul.reference import packed_matmul_reference
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 
@@ -27,7 +27,7 @@ def packed_matmul(
     scales: jax.Array,
     zeros: jax.Array | None,
     factors: jax.Array | None,
-    form: Form,
+    form: FourBits,
     dtype: Any = None,
     first: int = 0,
     *,
@@ -37,7 +37,7 @@ def packed_matmul(
 
     Args:
         x: the rows to multiply, [N, I].
-        values: u8[O, bytes], as `Form.pack` returns them.
+        values: u8[O, bytes], as `FourBits.pack` returns them.
         scales: f[groups, O].
         zeros: u8[groups, O], or None.
         factors: f32[O], or None.

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed_matmul.form import Form
+from pallas_kernels.packed_matmul.four_bits import FourBits
 
 
 def packed_matmul_reference(
@@ -14,7 +14,7 @@ def packed_matmul_reference(
     scales: jax.Array,
     zeros: jax.Array | None,
     factors: jax.Array | None,
-    form: Form,
+    form: FourBits,
     dtype: Any,
     first: int,
 ) -> jax.Array:
@@ -30,7 +30,7 @@ def unpacked(
     scales: jax.Array,
     zeros: jax.Array | None,
     factors: jax.Array | None,
-    form: Form,
+    form: FourBits,
     depth: int,
     dtype: Any,
 ) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.packed_matmul.form import MAX_HALF, Form
+from pallas_kernels.packed_matmul.four_bits import MAX_HALF, FourBits
 from pallas_kernels.packed_matmul.reference import packed_matmul_reference
 from pallas_kernels.scaled_matmul.triton import MAX_ROWS, ScaledMatmulTuning, with_splits
 from pallas_kernels.triton_call import dot, load, store, triton_call, widen_e2m1, widen_nibbles
@@ -47,7 +47,7 @@ def packed_matmul_triton(
     scales: jax.Array,
     zeros: jax.Array | None,
     factors: jax.Array | None,
-    form: Form,
+    form: FourBits,
     dtype: Any = None,
     first: int = 0,
     *,
@@ -112,7 +112,7 @@ def _kernel(
     scales_ref,
     *refs,
     given: tuple[str, ...],
-    form: Form,
+    form: FourBits,
     first: int,
     config: ScaledMatmulTuning,
     interpret: bool,

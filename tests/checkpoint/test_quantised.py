@@ -89,6 +89,7 @@ def kinds_of(params):
         ("llama", "nvfp4", "bfloat16", Packed),
         ("qwen3_5_text", "modelopt", "bfloat16", Packed),
         ("deepseek_v3", "awq", "bfloat16", Packed),
+        ("deepseek_v3", "int-tensor", "float32", Scaled),  # experts and latents, too
         ("llama", "gptq", "float32", Packed),
         ("llama", "gptq-order", "float32", Packed),
         ("qwen3_5_text", "gptq-v2", "float32", Packed),

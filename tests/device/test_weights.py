@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.packed_matmul import Form
+from pallas_kernels.packed_matmul import FourBits
 from specjax.device.weights import matrix
 from specjax.device.weights import weight as weight_module
 from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
@@ -59,7 +59,7 @@ def test_products_with_scaled_numbers(kernels):
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
 def test_products_with_packed_numbers(kernels):
     """In groups of 32 inputs, which are in another order."""
-    rng, form = np.random.default_rng(0), Form(32)
+    rng, form = np.random.default_rng(0), FourBits(32)
     codes, order = rng.integers(0, 16, (192, 96)).astype(np.uint8), rng.permutation(96)
     scales = rng.uniform(0.1, 0.2, (3, 192)).astype(np.float32)
     arrays = {"scales": jnp.asarray(scales), "zeros": None, "factors": None}

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul import FourBits, packed_matmul
 
 # Rows, depth, columns, the form, and whether there are zero points: Llama-3.1-8B's matrices.
 PRODUCTS = [
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.h200
 
 def product(rows, depth, columns, form, has_zeros):
     """For the compiler. Floats have scales in float8."""
-    form = Form(*form)
+    form = FourBits(*form)
     groups = form.num_groups(depth), columns
     arrays = ((rows, depth), "bfloat16"), ((columns, form.width(depth)), "uint8")
     arrays += (groups, "float8_e4m3fn" if form.is_float else "bfloat16"), (groups, "uint8")

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul.triton import ScaledMatmulTuning
 
 # Rows, depth, columns, the form, and whether there are zero points: nothing divides the last ones.
 CASES = {
-    "one-row": ((1, 128, 128), Form(128), False),
-    "halves": ((5, 320, 150), Form(64), True),  # of a byte are of two groups
-    "edges": ((17, 208, 90), Form(32), True),
-    "small-groups": ((3, 72, 40), Form(16), False),
-    "floats": ((3, 72, 40), Form(16, is_float=True), False),
-    "channel": ((70, 160, 90), Form(160), False),
-    "a-prompt": ((520, 128, 64), Form(64), True),
-    "no-rows": ((0, 128, 64), Form(128), False),
+    "one-row": ((1, 128, 128), FourBits(128), False),
+    "halves": ((5, 320, 150), FourBits(64), True),  # of a byte are of two groups
+    "edges": ((17, 208, 90), FourBits(32), True),
+    "small-groups": ((3, 72, 40), FourBits(16), False),
+    "floats": ((3, 72, 40), FourBits(16, is_float=True), False),
+    "channel": ((70, 160, 90), FourBits(160), False),
+    "a-prompt": ((520, 128, 64), FourBits(64), True),
+    "no-rows": ((0, 128, 64), FourBits(128), False),
 }
 FLOATS = 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 
@@ -73,7 +73,7 @@ def test_matches_the_definition(kernels, name, dtype):
 @pytest.mark.parametrize("num_splits", [1, 3, 4])
 def test_other_tiles(num_splits):
     """Parts of the depth that end between tiles, and one that is empty."""
-    form, config = Form(128), ScaledMatmulTuning(16, 32, 128, num_splits, 4, 2)
+    form, config = FourBits(128), ScaledMatmulTuning(16, 32, 128, num_splits, 4, 2)
     x, codes, *others = arguments((20, 600, 150), form, True, "bfloat16")
     given = x, form.pack(jnp.asarray(codes)), *others, form
     out = packed_matmul_triton(*given, config=config, interpret=True)
@@ -94,7 +94,7 @@ def test_the_last_outputs_in_another_dtype(kernels, name):
 
 
 def test_any_size_of_a_group_in_plain_jax():
-    for depth, form in (33, Form(33)), (36, Form(12)), (21, Form(7)):
+    for depth, form in (33, FourBits(33)), (36, FourBits(12)), (21, FourBits(7)):
         x, codes, *others = arguments((3, depth, 5), form, True)
         given = x, form.pack(jnp.asarray(codes)), *others, form
         out = packed_matmul(*given, kernels="reference")

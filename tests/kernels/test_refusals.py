@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -124,7 +124,7 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"logits": (4, 8), "num_chosen": 2, "rule": Rule(True), "correction": (8,)},
     ),
     "packed_matmul": (
-        partial(packed_matmul, form=Form(32), zeros=None, factors=None),
+        partial(packed_matmul, form=FourBits(32), zeros=None, factors=None),
         {"x": (5, 200), "values": jax.ShapeDtypeStruct((150, 128), "uint8"), "scales": (7, 150)},
     ),
     "scaled_matmul": (
@@ -156,7 +156,7 @@ def traced(operation: str, changed: dict[str, Any], **options: Any) -> Any:
             shape, dtype = fitting[name], value
         if isinstance(value, jax.ShapeDtypeStruct):
             arrays[name] = value
-        elif isinstance(shape, tuple) and not isinstance(shape, Rule | Form):
+        elif isinstance(shape, tuple) and not isinstance(shape, Rule | FourBits):
             arrays[name] = jax.ShapeDtypeStruct(shape, dtype)
         else:
             options[name] = value
@@ -363,7 +363,7 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
     "packed_matmul": {
         "x must have a dtype of bfloat16, float32; got float16": {"x": "float16"},
         "groups of 8 must have a multiple of 16": {
-            "form": Form(8),
+            "form": FourBits(8),
             "scales": (25, 150),
             "values": jax.ShapeDtypeStruct((150, 104), "uint8"),
         },

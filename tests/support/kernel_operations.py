@@ -22,7 +22,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -93,7 +93,7 @@ def routes() -> Operation:
     return of(run, normal(40, 100), normal(100, seed=1) / 8)
 
 
-def packed(form: Form, *, has_zeros: bool) -> Operation:
+def packed(form: FourBits, *, has_zeros: bool) -> Operation:
     rng, groups = np.random.default_rng(0), (form.num_groups(200), 150)
     values = rng.integers(0, 256, (150, form.width(200)), np.uint8)
     zeros = rng.integers(0, 16, groups, np.uint8) if has_zeros else None
@@ -172,8 +172,8 @@ OPERATIONS: dict[str, Operation] = {
     "latent_attention": latents(),
     "latent_attention/int8": latents("int8"),
     # Integers with zero points, and floats with factors.
-    "packed_matmul/integers": packed(Form(32), has_zeros=True),
-    "packed_matmul/floats": packed(Form(16, is_float=True), has_zeros=False),
+    "packed_matmul/integers": packed(FourBits(32), has_zeros=True),
+    "packed_matmul/floats": packed(FourBits(16, is_float=True), has_zeros=False),
     "route": routes(),
     "scaled_matmul": of(
         partial(scaled_matmul, block=(64, 128)),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.packed_matmul import Form, packed_matmul
+from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
 from specjax.checkpoint.spec import TensorSpec
@@ -29,7 +29,7 @@ class Packed(Matrix):
     factors: jax.Array | None = field(kw_only=True)  # f32[out]
     order: jax.Array | None = field(kw_only=True)  # i32[in], see `PackedTensor.order`
     num_in: int = field(kw_only=True)
-    form: Form = field(kw_only=True)
+    form: FourBits = field(kw_only=True)
     kernels: str = field(default="auto", kw_only=True)
 
     @property
@@ -85,9 +85,9 @@ class _Spec(TensorSpec):
         return sum(rows for rows, _ in self.file_shapes)
 
     @property
-    def packing(self) -> Form:
+    def packing(self) -> FourBits:
         """How the numbers are packed in the engine's array."""
-        return Form(self.form.group, self.form.unpack.is_float)
+        return FourBits(self.form.group, self.form.unpack.is_float)
 
     @property
     def num_groups(self) -> int:

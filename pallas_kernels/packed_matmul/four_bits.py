@@ -11,8 +11,8 @@ MAX_HALF = 64
 E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 
 
-class Form(NamedTuple):
-    """The form of a matrix of 4-bit numbers."""
+class FourBits(NamedTuple):
+    """The kind of 4-bit numbers in a matrix, and the size of their groups."""
 
     group: int  # the number of inputs that share a scale
     is_float: bool = False  # whether codes are floats (E2M1), not integers
