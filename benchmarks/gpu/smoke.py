@@ -44,6 +44,7 @@ from problems import (
     truncation,
 )
 from quantised import packed, scaled
+from quantised_experts import BLOCK, quantised_experts, scaled_heads
 from schedules import served_rule
 from threads import compile_all
 from timing import Setting, attempt
@@ -78,6 +79,7 @@ class Smoke:
 
 def cases() -> Iterator[Smoke]:
     """Yield the cases. Kernels that changed most since they last ran on a card come first."""
+    yield from _quantised_experts()
     yield from _packed()
     yield from _scaled()
     yield from _routes()
@@ -106,6 +108,37 @@ def _kept(results: list[np.ndarray]) -> Any:
     (logits,) = results
     counts = np.isfinite(logits).sum(1, keepdims=True)
     return np.log(counts), np.where(np.isfinite(logits), logits, np.inf).min(1, keepdims=True)
+
+
+def _quantised_experts() -> Iterator[Smoke]:
+    for is_tiny, tokens, mixture, sizes, dtype in (
+        (True, 4, (4, 2), (96, 40), F32),
+        (False, 8, (32, 4), (1024, 512), BF16),
+        (False, 256, (16, 4), (512, 256), BF16),
+    ):
+
+        def of_float8(weights, item):
+            x, sizes, sources = item
+            return [truths.grouped_matmul(x, truths.float8(*weights, BLOCK), sizes, sources)]
+
+        def of_mxfp4(weights, item):
+            x, sizes, sources = item
+            return [truths.grouped_matmul(x, truths.mxfp4(*weights), sizes, sources)]
+
+        for kind, name, truth in (
+            ("float8", "grouped_scaled_matmul", of_float8),
+            ("mxfp4", "grouped_mxfp4_matmul", of_mxfp4),
+        ):
+            make = partial(quantised_experts, kind, tokens, mixture, *sizes, dtype)
+            yield Smoke(f"{name} {tokens}", dtype, is_tiny, make, truth)
+    for is_tiny, *sizes, dtype in (True, 4, 3, 80, 50, F32), (False, 8, 20, 512, 256, BF16):
+
+        def of_heads(weights, item):
+            matrices = truths.float8(*weights, BLOCK)
+            return [np.einsum("nhi,hio->nho", truths.f64(item[0]), matrices)]
+
+        make = partial(scaled_heads, *sizes, dtype)
+        yield Smoke(f"batched_scaled_matmul {sizes[0]}", dtype, is_tiny, make, of_heads)
 
 
 def _packed() -> Iterator[Smoke]:

@@ -121,6 +121,21 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Ar
     return np.concatenate(parts)
 
 
+def float8(values: Array, scales: Array, block: tuple[int, int]) -> Array:
+    """Return matrices [.., I, O] of float8 numbers [.., O, I] with scales of blocks."""
+    rows, columns = (np.arange(n) // side for n, side in zip(values.shape[1:], block, strict=True))
+    return (f64(values) * f64(scales)[:, rows][:, :, columns]).swapaxes(1, 2)
+
+
+def mxfp4(values: Array, exponents: Array) -> Array:
+    """Return matrices [.., I, O] of numbers in MXFP4; see the kernel's docstring."""
+    runs = np.asarray(values).reshape(*values.shape[:2], -1, 1, 32)
+    codes = np.concatenate([runs & 15, runs >> 4], axis=3).reshape(*values.shape[:2], -1)
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes > 7, -1, 1)
+    scales = np.repeat(2.0 ** (f64(exponents) - 127), 32, axis=1)
+    return numbers.swapaxes(1, 2)[:, : scales.shape[1]] * scales
+
+
 def scaled_matmul(x: Array, values: Array, scales: Array, block: tuple[int, int]) -> Array:
     """Return the products with a matrix of blocks that have a scale each."""
     numbers = [np.arange(size) // side for size, side in zip(values.shape, block, strict=True)]

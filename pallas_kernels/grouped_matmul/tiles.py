@@ -75,12 +75,19 @@ def multiply_tiles(
         group_sizes: see `grouped_matmul`, which also explains `sources` and `targets`.
 
     Raises:
-        UnsupportedError: there are too many groups.
+        UnsupportedError: there are too many groups, or an array is too large for 32-bit offsets and
+            too small for 64-bit offsets.
     """
     x, num_groups = operands[0], len(group_sizes)
     num_rows = x.shape[0] if sources is None else sources.shape[0]
     if num_groups > MAX_GROUPS:
         raise UnsupportedError(f"group_sizes must be {MAX_GROUPS} at most; got {num_groups}")
+    for one in operands:
+        # Triton treats Pallas' 32-bit offsets as signed; from 2^32 bytes on, offsets have 64 bits.
+        if one.size > 2**31 and one.size * one.dtype.itemsize <= 2**32:
+            raise UnsupportedError(
+                f"matrices must have 2^31 numbers at most, or more than 2^32 bytes; got {one.shape}"
+            )
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
     places = {"sources": sources, "targets": targets}

@@ -1,10 +1,11 @@
-"""Grouped products with float8 and MXFP4, and steps of models that have them, as for an H200."""
+"""Products with float8 and MXFP4 experts and latents, and a step that has them, as for an H200."""
 
 from functools import partial
 
 import jax
 import pytest
 
+from pallas_kernels.batched_scaled_matmul.triton import batched_scaled_matmul_triton
 from pallas_kernels.grouped_mxfp4_matmul.triton import grouped_mxfp4_matmul_triton
 from pallas_kernels.grouped_scaled_matmul.triton import grouped_scaled_matmul_triton
 
@@ -18,6 +19,15 @@ FLOAT8 = [
 ]
 CASES = [("float8", *shape, block) for shape in FLOAT8 for block in ("128", "1")]
 CASES += [("mxfp4", rows, 32, 2880, 5760, "") for rows in (4, 256, 1024, 32768)]
+# Latents of GLM-4.7-Flash and DeepSeek-V3: rows, heads, and both of the widths.
+CASES += [
+    *(
+        ("latents", rows, 20, *widths, "64")
+        for rows in (8, 256)
+        for widths in ((192, 512), (512, 256))
+    ),
+    *(("latents", 8, 128, *widths, "128") for widths in ((128, 512), (512, 128))),
+]
 
 pytestmark = pytest.mark.h200
 
@@ -25,7 +35,13 @@ pytestmark = pytest.mark.h200
 def product(kind, rows, groups, depth, columns, block):
     """For the compiler: a product whose rows come from others."""
     x, places = ((rows, depth), "bfloat16"), [((size,), "int32") for size in (groups, rows)]
-    if kind == "mxfp4":
+    if kind == "latents":
+        sides = (128, int(block)) if depth < columns else (int(block), 128)
+        sizes = [-(-n // side) for n, side in zip((columns, depth), sides, strict=True)]
+        x, places = ((rows, groups, depth), "bfloat16"), []
+        arrays = x, ((groups, columns, depth), "float8_e4m3fn"), ((groups, *sizes), "float32")
+        run = partial(batched_scaled_matmul_triton, block=sides)
+    elif kind == "mxfp4":
         exponents = (groups, depth // 32, columns), "uint8"
         arrays = x, ((groups, columns, depth // 2), "uint8"), exponents
         run = grouped_mxfp4_matmul_triton
@@ -44,4 +60,5 @@ def test_products_run_on_tensor_cores_and_do_not_spill(compile_for_h200, fitting
     cases = {case: ("product", dict(zip(names, case, strict=True))) for case in CASES}
     for case, report in compile_for_h200(__file__, cases, resources=True).items():
         (kernel,) = fitting_kernels(report).values()
+        print(case, kernel.registers, kernel.shared_bytes, kernel.grid)
         assert {one.split()[1] for one in kernel.products} == {"bf16"}, case

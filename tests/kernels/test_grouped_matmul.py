@@ -1,7 +1,7 @@
 """Every implementation of the grouped product against a loop over its rows in f64."""
 
-import functools
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jaxlib.triton import dialect
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
+from pallas_kernels.grouped_mxfp4_matmul.triton import grouped_mxfp4_matmul_triton
+from pallas_kernels.grouped_scaled_matmul.triton import grouped_scaled_matmul_triton
 
 # Sizes of the groups are data: cases with as many rows and as many groups are one program.
 CASES = {
@@ -29,9 +31,9 @@ CASES = {
 }
 
 
-@functools.cache
+@cache
 def compiled(kernels):
-    return jax.jit(functools.partial(grouped_matmul, kernels=kernels))
+    return jax.jit(partial(grouped_matmul, kernels=kernels))
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_the_gradient_of_the_reference():
     loss_by = np.random.default_rng(1).normal(size=(len(x), weights.shape[2])).astype(np.float32)
 
     @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
+    @partial(jax.grad, argnums=(0, 1))
     def gradients(x, weights, sizes):
         return (grouped_matmul(x, weights, sizes, kernels="reference") * loss_by).sum()
 
@@ -150,27 +152,38 @@ def test_nan_in_a_row_stays_there(multiply):
 
 @pytest.mark.every_jax
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "uint8"])
 def test_experts_of_more_than_2_31_elements_have_addresses_of_64_bits(dtype):
     """Those of DeepSeek-V3, as the kernel that Triton gets computes them: where an expert begins,
     a product by its size, is found in 64 bits, and stays so when it is added to the pointer."""
-    depth, columns = 7168, 4096
-    kernel = triton_text((8, depth), (256, depth, columns), dtype)
-    products = re.findall(rf"constant {depth * columns} : (i\d+)", kernel)
+    depth, columns = 7168, 8192 if dtype == "uint8" else 4096
+    function, width, others = {
+        "float8_e4m3fn": (
+            partial(grouped_scaled_matmul_triton, block=(128, 128)),
+            depth,
+            [((256, columns // 128, depth // 128), "float32")],
+        ),
+        "uint8": (grouped_mxfp4_matmul_triton, depth // 2, [((256, depth // 32, columns), dtype)]),
+    }.get(dtype, (grouped_matmul_triton, depth, []))
+    shape = (256, columns, width) if others else (256, depth, columns)
+    x = (8, depth), "bfloat16" if others else dtype
+    kernel = triton_text(function, x, (shape, dtype), *others, ((256,), "int32"))
+    products = re.findall(rf"constant {columns * width} : (i\d+)", kernel)
     added = re.findall(r"tt\.addptr .*x(i\d+)>", kernel)
-    assert products == ["i64"]
-    assert added.count("i64") == 1  # the weights; others are small
-    assert "trunci" not in kernel
+    assert {*products} == {"i64"}
+    # The weights; other arrays are small. A step of MXFP4 has two loads.
+    assert added.count("i64") == (2 if dtype == "uint8" else 1)
+    if not others:
+        assert "trunci" not in kernel
 
 
-def triton_text(x_shape, weights_shape, dtype):
+def triton_text(function, *arrays):
     """The kernel in Triton's own language, as jax hands it over for a GPU that is not there."""
-    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x_shape, weights_shape)]
-    args += [jax.ShapeDtypeStruct(weights_shape[:1], jnp.int32)]
+    args = [jax.ShapeDtypeStruct(*one) for one in arrays]
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(grouped_matmul_triton).trace(*args)
+        traced = jax.jit(function).trace(*args)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     (call,) = [
         one

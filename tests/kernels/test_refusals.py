@@ -342,6 +342,10 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
     "grouped_mxfp4_matmul": {"dtype of bfloat16, float32; got float16": {"x": "float16"}},
     "grouped_scaled_matmul": {
         "values one of float8_e4m3fn, int8; got": {"values": (3, 150, 200)},
+        r"2\^31 numbers at most, or more than 2\^32 bytes": {  # which Pallas would index wrongly
+            "values": jax.ShapeDtypeStruct((3, 2**22, 200), "float8_e4m3fn"),
+            "scales": (3, 2**16, 2),
+        },
     },
     "latent_attention": {"rank 60": {"rank": 60}, "page_size 2": {"pool": (2, 8, 2, 80)}},
     "paged_attention": {

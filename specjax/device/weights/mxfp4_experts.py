@@ -106,7 +106,7 @@ class _ExponentsSpec(_PackedSpec):
 
 def packed_experts(spec: TensorSpec) -> Any:
     """Return the specs of experts that stay packed, given the `MXFP4Spec` of unpacked ones."""
-    names, shapes = ([(one,) for one in x] for x in (spec.names, spec.file_shapes))
-    numbers: Any = _NumbersSpec(names[0], shapes[0], dtype="uint8")
-    exponents: Any = _ExponentsSpec(names[1], shapes[1], dtype="uint8")
+    (blocks, scales), shapes = spec.names, spec.file_shapes
+    numbers: Any = _NumbersSpec((blocks,), shapes[:1], dtype="uint8")
+    exponents: Any = _ExponentsSpec((scales,), shapes[1:], dtype="uint8")
     return MXFP4Experts(numbers, scales=exponents)

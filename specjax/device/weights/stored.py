@@ -71,8 +71,8 @@ def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> li
     """
     leaves = jax.tree.leaves(as_stored(specs, files, rename))
     plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
-    names = dict.fromkeys(rename(name) for spec in plain for name in spec.names)
-    return [name for name in names if type(files.tensors.get(name)) in FORMS]
+    packed = {rename(name): spec.is_packed for spec in plain for name in spec.names}
+    return [name for name in packed if packed[name] or type(files.tensors.get(name)) in FORMS]
 
 
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:

@@ -1,0 +1,60 @@
+"""Problems of experts in float8 and MXFP4, and of latents' projections in float8."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from problems import Problem, experts, normal
+
+from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
+from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
+
+BLOCK = 128, 128
+
+
+def _float8(num: int, width: int, depth: int) -> tuple[jax.Array, jax.Array]:
+    """Return matrices in float8, and scales of blocks."""
+    sizes = num, *(-(-size // side) for size, side in zip((width, depth), BLOCK, strict=True))
+    scales = (1 + jnp.abs(normal(40, sizes, "float32"))) / depth**0.5
+    return normal(20, (num, width, depth), "float8_e4m3fn"), scales
+
+
+def _mxfp4(num: int, width: int, depth: int) -> tuple[jax.Array, jax.Array]:
+    """Return matrices of 4-bit numbers, and exponents of scales."""
+    keys = jax.random.split(jax.random.key(20))
+    values = jax.random.bits(keys[0], (num, width, 32 * -(-depth // 64)), jnp.uint8)
+    return values, 117 + jax.random.bits(keys[1], (num, depth // 32, width), jnp.uint8) % 4
+
+
+def quantised_experts(
+    kind: str, num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
+) -> Problem:
+    """Return the problem of `experts` with matrices of a kind: "float8" or "mxfp4"."""
+    plain = experts(num_tokens, mixture, depth, width, dtype)
+    weights = (_float8 if kind == "float8" else _mxfp4)(mixture[0], width, depth)
+
+    def call(weights, item, kernels, config):
+        given = item[0], *weights, *item[1:]
+        if kind == "float8":
+            return weights, grouped_scaled_matmul(*given, block=BLOCK, kernels=kernels)
+        return weights, grouped_mxfp4_matmul(*given, kernels=kernels)
+
+    used = int((plain.items[-1][1] > 0).sum())
+    itemsize = jnp.dtype(dtype).itemsize
+    narrow = sum(one.nbytes for one in weights) // mixture[0]
+    moved = plain.num_bytes - used * (depth * width * itemsize - narrow)
+    return replace(plain, state=weights, call=call, num_bytes=moved)
+
+
+def scaled_heads(num_rows: int, num_heads: int, depth: int, width: int, dtype: Any) -> Problem:
+    """Return the rows of several heads, and a matrix in float8 for each head."""
+    weights = _float8(num_heads, width, depth)
+    items = tuple((normal(i, (num_rows, num_heads, depth), dtype),) for i in range(2))
+
+    def call(weights, item, kernels, config):
+        return weights, batched_scaled_matmul(*item, *weights, block=BLOCK, kernels=kernels)
+
+    rows = num_rows * num_heads * (depth + width) * jnp.dtype(dtype).itemsize
+    return Problem(weights, items, call, rows + sum(one.nbytes for one in weights))
