@@ -60,5 +60,4 @@ def test_products_run_on_tensor_cores_and_do_not_spill(compile_for_h200, fitting
     cases = {case: ("product", dict(zip(names, case, strict=True))) for case in CASES}
     for case, report in compile_for_h200(__file__, cases, resources=True).items():
         (kernel,) = fitting_kernels(report).values()
-        print(case, kernel.registers, kernel.shared_bytes, kernel.grid)
         assert {one.split()[1] for one in kernel.products} == {"bf16"}, case

@@ -145,5 +145,5 @@ def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
     return ScaledLatentUp(
         tuple(_Spec(**part, dtype=dtype) for part in parts),
         scales=tuple(_ScalesSpec(**part, **of_file, dtype="float32") for part in parts),
-        blocks=(block[::-1], block),
+        blocks=((columns, rows), block),
     )
