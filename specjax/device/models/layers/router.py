@@ -1,7 +1,7 @@
-"""Routers of a mixture of experts, which choose the experts of each row and the experts' weights.
+"""Routers of a mixture of experts. A router chooses experts for each row, and their weights.
 
-A router defines its parameters, and the `Rule` by which the kernel `route` chooses experts. A model
-only selects a router.
+It defines its parameters, its logits and a `Rule`. The kernel `route` applies the rule to the
+logits. A model only selects a router.
 """
 
 from dataclasses import dataclass
