@@ -64,7 +64,10 @@ class StoredTensor:
 
 
 def read_partly(tensor: Readable) -> Any:
-    """Return a tensor, mapped if a file stores it as it is, because only parts will be used."""
+    """Return a tensor of which only parts will be used.
+
+    It is mapped into memory if a file stores it as it is. Otherwise, it is read.
+    """
     return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 
 

@@ -74,8 +74,8 @@ class MedusaHeads:
         """Return the weights as `TensorSpec`s.
 
         `names` are the tensor names in the files. If they are the authors' names, the result has
-        these names, too. Otherwise, it has vLLM's names. `target_ids` is None, because it is not a
-        weight.
+        these names, too. Otherwise, it has vLLM's names. Its field `target_ids` is None, because
+        `load` reads the token ids separately.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 

@@ -162,8 +162,7 @@ class HFConfig:
         return _positive(value, f"{self.origin}: rope_scaling: {name}")
 
     def rope_fields(self) -> Mapping[str, Any]:
-        """Return the fields of the rotary embedding, which always include `rope_type` and
-        `rope_theta`.
+        """Return the fields of the rotary embedding, with at least `rope_type` and `rope_theta`.
 
         As in transformers, they are the fields of `rope_scaling` if the config has it, else those
         of `rope_parameters`. But if `rope_theta` or `partial_rotary_factor` is only in

@@ -270,7 +270,7 @@ def named_specs(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may have the tensor `name` although `load_weights` does not read it.
+    """Return whether a checkpoint may have the tensor `name` although the model does not load it.
 
     These are tensors outside the text model, rotary frequencies, scales of KV caches, and an output
     head that is tied to the embedding.
@@ -281,5 +281,5 @@ def is_unused(model: Model, name: str) -> bool:
 
 
 def is_passed_over(model: Model, name: str) -> bool:
-    """Return whether the checkpoint's tensor `name` is outside the text model, as in a vision tower."""
+    """Return whether the checkpoint's tensor `name` is outside the text model."""
     return other_part(name) is not None or is_within(name, model.ignored_prefixes)
