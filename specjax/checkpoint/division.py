@@ -58,8 +58,8 @@ def grouped(
     """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
-    heads. Usually each device takes some key heads with all of their query heads. If the key heads
-    are not divisible by the devices, the last devices have heads of zeros.
+    heads. Usually each device takes some key heads, each with all of its query heads. The last
+    devices may take fewer, and have heads of zeros.
 
     There may be 2, 3, ... times as many devices as key heads. If `may_copy` is true, several
     devices then have a copy of the same key head, and divide its query heads.

@@ -57,9 +57,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    One axis may be divided over devices. `rows` is the name of the input axis if it is this axis;
-    `columns` is the name of the output axis if it is this one. At most one of the two is given. If
-    one is given, the axis of experts may be divided instead.
+    `rows` is a name for the input axis, and `columns` for the output axis. Give one of them if this
+    axis may be divided over devices; the axis of experts may then be divided instead. Do not give
+    both.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

@@ -64,9 +64,9 @@ class StoredTensor:
 
 
 def read_partly(tensor: Readable) -> Any:
-    """Return a tensor of which only parts will be used.
+    """Return a tensor for a caller that uses only parts of it.
 
-    It is mapped into memory if a file stores it as it is. Otherwise, it is read.
+    If a file has the tensor's own bytes, the tensor is mapped into memory. Otherwise, it is read.
     """
     return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 

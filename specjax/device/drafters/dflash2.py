@@ -5,8 +5,8 @@ mixes row t of the block with the previous rows:
 
     y_t = sum_i (b_i + c_ti) x_{t-i}
 
-The weights b_i are fixed for each channel. The weights c_ti are a linear function of row t, and
-equal for all channels of a group.
+The weights b_i are fixed for each channel. The weights c_ti are a linear function of the input of
+attention or the MLP at row t. They are equal for all channels of a group.
 
 Drafts are chosen from a row's most likely tokens. Token j has the score
 

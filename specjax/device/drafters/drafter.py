@@ -286,8 +286,8 @@ class Drafter(Protocol):
     def is_recurrent(self) -> bool:
         """Whether a request has a state that is not in its pages, and later rows cannot rebuild it.
 
-        Such a request can reuse a cached prefix only if a snapshot of the state at the prefix's end
-        is restored.
+        If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's
+        end is restored.
         """
         ...
 

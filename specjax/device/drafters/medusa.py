@@ -1,6 +1,9 @@
 """Medusa (Cai et al. 2024): one small head per draft token. All heads read one hidden state.
 
-    x <- x + silu(L_ij x) for the blocks j of head i, starting with x = f_p      logits_i = W_i x
+Head i starts with x = f_p, and has blocks j and an output matrix:
+
+    x <- x + silu(L_ij x)    for each block j
+    logits_i = W_i x
 
 f_p is the target's hidden state after its final norm at the last accepted row p. Head i predicts
 the token at p + i + 2; the target itself predicts the token at p + 1. So a draft does not depend on

@@ -5,8 +5,8 @@
     layers    the first layer is as in EAGLE-3, the others are decoder layers; all are causal
     drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
 
-x_n is the last token. The weight `mask_hidden` stands for the target's hidden states in mask rows:
-g_mask is fc of it, as g_p is fc of hidden states.
+x_n is the last token. In mask rows, the weight `mask_hidden` replaces the target's hidden states:
+g_mask is fc of this weight.
 
 `observe` runs the rows at positions that the target has run. Their keys and values are kept.
 `draft` runs the mask rows. Their keys and values are overwritten after the target has run their

@@ -153,8 +153,8 @@ class Model(Protocol):
 def is_recurrent(model: Model) -> bool:
     """Return whether a layer keeps a state for each request, in addition to pages.
 
-    Such a request can reuse a cached prefix only if a snapshot of the state at the prefix's end is
-    restored.
+    If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's end
+    is restored.
     """
     return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
 

@@ -213,7 +213,7 @@ def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFile
     Reading such a tensor returns the unquantised matrix in `dtype`.
 
     Raises:
-        CheckpointError: there are quantised tensors, but the config has no quantisation.
+        CheckpointError: there are quantised tensors, but the config does not mention any.
     """
     given = quantisation(hf)[1]
     if not given:
