@@ -135,7 +135,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `draft` fills the caches in every round, and leaves nothing for `observe` to run."""
+        """False: `draft` fills the caches in every round; `observe` then only counts tokens."""
         return False
 
     def draft_slots(self, k: int) -> int:
