@@ -9,8 +9,9 @@ A matrix of packed integers has these tensors instead of X.weight:
     X.weight_zero_point    optional: the zero points plus 8, packed along the outputs
     X.weight_g_idx         optional: the group of each input
 
-For 4-bit floats, X.weight_packed holds bytes (see `fp4`). Only the block size of float8 weights is
-read from the config; the tensors show everything else.
+For 4-bit floats, X.weight_packed holds bytes (see `fp4`). The tensors show everything except the
+block size of float8 weights. Otherwise, the config is only checked for forms that are not
+supported.
 """
 
 from collections.abc import Mapping
