@@ -1,7 +1,8 @@
 """Locations of the demo checkpoints.
 
-The wheel contains TARGET and its EAGLE-3 head. All demo checkpoints are in the folder `checkpoints`
-of a source checkout. The package specjax-demos contains the same folder, for users of the wheel.
+The wheel contains the demo target `TARGET` and its EAGLE-3 head. A source checkout has all demo
+checkpoints in the folder `checkpoints`. Users of the wheel get the same folder with the package
+specjax-demos.
 """
 
 from importlib.util import find_spec

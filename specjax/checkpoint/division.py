@@ -58,11 +58,11 @@ def grouped(
     """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
-    heads. Usually each key head is on one device, with all of its query heads. The last devices may
-    then have heads of zeros.
+    heads. Usually each device takes some key heads, each with all of its query heads. The last
+    devices may take fewer, and have heads of zeros.
 
-    But if `may_copy` is true, and the number of devices is 2, 3, ... times the number of key heads,
-    several devices have copies of the same key head, and divide its query heads.
+    There may be 2, 3, ... times as many devices as key heads. If `may_copy` is true, several
+    devices then have a copy of the same key head, and divide its query heads.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:
@@ -120,8 +120,8 @@ class Cut:
     def _ranges(self, device: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start, count, size) for each section.
 
-        The device takes `count` rows of the file tensor, beginning with row `start`. It appends
-        zeros to them, so that it has `size` rows.
+        The device takes `count` rows of the file tensor from row `start` on, and appends zeros up
+        to `size` rows.
         """
         first = 0
         for share, size in self.sections:
@@ -141,11 +141,12 @@ class DividedSpec(TensorSpec):
     The inherited fields describe the whole model's array.
 
     Attributes:
-        local: the `TensorSpec` of one device's array. Its tensor names are empty.
+        local: the `TensorSpec` of one device's array, with empty tensor names.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
-        taken: for each device, the indices of the file tensors that it takes; None for a tensor of
-            zeros. () if every device takes a part of all tensors.
+        taken: () if devices take parts of tensors. If they take whole tensors, such as an expert's:
+            for each device, the indices of its file tensors, and None for each tensor of zeros that
+            fills up its array.
     """
 
     local: TensorSpec
@@ -196,7 +197,7 @@ class DividedSpec(TensorSpec):
         return jnp.stack([self.local.join(self.parts(parts, i, jnp), dtype) for i in devices])
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """See `TensorSpec`. The array must be NumPy's."""
+        """See `TensorSpec.split`. `array` must be a NumPy array."""
         shapes = zip(self.names, self.file_shapes, strict=True)
         whole = {name: np.empty(shape, array.dtype) for name, shape in shapes}
         places = [str(i) for i in range(len(self.local.names))]

@@ -28,9 +28,9 @@ _LIMITS = _INFINITY | {_FLOAT8: np.array(math.nan, _FLOAT8)}
 
 
 def all_finite(array: Any) -> Any:
-    """Return whether all elements are finite, as a bool or as a device array.
+    """Return whether all elements are finite, as a bool or as an array bool[] on a device.
 
-    `jax.device_get` converts both to a bool. Only floats of 16 bits or more, and float8_e4m3fn, are
+    `jax.device_get` returns a bool for both. Only floats of 16 bits or more, and float8_e4m3fn, are
     checked; arrays of other dtypes count as finite.
     """
     dtype = np.dtype(array.dtype)

@@ -1,7 +1,7 @@
 """Reads the scales of keys and values that checkpoints have for 8-bit caches.
 
-A layer's scale is one number. Tools store it under different names, which begin with the name of
-the layer's attention. If a layer has no scale, it is 1.
+Each layer has one scale of keys and one of values. Tools store them under different names, which
+begin with the name of the layer's attention. A scale that the checkpoint lacks is 1.
 """
 
 import math

@@ -57,9 +57,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    If the input axis may be divided over devices, `rows` is its name. If the output axis may be
-    divided, `columns` is its name. At most one of the two is given. If one of them is given, the
-    experts may be divided instead.
+    `rows` is a name for the input axis, and `columns` for the output axis. Give one of them if this
+    axis may be divided over devices; the axis of experts may then be divided instead. Do not give
+    both.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

@@ -1,7 +1,7 @@
 """Specs that build engine arrays from a checkpoint's tensors, and convert the arrays back.
 
-A model describes its parameters as a pytree of `TensorSpec` with the structure of the parameters,
-so loading, exporting, initialising and checking each walk that tree once.
+A model describes its parameters as a pytree with a `TensorSpec` in the place of each array.
+Loading, exporting, initialising and checking each walk that tree once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,18 @@ Sections = tuple[tuple[str | None, int], ...]  # (name, number of rows) of each 
 class TensorSpec:
     """Describes how an engine array is built from tensors of a file.
 
-    The tensors are concatenated along their first axis, and the result may be transposed, because
-    checkpoints store projections as [out, in], and the engine uses [in, out]. The engine merges
-    projections with the same input.
+    The tensors are concatenated along their first axis, because the engine merges projections with
+    the same input. Then the last two axes may be swapped, because checkpoints store projections as
+    [out, in], and the engine uses [in, out].
 
     Attributes:
         names: the names of the file tensors.
         file_shapes: the shapes of the file tensors.
         transpose: whether to swap the last two axes.
-        interleaved: for each tensor whose rows must be reordered, the sizes of a head's parts, in
-            rows. In the file, all parts of head 0 precede all parts of head 1, and so on. In the
-            engine's array, the first parts of all heads precede the second parts of all heads, and
-            so on. A tensor in the engine's order has () here; () instead of the whole tuple means
-            that all tensors have the engine's order.
+        interleaved: for each file tensor, the sizes of a head's parts, in rows; () for a tensor
+            whose rows keep their order. In the file, all parts of head 0 precede all parts of head
+            1, and so on. In the engine's array, the first parts of all heads precede the second
+            parts of all heads, and so on. `interleaved` is () if all tensors keep their order.
         num_stacked: the number of equal groups of tensors, such as experts, that are stacked along
             a new leading axis; 0 without such an axis.
         is_squeezed: whether to drop the second axis, which has size one.
@@ -40,8 +39,8 @@ class TensorSpec:
         fill: the initial value for training; None for the defaults of `init_params`.
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
-        cuts: for each file tensor, the ways in which it may be divided over devices (see
-            `division`): pairs of an axis and its sections. A section is a pair of a name, such as
+        cuts: for each file tensor, the alternative ways to divide it over devices (see `division`).
+            Each is a pair of an axis and its sections. A section is a pair of a name, such as
             "heads", and a number of rows. The name is None for rows that all devices have. `cuts`
             is () for an array that is never divided.
         stacked_as: the name of the groups of `num_stacked`, if groups may be divided over devices.
@@ -131,7 +130,7 @@ class TensorSpec:
         return self.interleaved or ((),) * len(self.names)
 
     def _places(self, array: Any) -> list[Any]:
-        """Return the part of `array` that belongs to each file tensor."""
+        """Return the part of `array` that each file tensor contributes, in the order of `names`."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)
@@ -175,7 +174,11 @@ def projection(
     All projections have the same input.
 
     Args:
-        interleaved: a mapping from a tensor's name to the sizes of a head's parts.
+        names: the names of the file tensors.
+        num_in: the size of the input.
+        num_outs: the size of each projection's output.
+        interleaved: for tensors whose rows must be reordered, the sizes of a head's parts by tensor
+            name (see `TensorSpec.interleaved`).
         rows: the name of the input axis, if it may be divided over devices.
         columns: the `sections` of the merged outputs (see `cut_rows`), if they may be divided.
     """
@@ -202,10 +205,10 @@ def cut_rows(
 
     Args:
         shapes: the shapes of the file tensors.
-        sections: the sections of the axis `axis` of all tensors, one after the other. If `sections`
-            is a name, each tensor has one section with this name. None for an axis that is never
-            divided.
-        groups: the name of the tensors' first axis, if it may be divided instead.
+        sections: a name, if each tensor is one section with this name. Or the sections of all
+            tensors, one tensor after the other. None if the tensors are never divided.
+        axis: the axis of each tensor that consists of sections.
+        groups: the name of the tensors' first axis, if this axis may be divided instead.
     """
     if sections is None:
         return ()
@@ -229,7 +232,7 @@ def stored(
 ) -> Any:
     """Return a `TensorSpec` that only concatenates tensors (norms, biases, embeddings).
 
-    `rows` is the `sections` of the first axis (see `cut_rows`), if it may be divided over devices.
+    If the first axis may be divided over devices, `rows` has its sections; see `cut_rows`.
     """
     return TensorSpec(tuple(names), shapes, fill=fill, cuts=cut_rows(shapes, rows))
 

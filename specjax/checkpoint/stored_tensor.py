@@ -64,7 +64,10 @@ class StoredTensor:
 
 
 def read_partly(tensor: Readable) -> Any:
-    """Return a tensor, mapped if a file stores it as it is, because only parts will be used."""
+    """Return a tensor for a caller that uses only parts of it.
+
+    If a file has the tensor's own bytes, the tensor is mapped into memory. Otherwise, it is read.
+    """
     return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 
 

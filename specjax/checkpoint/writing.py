@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to any OSError in the `with` block, as the error of a full disk names no file."""
+    """Name `path` in any OSError of the `with` block. The error of a full disk names no file."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,17 @@
 """Weights of compressed-tensors: 8-bit floats and integers, packed integers, and 4-bit floats.
 
-Instead of X.weight, a matrix of packed integers of 4 or 8 bits has X.weight_packed, words i32 that
-each hold eight (four) numbers plus 8 (128), adjacent along the inputs. X.weight_shape has its shape
-[O, I], X.weight_scale its scales [O, groups], X.weight_zero_point its zero points plus 8, packed
-along the outputs, and X.weight_g_idx the group of each input. For 4-bit floats, X.weight_packed has
-bytes (see `fp4`). So the tensors show everything but the size of float8 blocks: config groups,
-their targets and ignored modules need not be read.
+A matrix of packed integers has these tensors instead of X.weight:
+
+    X.weight_packed        words i32, of eight 4-bit numbers plus 8 or four 8-bit numbers plus 128,
+                           which are adjacent along the inputs
+    X.weight_shape         the shape [O, I]
+    X.weight_scale         the scales [O, groups], or one scale
+    X.weight_zero_point    optional: the zero points plus 8, packed along the outputs
+    X.weight_g_idx         optional: the group of each input
+
+For 4-bit floats, X.weight_packed holds bytes (see `fp4`). The tensors show everything except the
+block size of float8 weights. Otherwise, the config is only checked for forms that are not
+supported.
 """
 
 from collections.abc import Mapping
@@ -36,7 +42,7 @@ _END = ".weight_packed"
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """See `Format`. Activations may be quantised as well; here they keep their dtype."""
+    """See `Format`. Activations keep their dtype, even if the config quantises them."""
 
     described: ClassVar[str] = (
         "compressed-tensors with 8-bit floats (tensor, channel, block), integers of 4 or 8 bits "
@@ -85,7 +91,7 @@ def _is_supported(weights: Any) -> TypeGuard[Mapping[str, Any]]:
 def _floats(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor:
-    """Return the matrix `plain` of 4-bit floats, whose tensors are removed from `tensors`."""
+    """Return the matrix `plain` of 4-bit floats, and remove its tensors from `tensors`."""
     packed, scale, named = (f"{plain}_{end}" for end in ("packed", "scale", "global_scale"))
     words, scales = tensors.pop(packed), take(tensors, folder, scale, packed)
     tensors.pop(plain.removesuffix("weight") + "input_global_scale", None)
@@ -98,7 +104,7 @@ def _floats(
 def _integers(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor | ScaledTensor:
-    """Return the matrix `plain` of integers, whose tensors are removed from `tensors`."""
+    """Return the matrix `plain` of packed integers, and remove its tensors from `tensors`."""
     packed, scale, zero, order = (
         f"{plain}_{end}" for end in ("packed", "scale", "zero_point", "g_idx")
     )
@@ -130,7 +136,7 @@ def _integers(
 
 
 def _bytes(num_in: int, words: np.ndarray) -> np.ndarray:
-    """Return the numbers i8[O, I] of words i32, each of four numbers plus 128."""
+    """Unpack words i32 of four 8-bit numbers plus 128; return the numbers i8[O, `num_in`]."""
     return (np.ascontiguousarray(words).view(np.uint8)[:, :num_in] ^ 0x80).view(np.int8)
 
 

@@ -13,7 +13,10 @@ from specjax.checkpoint.stored_tensor import Readable
 
 
 class Format(Protocol):
-    """A format of quantised weights, with the values of a config that its tensors do not show."""
+    """A format of quantised weights.
+
+    Its fields hold what only the config shows, and not the tensors of a checkpoint.
+    """
 
     described: ClassVar[str]  # for errors: what is supported
 
@@ -26,10 +29,10 @@ class Format(Protocol):
         ...
 
     def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
-        """Return `files`, in which one tensor replaces the tensors of a quantised matrix.
+        """Return `files`, with one tensor instead of the several tensors of each quantised matrix.
 
-        It has the name of the plain tensor, and its product with the scales is read in `dtype`.
-        The tensors of the files decide which matrices are quantised.
+        This tensor has the name that the unquantised matrix would have. Reading it returns the
+        weights in `dtype`. The tensors, not the config, decide which matrices are quantised.
 
         Raises:
             CheckpointError: tensors are missing, or have a wrong shape; the error names them.
@@ -71,7 +74,10 @@ def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Read
 
 
 def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any) -> None:
-    """Raise a CheckpointError unless a tensor has one of these shapes."""
+    """Raise a CheckpointError unless the tensor `found` has one of `shapes`.
+
+    The message names the tensor `name` and the matrix `of`.
+    """
     if found.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise CheckpointError(
@@ -80,10 +86,11 @@ def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any)
 
 
 def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> np.ndarray:
-    """Return scales as they are stored.
+    """Return scales as they are stored. `name` is their tensor's name.
 
     Raises:
-        CheckpointError: a scale is not a positive number, or zero if `may_be_zero`.
+        CheckpointError: a scale is not a positive number. Zeros are allowed if `may_be_zero` is
+            true.
     """
     found = scales.read()
     wide = np.asarray(found, np.float32)
@@ -98,7 +105,8 @@ def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> 
 def group_size(depth: int, count: int, likely: int | None = None) -> int | None:
     """Return the number of inputs in a group, if `depth` inputs have `count` groups.
 
-    It is `likely` if that fits. None if no size fits.
+    The result is `likely` if groups of this size, with a smaller last group, give this count.
+    Otherwise, all groups are equal. The result is None if `depth` is not divisible by `count`.
     """
     if count == 1:
         return depth

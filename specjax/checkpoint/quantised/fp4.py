@@ -1,8 +1,11 @@
 """Matrices of 4-bit floats: NVFP4 (groups of 16) and MXFP4 (groups of 32).
 
-A tensor u8[O, I / 2] has two codes per byte, the first in the lower bits. NVFP4 has scales
-float8[O, groups], and one factor for all of them. compressed-tensors stores its reciprocal. MXFP4
-has powers of two as scales, stored as u8 exponents plus 127.
+A tensor u8[O, I / 2] has two codes per byte, the first in the lower bits. The scales are
+
+    NVFP4    float8[O, groups], times one factor for the whole matrix
+    MXFP4    powers of two, stored as u8[O, groups]: the exponents plus 127
+
+compressed-tensors stores the reciprocal of the factor.
 """
 
 from functools import partial
@@ -45,9 +48,13 @@ def fp4_tensor(
     unpack: Unpacking,
     dtype: np.dtype,
 ) -> PackedTensor:
-    """Return the matrix that the tensor `name` and its scales store; see `PackedTensor`.
+    """Return the matrix of 4-bit floats in the tensor `name`; see `PackedTensor`.
 
-    `scales` and `factor` are names and tensors.
+    `words` is this tensor. `scales` and `factor` are pairs of a name and a tensor. `factor` is None
+    for formats without a factor.
+
+    Raises:
+        CheckpointError: a tensor has a wrong shape; the error names it.
     """
     (num_out, width), group = words.shape, GROUPS[unpack]
     about = f"{name} {list(words.shape)}"

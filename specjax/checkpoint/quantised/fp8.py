@@ -12,7 +12,7 @@ from specjax.checkpoint.quantised.scaled import Block, with_scales
 
 @dataclass(frozen=True)
 class FP8:
-    """See `Format`. Activations may be quantised as well; here they keep their dtype."""
+    """See `Format`. Activations keep their dtype, even if the config quantises them."""
 
     described: ClassVar[str] = "fp8 (e4m3)"
     block: Block | None  # rows and columns that share a scale; None without blocks
@@ -31,9 +31,9 @@ class FP8:
 
 
 def one_block(sizes: Collection[Any]) -> Any:
-    """Return the block of the given sizes (rows and columns); None if there are only falsy sizes.
+    """Return the only block size (rows, columns) in `sizes`, ignoring falsy sizes.
 
-    False if there are several, or one is not a block.
+    None if all sizes are falsy. False if there are several sizes, or one is not a block size.
     """
     blocks = {tuple(size) if isinstance(size, list) else size for size in sizes if size}
     match [*blocks]:

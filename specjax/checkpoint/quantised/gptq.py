@@ -1,7 +1,8 @@
 """Weights of GPTQ (AutoGPTQ, GPTQModel): 4-bit numbers, packed along the inputs.
 
-The first version of the format stores zero points minus one. With `desc_act`, the tensor X.g_idx
-says that groups of inputs are not consecutive.
+The first version of the format ("gptq") stores zero points minus one; "gptq_v2" stores them as they
+are. With `desc_act`, the inputs of a group are not adjacent, and the tensor X.g_idx holds the group
+of each input.
 """
 
 from collections.abc import Mapping

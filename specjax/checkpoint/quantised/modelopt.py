@@ -1,7 +1,8 @@
 """Weights of NVIDIA's ModelOpt: NVFP4, and float8 with a scale per tensor.
 
-A matrix X in NVFP4 has X.weight u8[O, I / 2], X.weight_scale and X.weight_scale_2. Which matrices
-are in which of the two forms, or in neither, is seen from the tensors.
+A checkpoint may have matrices of both forms, and unquantised ones. The tensors show the form of
+each matrix. A matrix X in NVFP4 has the tensors X.weight u8[O, I / 2], X.weight_scale and
+X.weight_scale_2 (the factor, see `fp4`).
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _END = ".weight_scale_2"
 
 @dataclass(frozen=True)
 class ModelOpt:
-    """See `Format`. Activations may be quantised as well; here they keep their dtype."""
+    """See `Format`. Activations keep their dtype, even if the config quantises them."""
 
     described: ClassVar[str] = "modelopt (NVFP4, FP8, MIXED_PRECISION of these)"
 

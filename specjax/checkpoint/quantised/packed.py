@@ -2,9 +2,12 @@
 
     weight[o, i] = (numbers[o, i] - zeros[g, o]) scales[g, o] factor
 
-where g is the group of input i. Numbers are integers from 0 to 15 (without zeros, 8 is subtracted)
-or floats (E2M1), which have no zeros; only these have a factor. Formats differ in how they pack the
-codes of numbers into words.
+g is the group of input i. The numbers are of one of two kinds:
+
+    integers    from 0 to 15; all zero points are 8 if the format has none, and the factor is 1
+    floats      E2M1, with zero points of 0; some formats have a factor
+
+A number is stored as a code of 4 bits. Formats differ in how they pack codes into words.
 """
 
 from collections.abc import Callable
@@ -31,7 +34,10 @@ def unchanged(x: Any) -> Any:
 
 
 class Unpacking(NamedTuple):
-    """Functions that unpack a format's tensors. The results may be padded at the ends of axes."""
+    """Functions that unpack a format's tensors.
+
+    Their results may be larger than shown here, with padding at the ends of axes.
+    """
 
     codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]
     scales: Callable[[Any], Any]  # returns [groups, O], or [1, 1]
@@ -82,7 +88,10 @@ class PackedTensor:
 
     @cached_property
     def form(self) -> PackedForm:
-        """See `PackedForm`. Zero points and groups are read, because their values matter."""
+        """The matrix's `PackedForm`.
+
+        This reads the zero points and the groups, because the form depends on their values.
+        """
         order = b"" if self.order is None else self.order.tobytes()
         sizes = self.unpack, self.shape[1], self.group
         dtype = self.unpack.scales_dtype or self.scales.dtype.name
@@ -91,7 +100,7 @@ class PackedTensor:
 
     @cached_property
     def used_zeros(self) -> np.ndarray | None:
-        """The zero points u8[groups, O]; None if all of them are 8."""
+        """The zero points u8[groups, O]; None if there are none, or all of them are 8."""
         if self.zeros is None:
             return None
         zeros = np.asarray(self.unpack.zeros(self.zeros.read()))
@@ -100,7 +109,9 @@ class PackedTensor:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """The order i32[I] of inputs in which groups are consecutive; None if they are so already.
+        """The inputs i32[I] in an order in which each group is consecutive.
+
+        None if each group is consecutive without reordering.
 
         Raises:
             CheckpointError: a group has more or fewer inputs than its size.
@@ -122,7 +133,8 @@ class PackedTensor:
     def read_scales(self) -> Any:
         """Return the scales as they are stored; see `read_positive`.
 
-        Only a float8 scale may be zero, of a group of tiny numbers.
+        Scales of integers must not be zero. For floats, a stored scale may be zero: a tiny scale is
+        rounded to zero in float8, and an exponent may be stored as zero.
         """
         return read_positive(self.scales, self.name, may_be_zero=self.unpack.is_float)
 
@@ -142,10 +154,11 @@ class PackedTensor:
 def nibbles(
     words: Any, axis: int, order: tuple[int, ...] = tuple(range(8)), *, xp: Any = jnp
 ) -> Any:
-    """Return codes u8 from words, each of several codes that are adjacent along `axis`.
+    """Unpack words that hold several 4-bit codes each; return the codes as u8.
 
-    The code at place j of a word is in bits 4 order[j] to 4 order[j] + 3. `xp` is the module of
-    the words' array type: NumPy or `jax.numpy`.
+    The codes of a word are adjacent along `axis` in the result. The code at place j of a word is in
+    bits 4 order[j] to 4 order[j] + 3. `xp` is the module of the words' array type: NumPy or
+    `jax.numpy`.
     """
     codes = xp.stack([(words >> 4 * place) & 15 for place in order], axis=axis + 1)
     shape = [len(order) * size if i == axis else size for i, size in enumerate(words.shape)]

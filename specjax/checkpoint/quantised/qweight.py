@@ -16,11 +16,17 @@ def with_qweights(
 ) -> TensorFiles:
     """Return `files`, in which a `PackedTensor` X.weight replaces the tensors of each matrix X.
 
+    These tensors are
+
+        X.qweight    i32[I / 8, O] or i32[I, O / 8], words of eight codes
+        X.qzeros     i32[groups, O / 8], words of eight zero points
+        X.scales     [groups, O]
+        X.g_idx      optional: i32[I], the group of each input
+
     Args:
-        files: the tensors of a checkpoint. X.qweight is i32[I, O], where `axis` has a word for
-            eight numbers; X.qzeros i32[groups, O / 8]; X.scales [groups, O]; X.g_idx i32[I].
-        unpack: unpacks them.
-        axis: 0 if words hold the numbers of adjacent inputs, 1 for adjacent outputs.
+        files: the tensors of a checkpoint.
+        unpack: the functions that unpack these tensors.
+        axis: the axis of X.qweight along which codes are packed: 0 for inputs, 1 for outputs.
         group: the usual number of inputs in a group; -1 for all inputs.
         dtype: see `PackedTensor`.
 

@@ -31,7 +31,10 @@ def described() -> str:
 
 
 def refuse_quantised(files: TensorFiles) -> None:
-    """Raise a CheckpointError if files have quantised tensors, for a config that has no format."""
+    """Raise a CheckpointError if there are quantised tensors.
+
+    Call this for a checkpoint whose config has no `quantization_config`.
+    """
     if found := next((name for name in files.names() if name.endswith(_QUANTISED)), None):
         raise CheckpointError(
             f"{files.folder}: {found} belongs to a quantised matrix, but config.json has no "

@@ -1,9 +1,8 @@
 """Weights in 8 bits with scales: one per block, per output, per group of inputs or per tensor.
 
-Next to a tensor X of float8_e4m3fn or int8 [..., O, I], a checkpoint has its scales X_scale_inv
-(DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors), by which the numbers are multiplied. The
-shape of the scales shows whether they are per block, output, group or tensor. Only the size of a
-block is in the config.
+A weight is a number of the tensor X [..., O, I], float8_e4m3fn or int8, times its scale. The scales
+are the tensor X_scale_inv (DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors). Their shape
+shows what shares a scale. Only the size of a block is read from the config.
 """
 
 import math
@@ -50,7 +49,7 @@ class ScaledTensor:
 
     @property
     def form(self) -> tuple[np.dtype, int]:
-        """The dtype and the columns of a block, which merged matrices must share."""
+        """What matrices must share to be merged: the dtype, and the columns per block."""
         return self.weight.dtype, self.block[1]
 
     @property
@@ -74,7 +73,7 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class ValuesSpec(TensorSpec):
-    """The `TensorSpec` of a matrix of 8-bit numbers, as they are stored."""
+    """The `TensorSpec` of the numbers of an 8-bit matrix, without their scales."""
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`."""
@@ -85,16 +84,18 @@ class ValuesSpec(TensorSpec):
 class ScalesSpec(TensorSpec):
     """The `TensorSpec` of an 8-bit matrix's scales, f32[blocks of rows, blocks of columns].
 
-    The matrix may merge several tensors. `file_shapes` are the shapes of their numbers.
+    The matrix may merge several tensors of 8-bit numbers. `file_shapes` are the shapes of these
+    tensors.
     """
 
     blocks: tuple[Block, ...] = ()  # for each tensor, the rows and columns that share a scale
 
     @property
     def block(self) -> Block:
-        """The size of the matrix's blocks.
+        """The rows and columns of the matrix that share a scale.
 
-        No tensor, block of a tensor or part of a head begins within one of these blocks.
+        The tensors may have blocks of more rows. The matrix's blocks are small enough to lie within
+        one tensor, one of its blocks, and one part of a head.
         """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))
@@ -165,7 +166,10 @@ def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
 
 
 def _is_like(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether the shapes are equal, ignoring axes of size 1 if `shape` has one column."""
+    """Return whether scales of the shape `found` fit the shape `shape`.
+
+    They fit if the shapes are equal. If `shape` has one column, axes of size 1 are ignored.
+    """
     own = tuple(size for size in found if size > 1)
     return found == shape or (shape[-1] == 1 and own == tuple(n for n in shape if n > 1))
 

@@ -1,12 +1,13 @@
 """Chain drafting: a one-layer head that runs once per draft, on its own previous output.
 
-At position p the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
-For verified rows, whose features come from the target, the head computes only keys and values. A
-chain of drafts starts at the last verified row and continues with the head's own output.
+At position p, the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
+A round's first draft comes from the last row that the target has verified. For each further draft,
+the head takes its own previous output instead of a feature.
 
-The keys and values of a row depend on no other row. Rows written while drafting are overwritten
-when the same positions are verified. So the head's cache never needs a rollback (Li et al. 2024,
-EAGLE, section 3).
+The head's cache never needs a rollback (Li et al. 2024, EAGLE, section 3). It has one layer, so the
+keys and values of a row depend on no other row. After the target has verified rows, the head
+computes their keys and values again, from the target's features. These overwrite the keys and
+values of the drafts.
 """
 
 from collections.abc import Callable
@@ -117,7 +118,8 @@ class ChainDrafter(HeadDrafter[Head]):
     def _advance(self, target, params, tokens, hidden, rows, kv):
         """Run the head on one real row per request, followed by padding rows.
 
-        Return the head's output [B width, D] and its new cache.
+        Return the head's output [B W, D] and its new cache. W is the number of rows per request,
+        with padding.
         """
         width = rows.width
 

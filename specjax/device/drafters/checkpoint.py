@@ -35,7 +35,12 @@ _MARKS = "fc.weight", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weigh
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """A drafter's tensors and config. Prefixes that re-exports add to names are ignored."""
+    """A drafter's tensors and config.
+
+    The methods take the names under which authors publish tensors. The files may have other names:
+    some tools put `model.` before all names, and early EAGLE-3 exports have the names
+    `LEGACY_NAMES`.
+    """
 
     tensors: TensorFiles
     hf: HFConfig
@@ -50,7 +55,7 @@ class DrafterFiles:
 
     @property
     def prefix(self) -> str:
-        """The prefix that a re-export added to names: "model." or ""."""
+        """The prefix that the files have before the published names: "model." or ""."""
         return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
@@ -66,8 +71,8 @@ class DrafterFiles:
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
         """Load the parameters that the tree `specs` of `TensorSpec`s describes.
 
-        Tensors with published names in `unused` are not loaded. The log names the tensors that are
-        skipped because they cannot change drafts.
+        Tensors with published names in `unused` are not loaded. Tensors that cannot change drafts
+        are not loaded, either; the log names them.
         """
         ignored = {self.stored_name(name) for name in unused}
         passed = sorted(filter(cannot_matter, self.tensors.names()))
@@ -84,10 +89,18 @@ class DrafterFiles:
         return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
-        """Return a `Llama` with the sizes of the drafter's layers.
+        """Return a `Llama` with the sizes of the drafter's layers, which the config gives.
 
-        The drafter must have one layer unless `is_deep` is true. `layer` is the name prefix of a
-        layer, whose tensor names show whether there are biases, and norms of queries and keys.
+        The tensor names show whether attention has biases, and norms of queries and keys.
+
+        Args:
+            layer: the name prefix of one of the drafter's layers.
+            target: the target model.
+            is_deep: whether the drafter may have several layers.
+
+        Raises:
+            CheckpointError: the drafter has several layers and `is_deep` is false, or its
+                vocabulary is not as large as the target's.
         """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
@@ -113,7 +126,7 @@ class DrafterFiles:
 
 
 def is_prefixed(names: Collection[str]) -> bool:
-    """Return whether a re-export of a head has added `model.` to the tensor names `names`."""
+    """Return whether a head's tensor names have `model.` before the published names."""
     return any(f"model.{mark}" in names for mark in _MARKS)
 
 

@@ -1,14 +1,17 @@
 """DFlash (Chen et al. 2026): all drafts of a round in one pass over a block of mask tokens.
 
-    context   g_p = norm(fc f_p)            f_p: hidden states of some of the target's layers
-              K_l, V_l of every layer l from g_p, in the drafter's cache at position p
+    context   g_p = norm(fc f_p) for each position p that the target has run
+              each layer stores the keys and values of g_p in its cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
               through decoder layers, each with an `AttentionMask` over context and block
     drafts    row j gives the logits of the token at n + j; a `Refinement` may change them
 
-x_n is the last token, which the target has not run yet. Running the block writes its keys and
-values at its positions. After the target has run these positions, `observe` overwrites the block's
-keys and values with the context's. K may be less than the block size used in training.
+f_p are hidden states of some of the target's layers, fc is a matrix and e is the embedding. x_n is
+the last token, which the target has not run yet.
+
+Running the block writes its keys and values at its positions. After the target has run these
+positions, `observe` overwrites the block's keys and values with the context's. K may be less than
+the block size used in training.
 """
 
 from collections.abc import Collection, Sequence
@@ -95,10 +98,10 @@ class AttentionMask:
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
     def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
-        """Return the rows of blocks with the fields that apply this mask (`reach` and `origin`).
+        """Return `rows` with fields that make attention apply this mask (`reach` and `origin`).
 
-        `rows` are the rows of blocks that start at positions `starts` i32[B] and have `num_rows`
-        real rows each.
+        `rows` are one block of rows per request. The block of request b starts at position
+        `starts[b]`, and has `num_rows` rows and perhaps padding rows.
         """
         own = rows.positions
         first = jnp.repeat(starts, rows.width)
@@ -114,7 +117,7 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """An addition that a related method makes to DFlash. This base class adds nothing."""
+    """What a method that extends DFlash adds to its head. This base class adds nothing."""
 
     embedding_scale: float = 1.0  # multiplies the block's embedded tokens
     is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the previous draft
@@ -162,9 +165,10 @@ class Refinement:
         return block
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the logits that training fits to the target's distributions.
+        """Return all logits that training fits to the target's distributions.
 
-        This base class returns only the refined logits.
+        This base class returns only the refined logits. A method that needs good `logits`, too,
+        returns both.
         """
         return (refined,)
 
@@ -343,8 +347,9 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
         """Return kv after writing the context's keys and values at `rows`.
 
-        The keys and values are computed from the target's hidden states `states` [N, A D_target].
-        The other results of the layers are unused, so JAX or XLA removes them as dead code.
+        They are computed from `states` [N, A D_target], the concatenated hidden states of the A
+        target layers that the head reads. The other results of the layers are unused, so JAX or XLA
+        removes them as dead code.
         """
         shape = self.head.shape
         fused = params.context_fc.multiply(states)

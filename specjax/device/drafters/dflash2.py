@@ -1,10 +1,19 @@
 """DFlash2 (2026): DFlash with convolutions along the block, and with few candidates per draft.
 
-layers    before and after attention, and before and after the MLP, each group of channels is mixed
-          with the previous rows of the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
-drafts    are chosen from a row's most likely tokens. The score of token j adds a term for the
-          previous token to the logit l_j:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
-          where h is the row's hidden state
+In each layer, there is a convolution before and after attention, and before and after the MLP. It
+mixes row t of the block with the previous rows:
+
+    y_t = sum_i (b_i + c_ti) x_{t-i}
+
+The weights b_i are fixed for each channel. The weights c_ti are a linear function of the input of
+attention or the MLP at row t. They are equal for all channels of a group.
+
+Drafts are chosen from a row's most likely tokens. Token j has the score
+
+    s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
+
+where l_j is the token's logit, `previous` is the token before it, and h is the row's hidden state.
+The matrices P, H and S are weights.
 """
 
 from dataclasses import dataclass
@@ -171,7 +180,7 @@ class DFlash2(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the refinement of a DFlash2 config, and 1 as the index of the first draft's row.
+    """Return the refinement of a DFlash2 config, and 1: row 1 of a block gives the first draft.
 
     `own` is the config's field `dflash_config`.
 

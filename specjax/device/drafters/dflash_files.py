@@ -200,11 +200,13 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
 def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask, ...]:
     """Return the attention mask of a block's rows for each layer.
 
-    The meaning of a window of W tokens depends on the training framework. With speculators, a row
-    sees W tokens before the block. It also sees the block's rows up to itself, or all of them if
-    `sliding_window_non_causal` is true. With transformers, a row sees W tokens to either side.
-    With the authors' code, a row sees W - 1 tokens to either side, or only the W - 1 tokens before
-    itself if the mask is causal.
+    The rows that a window of W tokens includes depend on the training framework:
+
+        speculators     W tokens before the block, and the block's rows up to the row itself, or all
+                        of the block's rows if `sliding_window_non_causal` is true
+        transformers    W tokens to either side of the row
+        authors' code   W - 1 tokens to either side of the row, or only before it if the mask is
+                        causal
     """
     windowed, window = _windowed_layers(hf, num_layers), _read_window(hf)
     if any(windowed) and window is None:
@@ -256,9 +258,18 @@ def _is_of_transformers(hf: HFConfig) -> bool:
 
 
 def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, ...]:
-    """Return the target's layers whose input the head reads.
+    """Return the indices of the target's layers whose input the head reads.
 
-    This input is the output of the previous layer.
+    The authors' configs list layers whose output is read; the output of layer i is the input of
+    layer i + 1. Without a list, `num_own` layers are chosen, one for each layer of the head.
+
+    Args:
+        hf: the head's config.
+        num_layers: the number of the target's layers.
+        num_own: the number of the head's layers.
+
+    Raises:
+        CheckpointError: the target has no such layers.
     """
     entering = hf.get("aux_hidden_state_layer_ids", None)  # speculators' field
     outputs = _own(hf).get("target_layer_ids", hf.get("target_layer_ids", None))

@@ -4,9 +4,9 @@ The draft model has separate caches. They are indexed by the target's page table
 of K drafts runs the model K times: on the last token to make the first draft, then on each draft to
 make the next draft. The last draft is not run.
 
-If all drafts are accepted, the keys and values of the last draft are missing. The next round then
-runs this draft before the last token, in one pass of two rows. A round without drafts also makes
-this pass, without logits.
+If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
+runs this draft and the last token in its first pass. A round without drafts also runs this pass,
+because the caches need its keys and values. It computes no logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -116,7 +116,7 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and the number of tokens that they lack."""
+    """The drafter's caches, and for each request the number of tokens that they lack."""
 
     caches: tuple[Any, ...]  # one per cache kind of the model
     snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
@@ -135,11 +135,11 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `draft` has already run the rows of a round."""
+        """False: `draft` fills the caches in every round; `observe` then only counts tokens."""
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return 1: a round has one more row if the previous round's last draft was accepted."""
+        """Return 1: the first pass of a round may run the previous round's last draft, too."""
         return 1
 
     def num_passes(self, k: int) -> int:
@@ -178,8 +178,9 @@ class DraftModel(HeadDrafter[ModelWeights]):
     ) -> tuple[Draft, DraftModelState]:
         """See `Drafter.draft`.
 
-        A recurrent state may include only accepted tokens. So for each draft, a recurrent model
-        starts from the state before the round and runs all rows of the round again.
+        The state of a recurrent model may include only accepted tokens. So each pass of a recurrent
+        model starts from the state before the round, and runs the last token and all previous
+        drafts again.
         """
         caches, starts = state.caches, context.starts
         missing, pending = (
@@ -236,7 +237,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
     ) -> DraftModelState:
         """See `Drafter.observe`.
 
-        Only chunks are run here: `draft` has run all rows of a round except the last draft's row.
+        The model runs here only on prefill chunks. In a round, `draft` has already run it.
         """
         caches, slots, none = state.caches, seen.slots, jnp.zeros_like(seen.last)
         if seen.k is None:

@@ -71,10 +71,11 @@ class DraftContext:
         writes: bool = True,
         pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return `counts[b]` rows of each request b, at positions from `starts[b]` on, and padding.
+        """Return rows of each request at consecutive positions, followed by padding rows.
 
-        `most` is the largest count. Inactive requests have only padding rows. `pending` i32[B] and
-        `writes` are explained in `CachedRows`. Only recurrent states need `pending`.
+        Request b has `counts[b]` rows, beginning at position `starts[b]`; `most` is the largest
+        count. Inactive requests have only padding rows. `pending` i32[B] and `writes` are explained
+        in `CachedRows`. Only recurrent states need `pending`.
         """
         return CachedRows.starting_at(
             starts,
@@ -101,8 +102,9 @@ class DraftContext:
         `before` holds the drafts already drawn in this round, i32[B] each. `logits` f32[B, V_d] are
         edited like the target's logits, so that the target is likely to accept the drafts.
         `token_ids` i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
-        The distributions are None if the drafts are greedy or use the target's noise, because
-        verification does not need distributions then.
+
+        The distributions are None if verification does not need them. This is so for greedy drafts,
+        and for drafts drawn with the random numbers that the target uses.
         """
 
         def choose(logits):
@@ -223,7 +225,7 @@ class Observation(NamedTuple):
 
 
 class DrafterWeights(Protocol):
-    """The interface of a drafter's description of its weights, used to load and update them."""
+    """The description of a drafter's weights, by which they are loaded and updated."""
 
     @property
     def prefix_in_target(self) -> str | None:
@@ -282,16 +284,16 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state besides their pages that cannot be rebuilt from later rows.
+        """Whether a request has a state that is not in its pages, and later rows cannot rebuild it.
 
-        If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
-        these tokens is restored.
+        If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's
+        end is restored.
         """
         ...
 
     @property
     def may_defer(self) -> bool:
-        """Whether the drafter can observe several rounds without drafts together, later.
+        """Whether the drafter can observe several rounds without drafts at once, after the last.
 
         This saves time only if `observe` reads weights.
         """

@@ -4,7 +4,8 @@
     drafts    drawn from logits_j + W_2 W_1[previous token], where logits_j are DFlash's logits and
               W_2 W_1 is a matrix of low rank
 
-The confidence head of such checkpoints is not loaded: K is chosen from measured acceptance.
+A confidence head in the checkpoint is not loaded, because the engine chooses K from the acceptance
+that it measures.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,15 @@
 """EAGLE-1 (Li et al. 2024): a decoder layer that reads an embedding and the target's feature.
 
-    x = fc [e(x_{p+1}); f_p]      a = x + Attn(x)      y = a + MLP(norm(a))
+    x = fc [e(t_{p+1}); f_p]
+    a = x + Attn(x)
+    y = a + MLP(norm(a))
 
-There is no input norm and no final norm. The feature f is the target's hidden state after its
-final norm; y is both the input of the target's output head and the next step's feature.
+t_{p+1} is the token at position p + 1, e is the embedding and fc is a matrix. There is no norm
+before attention or after the layer.
+
+The feature f_p is the target's hidden state at position p, after the target's final norm. The
+output y is the input of the output head. It is also the feature that the head reads for the next
+draft.
 """
 
 from collections.abc import Collection

@@ -1,14 +1,14 @@
 """EAGLE-3 (Li et al. 2025): a decoder layer that reads three of the target's hidden states.
 
-    g = fc [h_low; h_mid; h_high] (+ bias)        if the target has run the row; else g = last y
+    g = fc [h_low; h_mid; h_high] (+ bias)        for rows that the target has run
     u = [norm_e(e(x_{p+1})); norm_h(g)]           2 D wide
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
-    logits = head norm(y)                         over a reduced vocabulary
+    logits = head norm(y)                         usually over a reduced vocabulary
 
-The hidden states are three or more residual streams. The head may apply a norm to each before fc
-(EAGLE-3.1). A head without auxiliary layers takes the target's normed output as g. For the next
-draft, g is y, or norm(y) if `recycle_normed` is true. A head with the full vocabulary may use the
-target's output head.
+There may be more than three hidden states h, each a residual stream of the target. EAGLE-3.1 may
+apply a norm to each before fc. A head without them takes the target's normed output as g. For each
+draft after the first, g is the previous y, or norm(y) if `recycle_normed` is true. A head with the
+full vocabulary may use the target's output head.
 """
 
 from collections.abc import Collection
@@ -363,10 +363,10 @@ def is_speculators(hf: HFConfig) -> bool:
 
 
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
-    """Return whether a draft's input g is the previous norm(y), not y (the field `norm_output`).
+    """Return whether g is norm(y) of the previous row for each draft after the first, instead of y.
 
-    The field is ignored for heads of architecture "LlamaForCausalLMEagle3" without norms of
-    auxiliary states. For these, SpecForge used to write `norm_output=true` because of the norm
+    The config's `norm_output` says this, except for heads of architecture "LlamaForCausalLMEagle3"
+    without norms of auxiliary states. For these, SpecForge used to set it because of the norm
     before the output head, which all heads have.
     """
     if "LlamaForCausalLMEagle3" in hf.get("architectures", []) and not has_aux_norms:

@@ -93,7 +93,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         return replace(self, head=self.head.local)
 
     def draft_slots(self, k: int) -> int:
-        """Return 0: drafting runs no more rows than the target's round."""
+        """Return 0: drafting needs no more rows per request than verification."""
         return 0
 
     def num_passes(self, k: int) -> int:
@@ -139,6 +139,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 def on_rows(apply: Callable[[jax.Array], jax.Array], x: jax.Array, multiple: int) -> jax.Array:
     """Return `apply(x)` for rows x [N, D].
 
-    For the call, x is padded to a multiple of `multiple` rows.
+    `apply` is called with padding rows after x, so that the number of rows is a multiple of
+    `multiple`. The results of padding rows are dropped.
     """
     return apply(jnp.pad(x, ((0, -len(x) % multiple), (0, 0))))[: len(x)]

@@ -1,6 +1,9 @@
 """Medusa (Cai et al. 2024): one small head per draft token. All heads read one hidden state.
 
-    x <- x + silu(L_ij x) for the blocks j of head i, starting with x = f_p      logits_i = W_i x
+Head i starts with x = f_p, and has blocks j and an output matrix:
+
+    x <- x + silu(L_ij x)    for each block j
+    logits_i = W_i x
 
 f_p is the target's hidden state after its final norm at the last accepted row p. Head i predicts
 the token at p + i + 2; the target itself predicts the token at p + 1. So a draft does not depend on
@@ -74,8 +77,8 @@ class MedusaHeads:
         """Return the weights as `TensorSpec`s.
 
         `names` are the tensor names in the files. If they are the authors' names, the result has
-        these names, too. Otherwise, it has vLLM's names. `target_ids` is None, because it is not a
-        weight.
+        these names, too. Otherwise, it has vLLM's names. Its field `target_ids` is None, because
+        `load` reads the token ids separately.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 

@@ -1,12 +1,16 @@
 """Multi-token prediction (MTP): drafting with an additional layer in the target's checkpoint.
 
-    x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
+    u = fc [norm_e(e(x_{p+1})); norm_h(h_p)]
+    h' = norm(Layer(u))
+    logits = head h'
 
-h is the target's hidden state after its final norm. The embedding e and the output head are the
-target's. The layer has the form of the target's attention layers, and a separate KV cache. For each
-further draft, the layer runs again on h', unless the target has several modules (see
-`mtp_modules`). The form of the layer and the names of its tensors depend on the target's family
-(see `NAMES`). Sources: DeepSeek-V3, section 2.2; Qwen3-Next.
+h_p is the target's hidden state at position p, after the target's final norm. fc is a matrix. The
+embedding e and the output head are the target's. The layer is like the target's attention layers,
+and has a separate KV cache.
+
+For each further draft, the layer runs again and reads h' instead of h, unless the target has
+several modules (see `mtp_modules`). The form of the layer and the names of its tensors depend on
+the target's family (see `NAMES`). Sources: DeepSeek-V3, section 2.2; Qwen3-Next.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -106,7 +110,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the module's copies of target tensors to the originals, by name."""
+        """The names of target tensors that the module has copies of, by the name of the copy."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

@@ -1,13 +1,12 @@
 """Drafting with several MTP modules (DeepSeek-V3, section 2.2): module i makes draft token i + 1.
 
-At position p, module 0 takes the target's hidden state h_p, and module i > 0 takes the output of
-module i - 1 at position p - 1. At a request's first rows (p < i), there is no such output, and the
-input is zero. All modules take the token x_{p+1}, so that the rows at one position hold the same
-token in all caches.
+Each module has a cache with a row for each position p. In all modules, this row takes the token
+x_{p+1}. It also takes a hidden state. In module 0, this is the target's state h_p. In module i > 0,
+it is the output of module i - 1 at position p - 1, or zero if p = 0.
 
-Let x_n be the last token. Draft token i + 1 comes from module i at position n - 1 + i. The module
-attends to the rows in its cache. Its rows from position n on belong to this round's drafts. After
-the last module, further draft tokens come from the last module, which then takes its own output.
+Let x_n be the last token. Draft token i + 1 comes from module i at position n - 1 + i. A module's
+rows from position n on take drafts of this round as tokens. Further draft tokens come from the last
+module, which then takes its own output.
 """
 
 from collections.abc import Collection, Mapping
@@ -64,7 +63,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the modules' copies of target tensors to the originals, by name."""
+        """The names of target tensors that the modules have copies of, by the name of the copy."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
@@ -139,8 +138,8 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     ) -> tuple[Draft, ModulesState]:
         """See `Drafter.draft`.
 
-        Module i has not run the rows of this round's earlier drafts, so it runs these rows before
-        the row that gives its draft.
+        The cache of module i lacks the rows of this round's previous drafts. So the module runs
+        them together with the row that gives the next draft.
         """
         hidden, kv = state.hidden[context.slots], list(state.kv)
         starts, most = context.starts, len(self.head.modules)

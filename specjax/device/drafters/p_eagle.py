@@ -1,11 +1,13 @@
 """P-EAGLE (2026): an EAGLE-3 head of several layers that drafts all tokens in one pass.
 
     rows      (g_p, e(x_{p+1})) at the positions p that the target has run, as in EAGLE-3,
-              then (g_mask, e(MASK)) at the next K - 1 positions, from n on
+              then (g_mask, e(MASK)) at the next K - 1 positions, n to n + K - 2
     layers    the first layer is as in EAGLE-3, the others are decoder layers; all are causal
     drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
 
-g_mask is fc of `mask_hidden`, which replaces the target's hidden states; x_n is the last token.
+x_n is the last token. In mask rows, the weight `mask_hidden` replaces the target's hidden states:
+g_mask is fc of this weight.
+
 `observe` runs the rows at positions that the target has run. Their keys and values are kept.
 `draft` runs the mask rows. Their keys and values are overwritten after the target has run their
 positions.

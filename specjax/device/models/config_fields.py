@@ -1,10 +1,13 @@
-"""Decides which fields of Hugging Face configs are read, are harmless or raise an error.
+"""Decides which fields of a Hugging Face config are read, ignored, warned about or refused.
 
-transformers is the reference. If the class in transformers for a model type reads a field, this
-field is also read here, or raises an error if it is set. transformers ignores all other fields. If
-such a field changes the mathematics of other models, it raises an error here, because the config
-then seems to describe one of those models. The effect of the remaining fields is unknown. Published
-configs have many of these fields, so they only cause a warning with their names.
+The reference is the class in transformers for the config's model type. A field that this class
+reads is also read here. If it is not supported, a value that changes the model is an error. A field
+that this class ignores is of one of three kinds:
+
+    harmless    it concerns tools, training, tokenizers or generation, and is ignored
+    refused     it changes the mathematics of models of other types, and the config seems to
+                describe one of those models; this is an error
+    unknown     it may change the model or not; a warning names it
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -197,9 +200,9 @@ def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
 
 
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
-    """Raise an error if weights are quantised with an unsupported method.
+    """Raise an error if the config says that weights are quantised by an unsupported method.
 
-    `read_format` reads the supported methods; those in `readable` are supported as well.
+    Supported are the methods that `read_format` reads, and those in `readable`.
 
     Raises:
         CheckpointError: a method is not supported. The message names the method and a remedy.
@@ -215,7 +218,10 @@ def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
 
 
 def quantisation(hf: HFConfig) -> tuple[str, Any]:
-    """Return the name and value of the field for quantised weights; the value is None if unset."""
+    """Return the name and the value of the config's field about quantised weights.
+
+    The value is None if the config has no such field.
+    """
     text = read_text(hf)
     for name in QUANTISATION:
         if given := text.fields.get(name):

@@ -102,9 +102,10 @@ class Decoder:
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """The cache kinds of the architecture.
+        """The cache kinds of the architecture, regardless of `kept_layers` and `layer_scales`.
 
-        In `cache_kinds`, layers whose pages keep the model's dtype are apart from other layers.
+        `cache_kinds` may divide them further: layers whose pages keep the model's dtype then have a
+        separate kind.
         """
         raise NotImplementedError
 
@@ -169,7 +170,10 @@ class Decoder:
 
     @property
     def inner_multiple(self) -> int:
-        """The experts' inner width on each device is a multiple of this number."""
+        """A divisor of the part of the experts' inner width that each device takes.
+
+        It is 1 if the width may be divided anywhere.
+        """
         return 1
 
     @property
@@ -194,7 +198,10 @@ class Decoder:
         )
 
     def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
-        """Return one device's values of the fields that contain a number of heads."""
+        """Return one device's values of the fields that depend on the number of attention heads.
+
+        The result maps field names to values. `shares` is the property of this name.
+        """
         raise NotImplementedError
 
     def attention_specs(self, prefix: str, kind: int) -> Any:
@@ -319,7 +326,8 @@ def decoder_layer(
 ) -> tuple[Residual, Any]:
     """Run one decoder layer; return the residual stream after it, and the new cache.
 
-    `layer` i32[] is the layer's index among the layers of the cache `kind`, which share `cache`.
+    `cache` holds the arrays of the cache kind `kind`, for all layers of this kind. `layer` i32[] is
+    the layer's index among them.
     """
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)

@@ -58,7 +58,8 @@ class DeepSeek(Decoder):
         """See `Model.head_shape`.
 
         The EAGLE head has grouped-query attention, so it does not use the sizes of latent
-        attention. Its heads are at most 128 wide, and it has at most eight key heads.
+        attention. Its heads are 128 wide, and it has eight key heads. If these numbers do not
+        divide the hidden size and the number of heads, smaller powers of two are used.
         """
         head_dim = gcd(self.hidden_size, 128)
         num_heads = self.hidden_size // head_dim
@@ -146,9 +147,10 @@ def read_num_modules(hf: HFConfig) -> int:
 
 
 def module_prefixes(num_layers: int, num_modules: int) -> tuple[str, ...]:
-    """Return the name prefixes of MTP modules, which are numbered like further layers.
+    """Return the name prefixes of the MTP modules.
 
-    There is at least one prefix, because configs may omit the number of modules.
+    Module i has the prefix that a layer `num_layers` + i would have. There is at least one prefix,
+    even if `num_modules` is 0.
     """
     end = num_layers + max(1, num_modules)
     return tuple(f"model.layers.{i}." for i in range(num_layers, end))

@@ -70,7 +70,10 @@ class GptOss(Llama):
 
     @property
     def inner_multiple(self) -> int:
-        """`BLOCK` if the inner width consists of whole blocks with one scale each, else 1."""
+        """`BLOCK` if it divides the experts' inner width, else 1.
+
+        `BLOCK` weights share a scale in MXFP4, so such a block must not be divided.
+        """
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:

@@ -133,9 +133,14 @@ class HFConfig:
     def max_position(self, default: int) -> int:
         """Return the number of positions that the model was trained for.
 
-        `max_position_embeddings` may be the length before or after scaling. YaRN multiplies the
-        original length by the factor. Linear scaling multiplies `max_position_embeddings` by the
-        factor. Llama 3's scaling changes no length.
+        `max_position_embeddings` counts them before or after the scaling of the rotary embedding.
+        So the result depends on the kind of scaling:
+
+            yarn      the original length times the factor
+            linear    `max_position_embeddings` times the factor
+            others    `max_position_embeddings`
+
+        The result is never less than `max_position_embeddings`.
         """
         length, fields = self.integer("max_position_embeddings", default), self.rope_fields()
         kind = fields["rope_type"]
@@ -146,18 +151,25 @@ class HFConfig:
         return max(length, int(original * factor))
 
     def _original(self, fields: Mapping[str, Any], default: int) -> float:
-        """Return the length before scaling: from the config, else from `fields`, else `default`."""
+        """Return the length before scaling, `original_max_position_embeddings`.
+
+        It is a field of the config, or else of the rotary embedding's `fields`. If neither has it,
+        it is `default`.
+        """
         name = "original_max_position_embeddings"
         given = fields.get(name)
         value = self.get(name, default if given is None else given)
         return _positive(value, f"{self.origin}: rope_scaling: {name}")
 
     def rope_fields(self) -> Mapping[str, Any]:
-        """Return the fields of `rope_parameters`, or of `rope_scaling` if the config has it.
+        """Return the fields of the rotary embedding, with at least `rope_type` and `rope_theta`.
 
-        As in transformers, `rope_scaling` replaces `rope_parameters`. But `rope_theta` and
-        `partial_rotary_factor` in `rope_parameters` still apply if no other field gives them. The
-        result always has `rope_type` and `rope_theta`.
+        As in transformers, they are the fields of `rope_scaling` if the config has it, else those
+        of `rope_parameters`. But if `rope_theta` or `partial_rotary_factor` is only in
+        `rope_parameters`, it is always used.
+
+        Raises:
+            CheckpointError: there are different fields for several kinds of layers.
         """
         fields, scaling = self.nested("rope_parameters"), self.nested("rope_scaling")
         both = fields | scaling

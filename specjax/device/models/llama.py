@@ -47,7 +47,11 @@ class Llama(Decoder):
 
     @property
     def attention(self) -> PagedAttention:
-        """The only cache kind, if all layers have the same window or all have no window."""
+        """The only cache kind.
+
+        Do not read this property if layers have different windows, because there are several kinds
+        then.
+        """
         (kind,) = self.own_kinds
         return kind
 
@@ -103,7 +107,7 @@ class Llama(Decoder):
 
     @property
     def head_shape(self) -> "Llama":
-        """A one-layer decoder with the model's heads; see `Model.head_shape`."""
+        """A one-layer decoder with this model's attention heads; see `Model.head_shape`."""
         return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def attention_specs(self, prefix: str, kind: int) -> Attention:

@@ -92,7 +92,7 @@ class Model(Protocol):
         """Return the model with settings for pages in an 8-bit format.
 
         The pages of `kept_layers` keep the model's dtype. `layer_scales` are the scales of each
-        layer's keys and values, for formats with scales of layers; () if all are 1.
+        layer's keys and values; () if all are 1. Formats with a scale per token ignore them.
         """
         ...
 
@@ -151,19 +151,20 @@ class Model(Protocol):
 
 
 def is_recurrent(model: Model) -> bool:
-    """Return whether requests have a state in addition to pages.
+    """Return whether a layer keeps a state for each request, in addition to pages.
 
-    If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
-    these tokens is restored.
+    If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's end
+    is restored.
     """
     return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
 
 
 def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
-    """Return the attention windows (in tokens) whose layers have separate pages.
+    """Return the sizes of attention windows, in tokens, whose layers have separate pages.
 
-    These pages are freed when they are behind the window. The tuple is empty in exact mode, where
-    requests keep their pages until they end.
+    Such pages are freed when all their tokens are behind the window. Windows of at least
+    `max_model_len` are left out, because no token is ever behind them. The tuple is empty in exact
+    mode, where requests keep their pages until they end.
     """
     if config.exact:
         return ()
@@ -179,9 +180,9 @@ def init_caches(model: Model, sizes: CacheSizes, dtype: Any) -> tuple[Any, ...]:
 def take_snapshots(
     model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Call `CacheKind.take` of each cache kind; return the new snapshots of each kind.
+    """Copy recurrent states to snapshots; return the new snapshots of each cache kind.
 
-    `moves` holds the arguments `slots`, `ids` and `ends` of these calls.
+    `moves` holds three arguments of `CacheKind.take`: `slots`, `ids` and `ends`.
     """
     slots, ids, ends = moves
     each = zip(model.cache_kinds, snapshots, caches, strict=True)
@@ -191,9 +192,9 @@ def take_snapshots(
 def restore_snapshots(
     model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Call `CacheKind.restore` of each cache kind; return the new cache of each kind.
+    """Copy snapshots to recurrent states; return the new cache of each cache kind.
 
-    `moves` holds the arguments `slots`, `ids` and `ends` of these calls.
+    `moves` holds three arguments of `CacheKind.restore`: `slots`, `ids` and `ends`.
     """
     slots, ids, ends = moves
     each = zip(model.cache_kinds, snapshots, caches, strict=True)

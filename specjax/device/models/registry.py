@@ -208,12 +208,12 @@ def stored_specs(folder: Path, model: Model) -> Any:
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Return `files`, with each quantised tensor joined with its scales; see `Format.join`.
+    """Return `files`, with one tensor for each quantised matrix and its scales; see `Format.join`.
 
-    Such tensors are read in `dtype`, unless they are loaded as they are stored.
+    Reading such a tensor returns the unquantised matrix in `dtype`.
 
     Raises:
-        CheckpointError: there are quantised tensors, but the config does not describe them.
+        CheckpointError: there are quantised tensors, but the config does not mention any.
     """
     given = quantisation(hf)[1]
     if not given:
@@ -247,10 +247,14 @@ def named_specs(
 ) -> Any:
     """Return a model's `TensorSpec`s with the tensor names of a checkpoint or a trainer.
 
+    These names may have other prefixes than the model's own names; see `TensorNames`.
+
     Args:
         model: a model, or a part of a model.
-        shapes: the shapes of all tensors, by name. They determine the layout of experts.
-        read: a function that returns the `TensorSpec`s of `model` for such shapes.
+        shapes: the shapes of the checkpoint's or the trainer's tensors, by name. They determine the
+            layout of experts.
+        read: a function of `model` and the shapes by the model's own names, which returns
+            `TensorSpec`s with these names.
     """
     names = TensorNames.of(shapes)
     specs = read(model, {names.canonical(name): shape for name, shape in shapes.items()})
@@ -266,12 +270,16 @@ def named_specs(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
+    """Return whether a checkpoint may have the tensor `name` although the model does not load it.
+
+    These are tensors outside the text model, rotary frequencies, scales of KV caches, and an output
+    head that is tied to the embedding.
+    """
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
     return is_rotary(name) or is_kv_scale(name) or is_copy or is_passed_over(model, name)
 
 
 def is_passed_over(model: Model, name: str) -> bool:
-    """Return whether the checkpoint's tensor `name` is not part of the text model."""
+    """Return whether the checkpoint's tensor `name` is outside the text model."""
     return other_part(name) is not None or is_within(name, model.ignored_prefixes)

@@ -34,10 +34,10 @@ _ROTARY = "rotary_emb.inv_freq"  # buffers of old exports
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The prefixes of a checkpoint's tensor names.
+    """The prefixes of tensor names in a checkpoint.
 
-    `root` replaces `model.`, and `head` replaces `lm_head.`. These two are the prefixes of names in
-    the model's `TensorSpec`s.
+    In a model's `TensorSpec`s, names begin with `model.` or `lm_head.`. In the checkpoint, they
+    begin with `root` instead of `model.`, and with `head` instead of `lm_head.`.
     """
 
     root: str
@@ -97,7 +97,7 @@ def is_within(name: str, beginnings: Iterable[str]) -> bool:
 def other_part(name: str) -> str | None:
     """Return the part of a multimodal checkpoint to which the tensor `name` belongs, like "vision".
 
-    None if the tensor is not known to belong to a part that the text model does not use.
+    None if the name has no prefix of a known part other than the text model.
     """
     rest = name.removeprefix("model.")
     return next((part for part, names in _OTHER_PARTS.items() if rest.startswith(names)), None)

@@ -17,7 +17,10 @@ class Activation(Protocol):
     inputs: ClassVar[tuple[str, ...]]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F] of the inner projections' output x [N, len(inputs) F]."""
+        """Return the activations [N, F].
+
+        x [N, P F] holds the outputs of the P = len(inputs) inner projections.
+        """
         ...
 
 
@@ -100,7 +103,11 @@ class MLP:
         return mlp(self, x, model.activation)
 
     def feed_part(self, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
-        """Return the output [N, D] before `Weight.total`, which adds up the devices' results."""
+        """Return this device's part [N, D] of the output.
+
+        If the weights are divided over devices, the output is the sum of all parts (see
+        `Weight.total`). Otherwise, this is the output.
+        """
         return self.down.multiply_part(activation(self.inner.multiply(x)))
 
 

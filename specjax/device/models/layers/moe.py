@@ -112,10 +112,13 @@ def moe(
 
 
 def _local_routes(routes: Routes, first: jax.Array, count: int) -> tuple[Routes, jax.Array]:
-    """Return the routes to the `count` experts of this device, which begin with expert `first`.
+    """Return the part of `routes` that leads to this device's experts.
 
-    The rows of these experts come first, and other rows have no expert. The second result is
-    bool[N, C], whether each of a row's experts is on this device.
+    These are `count` experts, beginning with expert `first`. The second result is bool[N, C]:
+    whether each of a row's chosen experts is on this device.
+
+    In the new routes, the rows of this device's experts come first. Later rows are not computed,
+    because `sizes` counts only the rows of this device's experts.
 
     Every device has all rows, so devices exchange only the sum of the experts' outputs. Sending
     rows to the devices of their experts would need a second exchange and save no computation.
@@ -139,11 +142,14 @@ def moe_specs(
     prefix: str,
     names: Collection[str],
 ) -> MoE:
-    """Return the weights as `TensorSpec`s.
+    """Return the weights of a mixture as `TensorSpec`s.
 
-    `names` are the checkpoint's tensor names. They determine whether all experts share a tensor or
-    each expert has separate tensors. If `names` maps names to shapes, the shapes determine whether
-    a shared tensor is [E, out, in], as usual, or [E, in, out].
+    `prefix` is the mixture's name in checkpoints, and `names` are the checkpoint's tensor names. If
+    they include `experts.gate_up_proj` or `experts.down_proj`, each of these tensors holds all
+    experts. Otherwise, each expert has separate tensors.
+
+    A tensor of all experts is usually [E, out, in]. It is [E, in, out] if `names` maps names to
+    shapes and the shapes say so.
 
     Raises:
         CheckpointError: both layouts are present.

@@ -1,4 +1,7 @@
-"""The residual stream between layers. The next norm's kernel adds a layer's output to it."""
+"""The residual stream between layers.
+
+A layer's output is kept apart from the stream until the kernel of the next norm adds it.
+"""
 
 from typing import NamedTuple, Protocol
 

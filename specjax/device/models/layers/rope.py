@@ -26,10 +26,14 @@ class Angles(NamedTuple):
 class Rope:
     """The rotary frequencies of a model; `head_dim` is the number of rotated dimensions per head.
 
-    `scaling` is one of four kinds. "default": frequencies are not scaled. "linear": positions are
-    divided by `factor`. "llama3" (Llama 3.1): low frequencies are divided by `factor`, high
-    frequencies are kept, and a smooth ramp connects both. "yarn" (Peng et al. 2023, section 3.2):
-    the same, but the ramp depends on the frequency's index.
+    `scaling` is one of four kinds:
+
+        "default"    frequencies are not scaled
+        "linear"     all frequencies are divided by `factor`
+        "llama3"     low frequencies are divided by `factor`, high frequencies are kept, and the
+                     change between both is linear in the frequency (Llama 3.1)
+        "yarn"       as "llama3", but the change is linear in the frequency's index (Peng et al.
+                     2023, section 3.2)
     """
 
     head_dim: int
@@ -89,7 +93,10 @@ class Rope:
         """Return the unscaled fraction of each frequency, between 0 and 1."""
 
         def index(rotations: float) -> float:
-            """Return the index of the frequency with this number of rotations."""
+            """Return the index of the frequency that rotates this often in the original length.
+
+            The index may lie between two integers.
+            """
             wavelength = self.original_max_position / rotations
             return self.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
 
@@ -103,8 +110,8 @@ class Rope:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's factor of cos and sin for contexts that are `factor` times longer.
+    """Return YaRN's multiplier of cos and sin: 0.1 weight log(factor) + 1, or 1 if `factor` <= 1.
 
-    `weight` multiplies the logarithmic term of the result.
+    `factor` is the context length after scaling, divided by the length before scaling.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""Routers of a mixture of experts, which choose the experts of each row and the experts' weights.
+"""Routers of a mixture of experts. A router chooses experts for each row, and their weights.
 
-A router defines its parameters, and the `Rule` by which the kernel `route` chooses experts. A model
-only selects a router.
+It defines its parameters, its logits and a `Rule`. The kernel `route` applies the rule to the
+logits. A model only selects a router.
 """
 
 from dataclasses import dataclass
@@ -73,8 +73,10 @@ class SigmoidRouter:
     """A router that chooses the experts with the largest corrected sigmoids of the logits.
 
     The correction balances the experts' load (DeepSeek-V3, sec. 2.1.2). It affects only the choice:
-    weights are the uncorrected sigmoids. If there are several groups, experts are chosen from the
-    `num_chosen_groups` groups whose two best experts have the largest sum of corrected sigmoids.
+    weights are the uncorrected sigmoids.
+
+    If the experts are divided into groups, only experts in the `num_chosen_groups` best groups are
+    chosen. A group's score is the sum of its two largest corrected sigmoids.
     """
 
     normalises: bool = True  # whether the weights are divided by their sum

@@ -32,8 +32,8 @@ class Rows(Protocol):
 
         Args:
             kind: the cache kind, which determines the mixing.
-            cache: the arrays of `kind`. In training, the values that this class of rows keeps
-                between calls, or an unused value.
+            cache: in serving, the arrays of `kind`. In training, some classes of rows keep values
+                here between calls; other classes do not use it.
             layer: i32[], the layer's index within its kind.
             inputs: the layer's projections of the rows, as `kind` expects them.
 
