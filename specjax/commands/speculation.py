@@ -13,8 +13,10 @@ def read_speculation(
     """Return the `speculative_config` of an `LLM`, or None for plain decoding.
 
     Args:
-        takes_shapes: whether the drafter may be the shape OWN_SHAPE instead of a checkpoint. It is
-            then the default for methods that need a shape.
+        target: the target's checkpoint, or None.
+        takes_shapes: whether OWN_SHAPE may be given instead of a drafter's checkpoint. The drafter
+            then has the target's shape and no weights. For methods that need a checkpoint, it
+            becomes the default.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -168,14 +168,15 @@ class OnlineDistiller:
         _write(_absolute(directory), arrays, facts)
 
     def restore(self, directory: str | Path) -> None:
-        """Resume from the newest checkpoint; replace the engine's target and drafter weights.
+        """Resume from the newest checkpoint.
 
-        Later refits are bitwise equal to an uninterrupted run with the same settings.
+        The weights of the engine's target and drafter are replaced. Later refits give the same bits
+        as in an uninterrupted run with the same settings.
 
         Raises:
-            ValueError: there is no checkpoint, it belongs to other models or another version of
-                specjax, or the engine's weights are newer or differ although their version is the
-                same.
+            ValueError: there is no checkpoint; it belongs to other models or to another version of
+                specjax; or the engine's target has a newer version, or the same version but
+                different weights.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())

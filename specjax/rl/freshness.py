@@ -26,8 +26,9 @@ class VersionAcceptance:
         num_tokens: the number of generated tokens.
         num_drafts: the number of rounds with drafts; a round counts once for each request in it.
         mean_acceptance_length: the mean number of tokens per request in a round with drafts.
-        acceptance_rate_per_pos: for each position, the accepted drafts as a fraction of the drafts
-            that could have been accepted. The rate is not conditional on earlier positions.
+        acceptance_rate_per_pos: for each draft position, the number of accepted drafts divided by
+            the number of drafts. The rate includes drafts after a rejected draft, which are never
+            accepted.
         k_histogram: the number of rounds for each K.
     """
 
@@ -40,7 +41,11 @@ class VersionAcceptance:
     k_histogram: dict[int, int]
 
     def acceptance_length(self, k: int) -> float:
-        """Return the expected acceptance length of `k` drafts, to compare rounds of different K."""
+        """Return the acceptance length to expect if each round had `k` drafts.
+
+        Unlike `mean_acceptance_length`, it can be compared between periods whose rounds had
+        different K.
+        """
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 
     @property

@@ -236,10 +236,10 @@ class Loop:
             return running.rollout(self.version, has_raw=self._has_raw)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Run one step as soon as the lock is free and the loop is not stopped.
+        """Wait until the lock is free and the loop is not stopped, then run one step.
 
-        Return without a step if `is_done()` is true by then. If the step fails, the error is
-        recorded for all calls with unfinished requests, including this call.
+        If `is_done()` becomes true before that, return without running a step. If the step fails,
+        the error is recorded for all calls with unfinished requests, including this call.
         """
         me = threading.current_thread()
         with self.turns:
@@ -261,10 +261,10 @@ class Loop:
                 self._advance(self.engine.step)
 
     def _advance(self, move: Callable[[], Any]) -> None:
-        """Call `move`, a method of the engine that works on its queued requests.
+        """Call `move`, a method of the engine that starts or runs steps.
 
-        If `move` raises an error, drop all unfinished requests, record the error as the reason, and
-        raise it again.
+        If `move` raises an error, all unfinished requests are dropped. The error is recorded as
+        their failure, and raised again.
         """
         before = list(self.engine.unfinished_ids)
         try:
