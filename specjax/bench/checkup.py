@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The results of one trial at P places, which are all places of all texts."""
+    """The results of one trial at all places of all texts. P is their number."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
     is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice
@@ -275,8 +275,11 @@ def _read(
 ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
     """Run the target on a text.
 
-    Returns hidden states [T, D], the states that enter `layers`, the target's choices i32[T], and
-    the target's distributions f32[N, V] of the token after each of `starts`.
+    Returns:
+        The hidden states [T, D].
+        The states that enter each of `layers`.
+        The target's choices i32[T]: the most likely token after each position.
+        The target's distributions f32[N, V] of the token after each of the positions `starts`.
     """
     features, _ = target.extend(params, tokens, CausalRows.of(1, len(tokens)), None, layers)
     logits, auxiliary = target.logits(params, features.hidden), features.auxiliary

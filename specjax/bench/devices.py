@@ -31,7 +31,7 @@ class Devices:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Devices":
-        """Return the options among a command's arguments."""
+        """Read the options from a command's arguments."""
         return cls(**{one.name: getattr(args, one.name) for one in fields(cls)})
 
     @property

@@ -79,7 +79,7 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests for each replica, which repeat prompts if there are too few.
+        """Return `batch_size` requests for each replica. If there are too few prompts, they repeat.
 
         The requests ignore EOS, so that batches stay full.
         """

@@ -133,7 +133,7 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
 
 
 def describe_model(llm: LLM) -> str:
-    """Return the fingerprint of an LLM's target and drafter, by which a profile names them."""
+    """Return a fingerprint of an LLM's target and drafter, which identifies them in a profile."""
     return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
 
 

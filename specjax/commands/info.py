@@ -359,8 +359,8 @@ def describe_gpu(
 ) -> dict[str, Any]:
     """Return the largest requests and batches that fit on a GPU, with weights in bfloat16.
 
-    `setup` describes the models on one device. `each` describes the part that each of several GPUs
-    has of them, if they are divided.
+    `setup` describes the models on one device. If they are divided over several GPUs, `each`
+    describes one GPU's part of them.
     """
     whole, needs = setup.needs("bfloat16"), each.needs("bfloat16")
     snapshots = each.needs_with_snapshots("bfloat16")

@@ -22,7 +22,7 @@ _ALWAYS = ("enable_prompt_tokens_details", "disable_fastapi_docs", "enable_reque
 
 
 def engine_options() -> dict[str, Any]:
-    """Return the types of the options of `LLM` that are flags."""
+    """Return the type of each option of `LLM` that has a flag, by the option's name."""
     hints = get_type_hints(LLMOptions)
     return {name: hints[name] for name in hints if name not in _NO_FLAGS}
 

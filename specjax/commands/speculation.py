@@ -14,9 +14,9 @@ def read_speculation(
 
     Args:
         target: the target's checkpoint, or None.
-        takes_shapes: whether OWN_SHAPE may be given instead of a drafter's checkpoint. The drafter
-            then has the target's shape and no weights. For methods that need a checkpoint, it
-            becomes the default.
+        takes_shapes: whether a drafter without weights may be described by its shape, which follows
+            from the target's shape. If so, methods that need a shape get OWN_SHAPE when no
+            checkpoint is given.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -1,8 +1,12 @@
 """Keeps compiled functions on disk, so that a function is compiled again only if it changed.
 
-A compiled function is found by a digest of everything that it is compiled from: the StableHLO with
-the names of its operations, XLA's options, the GPU, the versions of all packages that take part,
-and the code that reads what XLA dumps.
+A compiled function is found by a digest of everything that it is compiled from:
+
+- the StableHLO, with the names of its operations;
+- XLA's options;
+- the GPU;
+- the versions of jax, its plugins, NVIDIA's packages and ptxas;
+- the code in this package that reads XLA's dumps.
 """
 
 import gzip

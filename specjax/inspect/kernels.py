@@ -165,8 +165,8 @@ def kind_of(computations: dict[str, Computation], kernel: Instruction) -> str:
     """Return the kind of a kernel that is not Pallas.
 
     It is "gemm", a name in `COLLECTIVES`, the target of a custom call, the kind of a fusion, or the
-    name of the instruction, like "copy". A fusion whose result is a collective counts as a
-    collective.
+    name of the instruction, like "copy". A kernel that XLA made for a collective has the
+    collective's name.
     """
     body = kernel.called("calls")
     op = computations[str(body)].root.op if body in computations else kernel.op

@@ -175,8 +175,10 @@ def _cache_bytes(
 ) -> tuple[int, int, int]:
     """Return three numbers of bytes for a target's caches.
 
-    They are the keys and values that a new token writes, the keys and values that a request of
-    `context` tokens reads, and a request's recurrent states, without its buffers of recent inputs.
+    Returns:
+        The keys and values that a new token writes.
+        The keys and values that a request of `context` tokens reads.
+        The recurrent states of a request, without the buffers of recent inputs.
     """
     new = read = state = 0
     for kind in target.cache_kinds:

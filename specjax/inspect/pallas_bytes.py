@@ -131,8 +131,8 @@ def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
 def _of_real_rows(one: Array, load: CachedContext) -> int:
     """Return the number of bytes of an array without its padding rows.
 
-    Partial results [B, T, H, splits, ...] are not written for padding rows. Outputs [B, T, H, D]
-    count as a whole.
+    Only partial results, f32[B, T, H, splits, ...], leave out padding rows. Other arrays count as a
+    whole.
     """
     if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size

@@ -232,9 +232,9 @@ class StepReport:
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels that run for a batch that uses all optional work: every branch 1 is taken.
+        """The kernels that run for a batch with all optional work (branch 1 of every conditional).
 
-        Optional are temperature, penalties, truncation, bias, bad words and log-probabilities.
+        Optional work is temperature, penalties, truncation, bias, bad words and log-probabilities.
         """
         return [one for one in self.launches if one.is_taken_by(1)]
 

@@ -31,7 +31,7 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 class Parts:
     """The models of a step. The leaves of `params` are shapes instead of arrays.
 
-    With several devices, some of them are shapes of divided arrays.
+    With several devices, the shape of a divided array has a first axis over the devices.
     """
 
     target: Model

@@ -60,7 +60,7 @@ def read_json(
 
 
 def _pieces(text: str, delims: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
-    """Split a text at its delimited strings, and yield pairs (piece, whether it is such a string).
+    """Split a text at its delimited strings. Yield pairs (piece, whether it is such a string).
 
     Delimited strings are converted to JSON strings.
     """
@@ -172,7 +172,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def cast(text: Any, schema: Any) -> Any:
-    """Convert a text to the first type of its JSON schema to which it can be converted.
+    """Convert a text to a type of its JSON schema. The first type that can represent it is used.
 
     The text is returned unchanged if the schema has no type, or if no conversion succeeds. A value
     that is not a text is returned unchanged, too.
@@ -188,7 +188,7 @@ def cast(text: Any, schema: Any) -> Any:
 
 
 def schema_types(schema: Any) -> list[str]:
-    """Return the types that a JSON schema allows for a value, in the order of the schema."""
+    """Return the types that a JSON schema allows for a value, in the schema's order."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")

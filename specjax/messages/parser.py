@@ -107,10 +107,9 @@ class ResponseParser:
     def _find(self, *, is_whole: bool) -> tuple[Found | None, Field | None, int]:
         """Find the next anchor that opens a field or closes the current field.
 
-        Returns:
-            The anchor's occurrence, the field that it opens (None if it closes the current field),
-                and an index. Up to this index, the text cannot belong to an anchor that is still
-                incomplete. If there is no anchor before the index, occurrence and field are None.
+        Return its occurrence, the field that it opens (None if it closes the current field), and
+        the index up to which no incomplete anchor can begin. If no anchor begins before this index,
+        occurrence and field are None.
         """
         opened = [] if self._field is not self._rest else self._fields
         anchors = [(field.open, field) for field in opened if field.open is not None]

@@ -116,8 +116,7 @@ class JsonObjects:
     def _add(self, piece: str) -> None:
         """Add text to the current key or value.
 
-        The text of arguments is passed on at once, unless they are in a string, which is decoded
-        first.
+        Arguments are passed on at once, unless they are a JSON string, which is decoded at its end.
         """
         if self._key != self._arguments_key or self._part.startswith('"'):
             self._part += piece
@@ -170,8 +169,8 @@ class Tags:
 
     Args:
         pattern: a compiled pattern that matches a tag, with the groups "key" and "value".
-        read_value: a function that converts a value's text. Texts are then cast to their schema's
-            type.
+        read_value: a function that converts a value's text. If the result is still a text, it is
+            cast to the type in the argument's schema.
         schemas: the JSON schema of each known argument.
     """
 

@@ -33,7 +33,7 @@ class Progress:
         return self.output is not None and self.output.finished
 
     def begin(self) -> CompletionOutput | None:
-        """Start on another worker. Return the sample so far, which this worker continues.
+        """Start on a worker. Return the sample so far, which the worker continues.
 
         Return None if the worker starts from the prompt.
         """

@@ -82,7 +82,7 @@ class RayWorker:
     ) -> tuple[WeightUpdate, int]:
         """Replace the weights; return the result and the drafter's new version.
 
-        `method` must be "update_weights"; the pool of workers passes it.
+        `method` is always "update_weights", which `WorkerPool.update` passes.
         """
         self._check()
         update = await asyncio.to_thread(self._update_weights, weights, version, drafter)

@@ -153,7 +153,7 @@ class OnlineDistiller:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the drafter, optimiser, rollouts in memory and target's weights.
 
-        Writing is atomic, and the previous checkpoint is kept.
+        The checkpoint is written atomically. The checkpoint before it in `directory` is kept.
         """
         self._take_over()
         arrays = self._arrays()
@@ -225,9 +225,9 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Train the engine's drafter from now on, if something else has replaced the drafter.
+        """Continue from the engine's drafter if something else has replaced it since the last call.
 
-        Training then continues with a new optimiser state and the same step number.
+        Training of the new drafter starts with a new optimiser state, and step numbers continue.
         """
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:

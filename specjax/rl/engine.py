@@ -55,8 +55,8 @@ class RolloutEngine:
         options: as for `LLM`; verbose defaults to False.
 
     Raises:
-        ValueError: as for `LLM`; or an option is set by the rollout engine itself; or verification
-            is "synthetic", whose tokens are not sampled from the model's distribution.
+        ValueError: as for `LLM`; or logprobs_mode is given (use `raw_logprobs`); or verification is
+            "synthetic", whose tokens are not sampled from the model's distribution.
         CheckpointError: as for `LLM`.
     """
 

@@ -9,7 +9,7 @@ from specjax.engine.metrics import Metrics
 
 
 class Mark(NamedTuple):
-    """A snapshot of an engine's counters, and of the versions of its weights."""
+    """The counters of an engine and the versions of its weights at one time."""
 
     version: int
     drafter_version: int
@@ -56,19 +56,19 @@ class VersionAcceptance:
 
 
 class Freshness:
-    """Splits an engine's counters into periods, in which the weights did not change."""
+    """Splits an engine's counters into periods. Within a period, the weights do not change."""
 
     def __init__(self, start: Metrics):
         self._start = start
         self._closed: list[VersionAcceptance] = []
 
     def close(self, mark: Mark) -> None:
-        """End the period in which the weights of `mark` were in use."""
+        """End the current period. `mark` is taken at its end, before the weights change."""
         self._closed.append(_since(self._start, mark))
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return the draft acceptance in every period. The current period ends at `mark`."""
+        """Return the draft acceptance of all periods. `mark` is taken now, in the current one."""
         return [*self._closed, _since(self._start, mark)]
 
 

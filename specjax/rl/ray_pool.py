@@ -107,7 +107,7 @@ class WorkerPool:
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
         """Call an update method of every worker's engine. Either all engines change, or none does.
 
-        Return the result of the slowest worker's update, and the new version of the drafter.
+        Return the result of the update on the slowest worker, and the drafter's new version.
         """
         outcomes: list[Any] = [None] * len(self.workers)
         try:

@@ -50,7 +50,7 @@ class ArraySource:
     division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """Return the engine's array, as a copy with this dtype and sharding."""
+        """Build the engine's array in new memory, with this dtype and sharding."""
         if self.spec is not None:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
@@ -151,10 +151,10 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 def read_update(
     weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the new arrays of the target, and of the drafter or None, each by name.
+    """Return the new arrays by name: the target's, and the drafter's or None.
 
-    `weights` may include an MTP drafter. Otherwise, if `drafter_weights` is None, the drafter keeps
-    its arrays, and None is returned for it. `params` are the engine's weights.
+    The drafter's are None if the drafter keeps its arrays. This is so if `drafter_weights` is None
+    and `weights` do not include an MTP drafter. `params` are the engine's weights.
 
     Raises:
         ValueError: weights cannot be read, or are not finite.

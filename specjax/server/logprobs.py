@@ -45,7 +45,10 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], entries: Sequence[TokenLogprobs], *, num_top: int, as_ids: bool
 ) -> ChatLogprobs:
-    """Return the log-probabilities of a chat's tokens, each with the `num_top` most likely."""
+    """Return the log-probabilities of a chat's tokens.
+
+    Each token comes with the `num_top` most likely tokens at its position.
+    """
     return ChatLogprobs(
         [
             TokenLogprob(

@@ -59,9 +59,9 @@ def read_params(
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
     """Return the error to send for a value that was refused with `error`.
 
-    `error` begins with the name of the refused field. If this is a field of the request, it becomes
-    `param`. If a field of the request with another name set it, `param` and the message get that
-    name. Otherwise, `param` is `other`.
+    The first word of `error` is the name of the refused field. If it is a field of the request,
+    `param` is this name, else `param` is `other`. If a field of the request with another name set
+    the value, `param` and the message have that name.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specjax.server.errors import APIError
 
-# Doors that neither generate nor change anything, for probes and scrapers.
+# Endpoints that neither generate nor change anything, for probes and scrapers.
 OPEN = {"/health", "/ping", "/version", "/metrics", "/load"}
 
 

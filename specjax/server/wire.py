@@ -191,7 +191,7 @@ class CompletionChoice(Struct):
 
 
 class TopLogprob(Struct):
-    """A likely token of a chat."""
+    """One of the most likely tokens at a position of a chat."""
 
     token: str
     logprob: float
