@@ -1,14 +1,15 @@
 """Checks how often a drafter's drafts are accepted, and whether another setup would help.
 
-The target runs over whole texts without a cache. The drafter drafts at several places of each text,
-from the target's features up to that place, with the same calls as in serving. A draft is accepted
-if it is the target's choice. Trials repeat this with other auxiliary layers, features, mask tokens
-and vocabularies. If the drafts of a trial are accepted clearly more often, the trial reveals a
-fault.
+The target runs over whole texts without a cache. At several tokens of each text, called places, the
+drafter drafts the next tokens, from the target's features up to the place. It is called as in
+serving. A draft is accepted if it is the target's choice. Trials repeat this with other auxiliary
+layers, features, mask tokens and vocabularies. A trial that is clearly better than the unchanged
+drafter reveals a fault.
 
-The number of accepted drafts varies much between places, so few texts hardly reveal a small fault.
-The overlap of the drafter's and the target's distributions, which is the acceptance rate of sampled
-drafts at temperature 1, varies little. A clear gain in either figure reveals a fault.
+Two figures are compared: the number of accepted drafts, and the overlap of the drafter's and the
+target's distributions. The overlap is the acceptance rate of sampled drafts at temperature 1. The
+number of accepted drafts differs much from place to place, so that it reveals small faults only if
+there are many texts. The overlap differs less.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ class Trial(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Accepted drafts and overlaps at the P places of all texts."""
+    """The results of one trial at all places of all texts. P is their number."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
     is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice
@@ -219,7 +220,10 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return a trial in which an EAGLE-3 head feeds back its other state: normed or not normed."""
+    """Return a trial in which an EAGLE-3 head feeds back its other state.
+
+    A head feeds back its state after the final norm or before it, as `recycle_normed` says.
+    """
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (
@@ -271,8 +275,11 @@ def _read(
 ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
     """Run the target on a text.
 
-    Returns hidden states [T, D], the states that enter `layers`, the target's choices i32[T], and
-    the target's distributions f32[N, V] of the token after each of `starts`.
+    Returns:
+        The hidden states [T, D].
+        The states that enter each of `layers`.
+        The target's choices i32[T]: the most likely token after each position.
+        The target's distributions f32[N, V] of the token after each of the positions `starts`.
     """
     features, _ = target.extend(params, tokens, CausalRows.of(1, len(tokens)), None, layers)
     logits, auxiliary = target.logits(params, features.hidden), features.auxiliary

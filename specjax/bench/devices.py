@@ -1,4 +1,4 @@
-"""Measures on several devices: the options of an `LLM` about them, and its replicas' policies."""
+"""The multi-device options of a benchmark's `LLM`, and functions for its replicas."""
 
 import argparse
 from collections.abc import Callable
@@ -14,7 +14,7 @@ P = TypeVar("P", bound=Policy)
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The options of an `LLM` about several devices."""
+    """The options of an `LLM` that divide a model over devices or replicate it."""
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -31,7 +31,7 @@ class Devices:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Devices":
-        """Return the options among a command's arguments."""
+        """Read the options from a command's arguments."""
         return cls(**{one.name: getattr(args, one.name) for one in fields(cls)})
 
     @property
@@ -40,9 +40,9 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Return words for these devices, each of which is described by `device`.
+        """Return a text about these devices. `device` describes each of them.
 
-        All processors of a machine are one device, unless JAX was told otherwise.
+        By default, JAX treats all processors of a machine as one device.
         """
         if self.num_devices == 1:
             return device

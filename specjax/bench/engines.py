@@ -1,6 +1,6 @@
-"""Opens two engines for measuring policies: one with a drafter, and one without.
+"""Opens two engines that share the target's weights: one with a drafter, and one without.
 
-Both engines share the target's weights.
+They are used to measure policies, which choose the number of drafts K in each round.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """Return `batch_size` requests for each replica, which repeat prompts if there are too few.
+        """Return `batch_size` requests for each replica. If there are too few prompts, they repeat.
 
         The requests ignore EOS, so that batches stay full.
         """
@@ -154,7 +154,8 @@ def read_integers(option: str, text: str) -> tuple[int, ...]:
 def step_budget(batch_size: int, max_drafts: int) -> int:
     """Return a token budget with which all requests can prefill or decode in the same step.
 
-    Drafting adds at most one row per draft to the target's rows.
+    In a step, a request has `max_drafts` + 1 rows in the target, and at most `max_drafts` rows in
+    the drafter.
     """
     rows = 2 * max_drafts + 1
     return max(min(_PROMPT_CHUNK * batch_size, _MAX_PROMPT_TOKENS), rows * batch_size)

@@ -68,8 +68,9 @@ class CpuTime:
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
     """Return the time that threads ran, divided by the time that they ran or waited.
 
-    The divisor is at most `num_cpus` times the time that passed, because more threads than
-    processors must wait for each other. Return None if the times are unknown.
+    If there are more threads than processors, some threads always wait for others of the same
+    process. Therefore the divisor is limited to `num_cpus` times the time that passed. Return None
+    if the times are unknown.
     """
     ran, waited = (sum(getattr(span, name) for span in spans) for name in ("ran", "waited"))
     asked = min(ran + waited, num_cpus * sum(span.seconds for span in spans))

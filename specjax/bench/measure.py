@@ -42,7 +42,7 @@ class Run:
     """The results of one batch of prompts under one configuration.
 
     Fields other than `outputs` exclude prefill. Steps are summed over replicas, which run at the
-    same time. They include the last step of a replica that ends first, which gives no token.
+    same time. If a replica ends before the others, its last step yields no token, but is counted.
     """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id

@@ -118,10 +118,11 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
 
 
 def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
-    """Return for each i in 1..max_k an estimate of the fraction of rounds that accept i drafts.
+    """Return for each i in 1..max_k the estimated fraction of rounds that accept at least i drafts.
 
-    Rounds with fewer than i drafts do not show whether draft i would be accepted. So the fraction
-    is the product of conditional rates, each from the rounds that verified the draft.
+    A round with fewer than i drafts does not show whether draft i would be accepted. Therefore the
+    estimate is a product over the drafts up to i. Each factor is the fraction of rounds that accept
+    this draft, among the rounds that have it and accept all drafts before it.
     """
     rates = []
     for i in range(max_k):
@@ -132,7 +133,7 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
 
 
 def describe_model(llm: LLM) -> str:
-    """Return the fingerprint of an LLM's target and drafter, by which a profile names them."""
+    """Return a fingerprint of an LLM's target and drafter, which identifies them in a profile."""
     return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
 
 

@@ -118,7 +118,7 @@ def make_policies(
 ) -> dict[str, Callable[[], Policy]]:
     """Return a factory for each policy, by the policy's name.
 
-    Each factory returns a new policy, which knows no more than at the start of an engine.
+    Each call of a factory returns a new policy, which has learned nothing from earlier runs.
     """
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured, *_ = set_policies(engine, partial(adaptive_policy, max_k))

@@ -136,8 +136,9 @@ def check_served(
 ) -> dict[str, Any]:
     """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
 
-    The report has figures of the served drafter, of the same drafter run at single places of the
-    texts ("reference") and of trials ("tried"), and a list of the faults that were found.
+    The report has the figures of the drafter in serving ("served"), of the same drafter at some
+    places of the served texts ("reference"), and of each trial at these places ("tried"). It also
+    lists the faults that were found. See `bench.checkup`.
     """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)

@@ -108,10 +108,10 @@ def describe(
     Args:
         model: a checkpoint (its folder, hub id or demo name), or a config file, or a folder with a
             config file.
-        dtype: dtype of weights and caches, except in the sections of GPUs ("h100" and "h200").
-        kv_cache_dtype: numbers in pages, as for `LLM`, also in the sections of GPUs.
+        dtype: the dtype of weights and caches. The sections "h100" and "h200" always use bfloat16.
+        kv_cache_dtype: the dtype of cache pages, as for `LLM`, in all sections.
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
-        num_devices: number of GPUs over which an engine is divided, in the sections of GPUs.
+        num_devices: the number of GPUs over which the model is divided in "h100" and "h200".
 
     Raises:
         ValueError: the sizes do not fit the model, or a file is of the wrong kind.
@@ -202,10 +202,10 @@ class Described:
         return cls(plan, *models, plan.num_drafts, page_size, windows)
 
     def slot(self, dtype: str) -> dict[str, int] | None:
-        """Return the bytes per request that the target keeps outside pages, by name.
+        """Return the bytes per request of a recurrent target's caches, by name.
 
-        The names are "state" and names of inputs that are needed to advance the state. Return None
-        if the target is not recurrent.
+        The names are "state" for the recurrent states, and the names of the buffers of recent
+        inputs from which states are advanced. Return None if the target is not recurrent.
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
@@ -235,10 +235,10 @@ class Described:
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the memory for weights and requests if each request had K + 1 recurrent states.
+        """Return the memory for weights and requests if a request had K + 1 recurrent states.
 
-        Some engines keep the state after each token of a round. Return None if the target is not
-        recurrent.
+        This is for comparison with engines that keep the state after each token of a round. Return
+        None if the target is not recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
         if slot is None:
@@ -297,7 +297,7 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
     """Return the bytes of the cache per token and per request.
 
-    For comparison, they include the bytes that K + 1 recurrent states per request would need.
+    For comparison, "snapshot_bytes" are the bytes of K + 1 recurrent states per request.
     """
     (own, drafter), has_drafter = setup.plan.cache_bytes(dtype), setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
@@ -357,10 +357,10 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
 def describe_gpu(
     setup: Described, each: Described, config: EngineConfig, gpu: GPU
 ) -> dict[str, Any]:
-    """Return the longest request that fits in bf16, and how many requests of some lengths fit.
+    """Return the largest requests and batches that fit on a GPU, with weights in bfloat16.
 
-    `setup` describes the models on one device. `each` describes them on each of several GPUs over
-    which they are divided.
+    `setup` describes the models on one device. If they are divided over several GPUs, `each`
+    describes one GPU's part of them.
     """
     whole, needs = setup.needs("bfloat16"), each.needs("bfloat16")
     snapshots = each.needs_with_snapshots("bfloat16")
@@ -429,7 +429,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _is_wide(x: Any) -> bool:
-    """Return whether an array is loaded in the chosen dtype, unlike integers and float8."""
+    """Return whether an array is cast to the weights' dtype: only floats of 16 bits or more are."""
     return _is_float(x) and x.dtype.itemsize > 1
 
 

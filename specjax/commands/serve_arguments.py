@@ -22,19 +22,25 @@ _ALWAYS = ("enable_prompt_tokens_details", "disable_fastapi_docs", "enable_reque
 
 
 def engine_options() -> dict[str, Any]:
-    """Return the types of the options of `LLM` that are flags."""
+    """Return the type of each option of `LLM` that has a flag, by the option's name."""
     hints = get_type_hints(LLMOptions)
     return {name: hints[name] for name in hints if name not in _NO_FLAGS}
 
 
 def vllm_options() -> list[str]:
-    """Return vLLM's options that `LLM` ignores or refuses, and that the server lacks."""
+    """Return the options of `vllm serve` that have no effect here or only one allowed value.
+
+    They are accepted as flags, so that `LLM` can ignore or refuse them with a message.
+    """
     known = {*engine_options(), *(one.name for one in fields(ServerSettings))}
     return sorted({*PASSED_OVER, *ONE_VALUE} - known)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that `serve.run` reads. Only flags that are given are in the result."""
+    """Declare the arguments that `serve.run` reads.
+
+    A flag that is not given has no attribute in the parsed arguments.
+    """
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     for title, kind in ("server", ServerSettings), ("limits", Limits):
         group, hints = parser.add_argument_group(title), get_type_hints(kind)

@@ -13,8 +13,10 @@ def read_speculation(
     """Return the `speculative_config` of an `LLM`, or None for plain decoding.
 
     Args:
-        takes_shapes: whether the drafter may be the shape OWN_SHAPE instead of a checkpoint. It is
-            then the default for methods that need a shape.
+        target: the target's checkpoint, or None.
+        takes_shapes: whether a drafter without weights may be described by its shape, which follows
+            from the target's shape. If so, methods that need a shape get OWN_SHAPE when no
+            checkpoint is given.
 
     Raises:
         ValueError: options contradict each other or are malformed.

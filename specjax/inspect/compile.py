@@ -2,9 +2,10 @@
 
     compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
 
-FILE has a function NAME, and NAME(**arguments) returns (jitted, args, kwargs). `jitted` is a result
-of `jax.jit`, which includes donations. `args` are pytrees of `jax.ShapeDtypeStruct`. `kwargs` are
-the static arguments. Each dict of the list is a request, which may have more keys:
+FILE has a function NAME, and NAME(**arguments) returns (jitted, args, kwargs). `jitted` is the
+result of `jax.jit`; its options, such as donated arguments, are respected. `args` are pytrees of
+`jax.ShapeDtypeStruct`. `kwargs` are the static arguments. Each dict of the list is a request. It
+may have further keys:
 
 - "gpu": a name in `gpus` (default: h200);
 - "mesh": for several GPUs, the name of the mesh's axis and the number of GPUs. NAME then takes a
@@ -14,10 +15,10 @@ the static arguments. Each dict of the list is a request, which may have more ke
 - "traffic": the argument `traffic` of `report`.
 
 Nothing runs, so GEMMs keep the configuration that XLA chooses without autotuning. XLA reads its
-flags once per process, so a separate process, python -m specjax.inspect.compile, compiles the
-functions and prints the reports as one JSON list. The process needs jax's CUDA plugin, ptxas and
-libdevice. ptxas and libdevice come from a toolkit in /usr/local/cuda, or from the packages
-nvidia-cuda-nvcc and nvidia-nvvm.
+flags once per process. Therefore the functions are compiled by a separate process, python -m
+specjax.inspect.compile, which prints the reports as one JSON list. The process needs jax's CUDA
+plugin, ptxas and libdevice. ptxas and libdevice come from a toolkit in /usr/local/cuda, or from the
+packages nvidia-cuda-nvcc and nvidia-nvvm.
 """
 
 import argparse
@@ -286,19 +287,25 @@ def report(
     over: Mapping[str, int] | None = None,
     traffic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what is known about a compiled function, as JSON-compatible types.
+    """Return a description of a compiled function, as JSON-compatible types.
 
-    "num_passes" has two counts. The first is for runs in which every conditional takes branch 0,
-    and the second for branch 1.
+    "num_passes" has two counts: for runs in which every conditional takes branch 0, and for runs in
+    which every conditional takes branch 1.
 
     Args:
         over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".
-        traffic: if given, "launches" lists every kernel with its bytes. The keys "batch",
-            "context", "rows" and "num_chosen" are the fields of `CachedContext`. "rows_within" maps
-            a regex over scopes to the number of rows of the operations in these scopes. "layers" is
-            a regex over parameter names, whose group is the layer that reads the parameter. "after"
-            is a regex for the parameters that are read after all layers. "inside" is a regex for
-            the scopes of operations that belong to layers.
+        traffic: if given, "launches" lists every kernel with its bytes. Its keys are described
+            below.
+
+    The keys of `traffic` are:
+
+    - "batch", "context", "rows", "num_chosen": the fields of `CachedContext`;
+    - "rows_within": a mapping from regexes to numbers of rows. In scopes that match a regex, its
+      number replaces "rows";
+    - "layers": a regex over parameter names. Its group is the index of the layer that reads the
+      parameter;
+    - "after": a regex over names of parameters that are read after all layers;
+    - "inside": a regex over the scopes whose operations belong to layers.
     """
     made = asdict(compiled)
     made["top_level"] = [thunk.kind for thunk in compiled.thunks if not thunk.within]

@@ -121,11 +121,14 @@ def launches(
 ) -> list[Launch]:
     """Return every kernel of a module with its traffic, in launch order.
 
+    A kernel reads parameters of the module, or results of other kernels. It belongs to the highest
+    layer that such an input belongs to.
+
     Args:
         load_of: a function that takes a scope, and returns the context that the scope's Pallas
             kernels read.
         layer_of: a function that takes JAX's name of a module parameter, and returns the layer that
-            reads the parameter, or None. A kernel belongs to the last layer among its inputs.
+            the parameter belongs to, or None.
         is_inside: a function that takes a scope, and returns whether the scope's operations belong
             to layers.
     """
@@ -174,7 +177,11 @@ def launches(
 
 
 def large_copies(found: list[Launch]) -> list[Launch]:
-    """Return the kernels that write over `LARGE_COPY` bytes, except GEMMs and Pallas kernels."""
+    """Return the kernels that write more than `LARGE_COPY` bytes.
+
+    GEMMs, Pallas kernels, and kernels that run only if a conditional takes another branch than 0
+    are left out.
+    """
     return [
         one
         for one in found

@@ -1,8 +1,12 @@
 """Keeps compiled functions on disk, so that a function is compiled again only if it changed.
 
-A compiled function is found by a digest of everything that it is compiled from: the StableHLO with
-the names of its operations, XLA's options, the GPU, the versions of all packages that take part,
-and the code that reads what XLA dumps.
+A compiled function is found by a digest of everything that it is compiled from:
+
+- the StableHLO, with the names of its operations;
+- XLA's options;
+- the GPU;
+- the versions of jax, its plugins, NVIDIA's packages and ptxas;
+- the code in this package that reads XLA's dumps.
 """
 
 import gzip
@@ -26,12 +30,12 @@ _READERS = "compile.py", "kept.py", "resources.py"  # files of this package
 
 @dataclass
 class Kept:
-    """A folder of compiled functions, and the functions of it that were used.
+    """A folder of compiled functions, which is read and extended.
 
     Attributes:
-        recompiles: whether every function is compiled, and replaces what the folder has.
-        used: for each function that was not compiled: the arguments with which `compile_functions`
-            compiles it, and its report.
+        recompiles: whether to compile every function again, and replace its file in the folder.
+        used: one pair for each function that was found in the folder. The pair has the arguments
+            with which `compile_functions` would compile the function, and its report.
     """
 
     folder: Path
@@ -39,7 +43,7 @@ class Kept:
     used: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def find(self, digest: str) -> dict[str, Any] | None:
-        """Return the fields of a `Compiled`; None if it must be compiled.
+        """Return the fields of the `Compiled` with this digest; None if it has to be compiled.
 
         Raises:
             ValueError: the file is damaged.
@@ -53,7 +57,7 @@ class Kept:
             raise ValueError(f"{path} cannot be read ({error}); delete it") from error
 
     def put(self, digest: str, fields: Mapping[str, Any]) -> None:
-        """Keep the fields of a `Compiled`. Other processes never see a part of a file."""
+        """Write the fields of a `Compiled` to the folder, atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self._path(digest).with_suffix(f".{os.getpid()}")
         part.write_bytes(gzip.compress(json.dumps(fields).encode(), mtime=0))
@@ -67,7 +71,7 @@ def digest_of(program: str, gpu: GPU, options: Mapping[str, Any], flags: Sequenc
     """Return a digest of everything that a function is compiled from.
 
     Args:
-        program: the StableHLO, with the names of operations and without lines of files.
+        program: the StableHLO, with the names of operations and without their source locations.
         options: XLA's compiler options.
         flags: everything else that changes what is compiled or dumped.
     """

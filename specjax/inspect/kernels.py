@@ -162,9 +162,11 @@ def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
 
 
 def kind_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """Return the kind of a kernel that is not Pallas: "gemm", or its instruction, like "copy".
+    """Return the kind of a kernel that is not Pallas.
 
-    The kind of a collective is one of `COLLECTIVES`, also if XLA made a kernel for it.
+    It is "gemm", a name in `COLLECTIVES`, the target of a custom call, the kind of a fusion, or the
+    name of the instruction, like "copy". A kernel that XLA made for a collective has the
+    collective's name.
     """
     body = kernel.called("calls")
     op = computations[str(body)].root.op if body in computations else kernel.op

@@ -1,31 +1,43 @@
 """The minimum number of bytes that a decode step has to move.
 
-    verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
-    draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
-    observe = W_o + S_d B T                       W_o: weights of the drafter's keys and values
-            = F B                                 if a later program observes, F: a row's features
-    step   = verify + draft + observe
+    verify = W + S B L c + 2 R B + S B L T
+    draft = P (W_d + W_h) + S_d B (P c + P - 1)
+    observe = W_o + S_d B T
+    step = verify + draft + observe
 
-The step has B requests, each with c tokens of context and T = K + 1 rows. Weights and features are
-in bytes. The other symbols are:
+If a later program observes the step's rows, the step only stores them, and observe = F B.
 
-- S: the bytes of the target's keys and values, per token and layer, for L attention layers;
-- R: the bytes of the target's recurrent states, per request, which are read and written once;
-- S_d: the bytes of the drafter's cache, per token;
+The sizes of a step are:
+
+- B: the number of requests;
+- c: the number of tokens of context per request;
+- T: the number of rows per request, K + 1;
+- L: the number of the target's attention layers;
 - P: the number of passes over the drafter's weights: K, or 1 if one pass makes all drafts. Each
   pass except the first writes a new row to the cache.
+
+The numbers of bytes are:
+
+- W: the target's weights, without an untied embedding;
+- W_d: the drafter's weights;
+- W_h: the output head that the drafter uses;
+- W_o: the weights that compute the drafter's keys and values;
+- S: the target's keys and values, per token and layer;
+- S_d: the drafter's cache, per token;
+- R: the target's recurrent states, per request, which are read and written once;
+- F: the features of a row.
 
 Some models differ from these formulas:
 
 - A layer with a window reads only the last tokens of the context.
 - If a row uses k experts of a mixture, at most B T k experts are read, or B k in a pass that drafts
   one token.
-- If the observed rows of a head give its first draft, W_o are all weights of the head, and
+- If the observed rows of a head give its first draft, W_o has all weights of the head, and
   observing also reads the context.
 - A draft model counts like a target in each pass, and observes nothing.
 
-Activations are not counted, except in `Moved.with_activations`, which includes the embedded rows,
-and new keys and values that are read back.
+Activations are not counted, except in `Moved.with_activations`. It includes the embedded rows, and
+new keys and values that are read back.
 """
 
 import math
@@ -129,8 +141,9 @@ def _model_bytes(
 ) -> int:
     """Return the bytes that a draft model moves when it drafts k tokens, one token per pass.
 
-    The model's states are read in each pass. They are written once, because they include only
-    accepted tokens. `cache_bytes` is the result of `_cache_bytes`.
+    Its recurrent states are read in each of the k passes. They are written only once, after
+    verification, because they include only accepted tokens. `cache_bytes` is the result of
+    `_cache_bytes`.
     """
     new, read, state = cache_bytes
     per_request = k * (read + new) + (k + 1) * state
@@ -162,8 +175,10 @@ def _cache_bytes(
 ) -> tuple[int, int, int]:
     """Return three numbers of bytes for a target's caches.
 
-    They are the keys and values that a new token writes, the keys and values that a request of
-    `context` tokens reads, and a request's recurrent states, without its buffers of recent inputs.
+    Returns:
+        The keys and values that a new token writes.
+        The keys and values that a request of `context` tokens reads.
+        The recurrent states of a request, without the buffers of recent inputs.
     """
     new = read = state = 0
     for kind in target.cache_kinds:

@@ -1,17 +1,21 @@
 """Counts the bytes that this project's Pallas kernels read and write.
 
 Some operands are whole pools (the arrays of all pages), of which a kernel reads only some pages.
-`TOUCHED` lists kernels by name; any other kernel counts as reading all operands and writing all
-outputs. Operands are recognized by shape, so that a kernel may have them in any order:
+`TOUCHED` has a function for each kernel, by the kernel's name. Any other kernel counts as reading
+all operands and writing all outputs.
 
-- a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
-- a pool of latents has four axes, [L, pages, page_size, E];
-- scales of tokens have the first three axes of their pool, and fewer numbers;
-- `gated_delta_rule` updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
-  [L, S, M, H_v, D_v] in place;
-- `gated_delta_rule_inputs` updates three rings in place: raw inputs [L, S, columns, C], keys
-  [L, S, 2 M, H_k, D_k] and decays [L, S, 2 M, H_v];
-- weights and scales of experts have three axes, [E, ...].
+Operands are recognized by shape, so that a kernel may have them in any order. Below, L is the
+number of layers, S the number of request slots, and M the number of tokens that a recurrent state
+may lag behind. A ring is a buffer of recent tokens, of which the oldest is overwritten.
+
+- A pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D].
+- A pool of latents has four axes, [L, pages, page_size, E].
+- Scales of tokens have the same first three axes as their pool. They have fewer elements.
+- `gated_delta_rule` updates in place a recurrent state [L, S, H_v, D_v, D_k] and a ring of
+  corrections [L, S, M, H_v, D_v].
+- `gated_delta_rule_inputs` updates three rings in place: raw inputs [L, S, columns, C], keys [L, S,
+  2 M, H_k, D_k] and decays [L, S, 2 M, H_v].
+- Weights and scales of experts have three axes, [E, ...].
 """
 
 import math
@@ -127,8 +131,8 @@ def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
 def _of_real_rows(one: Array, load: CachedContext) -> int:
     """Return the number of bytes of an array without its padding rows.
 
-    Partial results [B, T, H, splits, ...] are not written for padding rows. Outputs [B, T, H, D]
-    count as a whole.
+    Only partial results, f32[B, T, H, splits, ...], leave out padding rows. Other arrays count as a
+    whole.
     """
     if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size
@@ -162,8 +166,8 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count one read and one write of each request's state.
 
-    Count reads of the rings (buffers of recent tokens' inputs) for the new tokens and for M tokens
-    per request that the state may not include yet. Count writes of the new tokens' corrections.
+    Also count reads of the rings for the new tokens, and for the M tokens per request that the
+    state may not include yet. Also count writes of the new tokens' corrections.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]

@@ -2,9 +2,9 @@
 
     compile_step("benchmarks/configs/Llama-3.1-8B", batch=64, k=0).verify.ratio
 
-The counts are taken from the optimized program (see hlo.py), for a batch that decodes greedily: it
-takes branch 0 of every conditional. Kernels in a loop of unknown length count once, and such loops
-are listed.
+The counts are taken from the optimized program (see hlo.py). They are for a batch that decodes
+greedily, for which every conditional takes branch 0. Kernels in a loop of unknown length count
+once, and such loops are listed.
 """
 
 import re
@@ -177,7 +177,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program in which the drafter observes several steps without drafts."""
+    """The program in which the drafter observes the rows of earlier steps, which had no drafts."""
 
     num_steps: int  # maximum number of steps that are observed
     num_launches: int
@@ -232,9 +232,9 @@ class StepReport:
 
     @cached_property
     def asked(self) -> list[Launch]:
-        """The kernels that run for a batch that uses all optional work of a step.
+        """The kernels that run for a batch with all optional work (branch 1 of every conditional).
 
-        This is temperature, penalties, truncation, bias, bad words and log-probabilities.
+        Optional work is temperature, penalties, truncation, bias, bad words and log-probabilities.
         """
         return [one for one in self.launches if one.is_taken_by(1)]
 

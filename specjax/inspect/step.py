@@ -31,7 +31,7 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 class Parts:
     """The models of a step. The leaves of `params` are shapes instead of arrays.
 
-    With several devices, some of them are shapes of divided arrays.
+    With several devices, the shape of a divided array has a first axis over the devices.
     """
 
     target: Model
@@ -65,10 +65,15 @@ def decode_step(
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
 
-    The round has `batch` requests of `context` tokens and k drafts. The engine has just enough room
-    for them. `make_program(batch, k)` returns the round's program, whose arguments are parameters,
-    state and packed inputs. The model is divided over the devices of `mesh`, if it is given. The
-    other arguments are as in `open_parts` and `fit_engine`, to which `others` are passed.
+    The round has `batch` requests of `context` tokens and k drafts per request. The engine has just
+    enough room for them.
+
+    Args:
+        model, speculation, num_layers, dtype: as for `open_parts`.
+        make_program: the function that makes the round's program. `make_program(batch, k)` returns
+            a program that takes parameters, state and packed inputs.
+        mesh: the devices over which the model is divided; None for one device.
+        others: further arguments of `fit_engine`.
     """
     num_devices = 1 if mesh is None else mesh.size
     parts = open_parts(model, speculation, num_layers, dtype, num_devices)
@@ -93,9 +98,9 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
-    """Return the maximum number of rounds that the drafter observes together in a later program.
+    """Return the maximum number of rounds that the drafter can observe together in a later program.
 
-    Return 0 if the drafter must observe every round at once.
+    Return 0 if the round has drafts (k > 0), or if the drafter must observe each round at once.
     """
     return 0 if k else _static(parts, config).model.max_deferred(batch)
 
@@ -115,12 +120,13 @@ def open_parts(
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
-    If a checkpoint's weights are there, they show which matrices are in float8.
+    If `model` is a checkpoint with weights, their headers determine which matrices are in float8.
 
     Args:
         model: a checkpoint or a config, as for `specjax info`.
         speculation: the fields of a `SpeculativeConfig`; None for plain decoding.
         num_layers: the number of the target's first layers to use; None for all layers.
+        dtype: the dtype of weights and states.
         num_devices: the number of devices over which the weights are divided.
 
     Raises:

@@ -12,7 +12,10 @@ import regex
 
 
 class Found(NamedTuple):
-    """An occurrence of an anchor in a text. It is pending if a longer text may change it."""
+    """An occurrence of an anchor in a text.
+
+    It is pending if text that is added later may extend or cancel it.
+    """
 
     start: int
     end: int
@@ -22,17 +25,23 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Anchor:
-    """A pattern. `is_fixed` if no occurrence can change when text is added after it."""
+    """A text or pattern that begins or ends a part of a response.
+
+    `is_fixed` is true if text that follows an occurrence can never change the occurrence.
+    """
 
     pattern: Any
     is_fixed: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any], name: str, where: str) -> "Anchor | None":
-        """Return the anchor that a template's mapping has as `name` or `name`_pattern.
+        """Return the anchor under the key `name` or `name`_pattern of a template, or None.
+
+        `where` is the path of the mapping `given` in the template, for error messages.
 
         Raises:
-            ValueError: it has both, or the value is not a text, a list of texts or a pattern.
+            ValueError: the mapping has both keys, or the value is not a text, a list of texts or a
+                pattern.
         """
         texts, pattern = given.get(name), given.get(f"{name}_pattern")
         if texts is not None and pattern is not None:
@@ -55,9 +64,9 @@ class Anchor:
         return cls(regex.compile("|".join(map(regex.escape, listed))), is_fixed=not can_grow)
 
     def find(self, text: str, start: int, *, is_whole: bool) -> Found | None:
-        """Return the first occurrence that begins at index `start` or later.
+        """Return the first occurrence that begins at index `start` or later, or None.
 
-        If the text is not whole yet, the occurrence may be pending.
+        `is_whole` says that no more text will follow. Otherwise, the occurrence may be pending.
         """
         match = self.pattern.search(text, start, partial=not is_whole)
         if match is None:
@@ -76,7 +85,7 @@ class Anchor:
         return longer is None or longer.span() != match.span()
 
     def last_end(self, text: str) -> int | None:
-        """Return the end of the last occurrence in a text."""
+        """Return the index at which the last occurrence in a text ends, or None."""
         ends = [match.end() for match in self.pattern.finditer(text)]
         return ends[-1] if ends else None
 

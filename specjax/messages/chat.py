@@ -1,4 +1,4 @@
-"""Decides how the responses of a chat are generated and read as messages."""
+"""Prepares the sampling parameters of a chat's responses, and reads the responses as messages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -26,7 +26,7 @@ _PLAIN = ResponseTemplate.of(
 
 @dataclass(frozen=True)
 class Response:
-    """How the responses to one prompt are generated, with `params`, and read."""
+    """The sampling parameters for responses to one prompt, and the way to read the responses."""
 
     params: SamplingParams
     prompt: str
@@ -34,7 +34,7 @@ class Response:
     choice: ToolChoice
 
     def parser(self) -> ResponseParser:
-        """Return the parser of one sample."""
+        """Return a new parser, which reads the text of one sample."""
         return ResponseParser(
             self.template,
             prompt=self.prompt,
@@ -43,7 +43,7 @@ class Response:
         )
 
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Return an output whose samples have a message."""
+        """Return a copy of an output in which each sample with text also has a message."""
         return replace(output, outputs=[self._with_message(sample) for sample in output.outputs])
 
     def _with_message(self, sample: CompletionOutput) -> CompletionOutput:
@@ -53,17 +53,18 @@ class Response:
 
 
 class ChatFormat:
-    """The format of a model's responses.
+    """The format in which a model writes tool calls and reasoning.
 
     Args:
-        tokenizer: of the checkpoint. Its `response_template` has precedence over formats found by
-            the chat template.
+        tokenizer: the checkpoint's tokenizer. If it has a `response_template`, this template
+            determines how responses are read. Otherwise, the format is the first one in `FORMATS`
+            whose signs all occur in the chat template.
         chat_template: the text of the chat template.
-        response_template: the name of a format in `FORMATS`, or a template as a mapping; None for
-            the checkpoint's.
+        response_template: the name of a format in `FORMATS`, or a template as a mapping; None to
+            use the format of the tokenizer or the chat template.
 
     Raises:
-        ValueError: `response_template` is neither, or is malformed.
+        ValueError: `response_template` is an unknown name or a malformed mapping.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class ChatFormat:
             self._template = ResponseTemplate.of(own)
 
     def response(self, prompt: str, params: SamplingParams, choice: ToolChoice) -> Response:
-        """Return how the responses to a rendered prompt are generated and read.
+        """Return the sampling parameters for a rendered prompt, and the way to read its responses.
 
         Raises:
-            ValueError: `choice` has functions whose calls cannot be read or forced, or forces calls
-                while `params` have structured outputs.
+            ValueError: `choice` allows tool calls whose format is unknown. Or it forces a call, and
+                no grammar for calls is known or `params` already have structured outputs.
         """
         template = self._template
         if choice.functions and (template is None or not template.has_part(CALLS)):
@@ -138,18 +139,18 @@ class ChatFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What a chat allows in responses, and how they are read.
+    """The tool calls that a chat allows, its reasoning effort, and the format of its responses.
 
     Attributes:
-        tools: functions that the model may call, in OpenAI's form; None for none.
-        tool_choice: "auto", "none", "required", or a function that has to be called, in OpenAI's
-            form.
-        parallel_tool_calls: whether there may be several calls.
+        tools: the functions that the model may call, in OpenAI's form; None if it may call none.
+        tool_choice: "auto", "none", "required", or the one function that the model must call, in
+            OpenAI's form.
+        parallel_tool_calls: whether a response may have several calls.
         reasoning_effort: a variable of the chat template, like "low"; None for its default.
         response_template: see `ChatFormat`.
 
     Raises:
-        ValueError: an option is malformed, or they contradict each other.
+        ValueError: an option is malformed, or two options contradict each other.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -169,21 +170,23 @@ class ChatOptions:
 
     @cached_property
     def choice(self) -> ToolChoice:
-        """The functions that the model may or has to call."""
+        """The functions that the model may call, and whether it must call one."""
         return read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
-        """Return the options that are in a mapping, and the rest of the mapping."""
+        """Return the options among the items of a mapping, and a mapping of the other items."""
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}), rest
 
     def variables(self, given: Any) -> Any:
-        """Return the variables `given` for a chat template, with the effort.
+        """Add `reasoning_effort` to the variables `given` for a chat template; return the result.
+
+        Without an effort, the variables are returned unchanged.
 
         Raises:
-            ValueError: they have another effort.
+            ValueError: the variables already have a different effort.
         """
         effort, given = self.reasoning_effort, {} if given is None else given
         if effort is None or not isinstance(given, Mapping):
@@ -198,7 +201,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversations as prompts, and how the response to each is generated and read."""
+    """A batch of conversations, rendered as prompts, with a `Response` for each prompt."""
 
     prompts: list[TokensPrompt]
     responses: list[Response]
@@ -215,15 +218,16 @@ class Chat:
         chat_template: str | None = None,
         **rendering: Any,
     ) -> "Chat":
-        """Render conversations, and decide how responses are read.
+        """Render conversations, and make a `Response` for each.
 
         Args:
-            sampling_params: one for all conversations, or a list with one for each.
-            variables: further variables of the chat template; None for none.
+            sampling_params: a `SamplingParams` for all conversations, or a list with one per
+                conversation.
+            variables: further variables of the chat template, or None.
             rendering: further arguments of `render_conversations`.
 
         Raises:
-            ValueError: an argument cannot be served.
+            ValueError: an argument is malformed or not supported.
             CheckpointError: there is no chat template.
         """
         tools = options.tools
@@ -251,5 +255,5 @@ class Chat:
         return [response.params for response in self.responses]
 
     def read(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Return outputs whose samples have messages."""
+        """Return copies of outputs in which each sample with text also has a message."""
         return [one.read(output) for one, output in zip(self.responses, outputs, strict=True)]

@@ -36,9 +36,11 @@ def read_json(
     """Return the value of a text in JSON or in a dialect of JSON.
 
     Args:
-        string_delims: pairs of texts between which a string is written as it is.
-        unquoted_keys: whether keys may have no quotation marks.
-        allow_non_json: return a text that is not JSON as it is.
+        string_delims: pairs of opening and closing delimiters. The text between them is a string in
+            which nothing is escaped.
+        unquoted_keys: whether keys may be written without quotation marks.
+        allow_non_json: whether to return a text that is not JSON unchanged (but stripped), instead
+            of raising an error.
 
     Raises:
         ValueError: the text cannot be read.
@@ -58,7 +60,10 @@ def read_json(
 
 
 def _pieces(text: str, delims: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of a text, and whether each is a string. Delimited strings become JSON."""
+    """Split a text at its delimited strings. Yield pairs (piece, whether it is such a string).
+
+    Delimited strings are converted to JSON strings.
+    """
     if not delims:
         yield text, False
         return
@@ -80,10 +85,10 @@ def _quoted(text: str) -> str:
 
 
 def tag_pattern(pattern: str) -> Any:
-    """Return the compiled pattern of a tag.
+    """Compile a pattern that matches a tag with the key and the value of one argument.
 
     Raises:
-        ValueError: it is not a pattern with the groups key and value.
+        ValueError: `pattern` is not a valid pattern, or lacks the groups "key" and "value".
     """
     try:
         compiled = regex.compile(pattern, regex.DOTALL)
@@ -95,10 +100,10 @@ def tag_pattern(pattern: str) -> Any:
 
 
 def value_reader(given: Any) -> Read:
-    """Return the function that reads the text of a value, for a template's `value_parser`.
+    """Return the function that converts a value's text, as a template's `value_parser` says.
 
     Raises:
-        ValueError: the parser is neither text nor json.
+        ValueError: the parser's name is neither "text" nor "json".
     """
     if given is None:
         return str
@@ -112,7 +117,11 @@ def value_reader(given: Any) -> Read:
 
 
 def read_tags(text: str, pattern: Any, read_value: Read, *, merges: bool) -> dict[str, Any]:
-    """Return the keys and values of tags. If `merges`, several values of a key form a list."""
+    """Return the keys and values of all tags in a text.
+
+    If a key occurs several times, its value is the list of all values if `merges`, else the last
+    value.
+    """
     found: dict[str, list[Any]] = {}
     for match in pattern.finditer(text):
         found.setdefault(match["key"], []).append(read_value(match["value"] or ""))
@@ -124,7 +133,7 @@ def read_tags(text: str, pattern: Any, read_value: Read, *, merges: bool) -> dic
 def read_lines(
     text: str, read_value: Read, *, line_sep: str = "\n", kv_sep: str = ":", strip: bool = True
 ) -> dict[str, Any]:
-    """Return the keys and values of lines."""
+    """Return the keys and values of lines like "key: value". Other lines are ignored."""
     found = {}
     for line in text.split(line_sep):
         pair = (line.strip() if strip else line).partition(kv_sep)
@@ -163,10 +172,10 @@ def _literal(node: ast.expr) -> Any:
 
 
 def cast(text: Any, schema: Any) -> Any:
-    """Return a text as a value of the first type in a JSON schema that it fits.
+    """Convert a text to a type of its JSON schema. The first type that can represent it is used.
 
-    A text that fits no type but "string", or whose schema has no type, stays a text. So does any
-    other value.
+    The text is returned unchanged if the schema has no type, or if no conversion succeeds. A value
+    that is not a text is returned unchanged, too.
     """
     if not isinstance(text, str):
         return text
@@ -179,7 +188,7 @@ def cast(text: Any, schema: Any) -> Any:
 
 
 def schema_types(schema: Any) -> list[str]:
-    """Return the types that a JSON schema names for a value, in order."""
+    """Return the types that a JSON schema allows for a value, in the schema's order."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")

@@ -1,4 +1,7 @@
-"""What a message gains when its text grows, and the message that all gains add up to."""
+"""Deltas: the text and the tool calls that more generated text adds to a message.
+
+The deltas of a response add up to its message.
+"""
 
 import logging
 from collections.abc import Iterable
@@ -11,7 +14,7 @@ _LOG = logging.getLogger("specjax")
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What one tool call gains. The first delta of a call has its id and name."""
+    """An addition to one tool call. The first delta of a call has its id and name."""
 
     index: int
     arguments: str
@@ -21,7 +24,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class MessageDelta:
-    """What a message gains: any of its parts. There is at most one delta per tool call."""
+    """An addition to some parts of a message. It has at most one delta per tool call."""
 
     content: str = ""
     reasoning: str = ""
@@ -29,7 +32,7 @@ class MessageDelta:
 
 
 def add_up(deltas: Iterable[MessageDelta]) -> ChatMessage:
-    """Return the message that all deltas of a text form."""
+    """Return the message that results from all deltas of a response."""
     content, reasoning, calls = "", "", list[ToolCall]()
     for delta in deltas:
         content += delta.content
@@ -48,7 +51,8 @@ class Calls:
     """Collects the tool calls of a message while they are read.
 
     Args:
-        limit: maximum number of calls; None for no limit. A line in the log reports further calls.
+        limit: the maximum number of calls; None for no limit. Further calls are dropped with a
+            warning.
     """
 
     def __init__(self, limit: int | None = None):
@@ -76,7 +80,7 @@ class Calls:
             self._new.append(CallDelta(index, text))
 
     def take(self) -> tuple[CallDelta, ...]:
-        """Return the gains since the last call of this method."""
+        """Return what was added to calls since the previous `take`."""
         new, self._new = tuple(self._new), []
         return new
 

@@ -1,8 +1,9 @@
-"""The formats of tool calls and reasoning of known models: one value each.
+"""The formats in which known models write tool calls and reasoning.
 
-A format says how responses are read, as a `response_template`, and how calls are written, for
-grammars that force them. It is chosen by texts in the model's chat template. A new format is one
-value and one entry in `FORMATS`.
+A format has a `response_template`, by which responses are read, and a `CallForm`, from which
+grammars that force calls are made. A format is chosen if certain texts, its signs, occur in the
+model's chat template. To support another format, add one `ResponseFormat` and one entry in
+`FORMATS`.
 """
 
 from collections.abc import Mapping
@@ -19,13 +20,13 @@ _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{cont
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written: the texts around names and arguments.
+    """The texts that a model writes around the names and arguments of calls.
 
     Attributes:
         name: the texts before and after a function's name.
         end: the text after the arguments.
-        parameter: the texts before and after an argument's key and after its value; None if the
-            arguments are JSON.
+        parameter: the text before an argument's key, the text between key and value, and the text
+            after the value; None if the arguments are a JSON object.
         first: the text before all calls.
         between: the text between two calls; None if there can be only one call.
         last: the text after all calls.
@@ -46,9 +47,9 @@ class ResponseFormat:
     """A format of responses.
 
     Attributes:
-        signs: texts that all occur in the chat templates of models with this format.
-        template: how responses are read.
-        form: how calls are written; None if no grammar can force calls.
+        signs: texts. A model has this format if its chat template contains all of them.
+        template: the `response_template` by which responses are read.
+        form: the form of calls, to make grammars that force them; None if there is no such grammar.
     """
 
     signs: tuple[str, ...]

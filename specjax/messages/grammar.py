@@ -12,9 +12,10 @@ _SPACE = r"/\n{0,2}/"  # models write line breaks before calls
 
 
 class CallGrammar:
-    """The grammar of a response that calls functions, in a form.
+    """Writes grammars for responses that call functions, in the call form of a model.
 
     Args:
+        form: the texts around the parts of a call.
         special_ids: see `LarkWriter`.
     """
 
@@ -24,13 +25,13 @@ class CallGrammar:
     def write(
         self, functions: Sequence[Function], *, is_parallel: bool, is_reasoning: bool | None
     ) -> str:
-        """Return the grammar.
+        """Return a grammar in which a response must call a function.
 
         Args:
             functions: the functions to choose from.
-            is_parallel: whether there may be several calls.
-            is_reasoning: True if the response begins within reasoning, False if it may have none,
-                None if it may begin with reasoning.
+            is_parallel: whether a response may have several calls.
+            is_reasoning: True if the prompt ends within reasoning, which the response continues;
+                None if the response may begin with reasoning; False if it must not.
         """
         form, text = self._form, self._writer.text
         opening, closing = form.reasoning
@@ -52,7 +53,7 @@ class CallGrammar:
         return f"{opening} {arguments(function.parameters)} {self._writer.text(self._form.end)}"
 
     def _tags(self, schema: Mapping[str, Any]) -> str:
-        """Return the arguments as texts around keys and values, in the order of the schema."""
+        """Return the grammar of arguments that are written as tags, in the order of the schema."""
         assert self._form.parameter is not None
         before, middle, after = self._form.parameter
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}

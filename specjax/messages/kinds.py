@@ -1,4 +1,4 @@
-"""The kinds of text in which tool calls are written, and the reader of each."""
+"""The syntaxes in which tool calls are written, and how to make a reader for each."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ MakeReader = Callable[[Calls, Mapping[str, str], Schemas], CallReader]
 
 @dataclass(frozen=True)
 class CallShape:
-    """Where the name and the arguments of a call are: paths of keys in a region's value.
+    """The paths of a call's name and arguments in the value of a region.
 
-    The first key is "content" for the value, or the name of a group of the opening anchor. If the
-    value `is_list`, each item is a call, and the first key is a key of the item.
+    A region is the text between an opening and a closing anchor, and its value is this text after
+    parsing. A path is a sequence of keys. Its first key is "content", which is the value, or the
+    name of a group of the opening anchor. If `is_list`, the value is a list of calls, and paths
+    begin at an item of the list.
     """
 
     name: tuple[str, ...]
@@ -33,10 +35,12 @@ class CallShape:
 
     @classmethod
     def of(cls, transform: Any, *, is_list: bool, where: str) -> "CallShape":
-        """Return the shape that a template's transform describes.
+        """Return the shape that the `transform` of a template describes.
+
+        `where` is the path of the transform in the template, for error messages.
 
         Raises:
-            ValueError: the transform has no placeholder for a name or for arguments.
+            ValueError: the transform has no placeholder for the name or the arguments.
         """
         if transform is None:
             return cls((*_CONTENT, "name"), (*_CONTENT, "arguments"), is_list)
@@ -50,17 +54,17 @@ class CallShape:
 
     @property
     def is_named(self) -> bool:
-        """Whether the opening anchor has the name."""
+        """Whether the opening anchor contains the function's name."""
         return not self.is_list and self.name[0] != "content"
 
     @property
     def is_direct(self) -> bool:
-        """Whether the opening anchor has the name, and the value is the arguments."""
+        """Whether the opening anchor contains the name, and the whole value is the arguments."""
         return self.is_named and self.arguments == _CONTENT
 
     @property
     def keys(self) -> tuple[str, str] | None:
-        """The keys of the name and the arguments, if every call is an object that has both."""
+        """The keys of name and arguments, if each call is an object with both keys; else None."""
         own = () if self.is_list else _CONTENT
         paths = self.name, self.arguments
         if any(len(path) != len(own) + 1 or path[: len(own)] != own for path in paths):
@@ -68,10 +72,12 @@ class CallShape:
         return self.name[-1], self.arguments[-1]
 
     def find(self, value: Any, groups: Mapping[str, str]) -> list[tuple[str, Any]]:
-        """Return the name and the arguments of each call in a region's value.
+        """Return the pair (name, arguments) of each call in a region's value.
+
+        `groups` has the text that each named group of the opening anchor matched.
 
         Raises:
-            ValueError: the value has another shape.
+            ValueError: the value does not have this shape.
         """
         items = value if self.is_list else [{"content": value}]
         if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
@@ -101,9 +107,10 @@ def _get(scope: Any, path: tuple[str, ...]) -> Any:
 
 
 def _whole(shape: CallShape, read: Read, *, is_typed: bool) -> MakeReader:
-    """Return the maker of readers that wait for the region's end.
+    """Return a function that makes readers, which read a region only when it has ended.
 
-    If values are not `is_typed`, they are texts, and are cast to the types of the arguments.
+    `read` converts the region's text to its value. If not `is_typed`, the values of arguments are
+    texts, which are then cast to the types in the functions' schemas.
     """
 
     def make(calls: Calls, groups: Mapping[str, str], schemas: Schemas) -> CallReader:

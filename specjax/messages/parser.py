@@ -1,7 +1,7 @@
-"""Divides the text of a response into the parts of a message while it grows.
+"""Divides the growing text of a response into content, reasoning and tool calls.
 
-However a text is split, the gains that the parser returns add up to the same message. Nothing that
-was generated is lost: text that cannot be read as a tool call becomes content.
+The text may arrive in pieces of any size: the deltas always add up to the same message. No
+generated text is lost: text that cannot be read as a tool call becomes content.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,13 @@ class ResponseParser:
 
     Args:
         template: how responses are written.
-        prompt: the rendered prompt. What it has after the last beginning of a response, like
-            "<think>", sets the part that the response begins with. Its text is not part of the
-            message, but a call is that it leaves open.
-        schemas: the JSON schemas of arguments, by function and argument, for formats in which
-            values have no types.
-        max_calls: maximum number of tool calls; None for no limit.
+        prompt: the rendered prompt. If it ends with the beginning of a response, like "<think>",
+            this beginning determines the part in which the generated text starts. Text of the
+            prompt is not added to the message, except a tool call that the prompt begins and does
+            not end.
+        schemas: the JSON schema of each argument, by function and argument. They are used in
+            formats that write all values as plain text.
+        max_calls: the maximum number of tool calls; None for no limit.
     """
 
     def __init__(
@@ -63,22 +64,22 @@ class ResponseParser:
 
     @property
     def part(self) -> str | None:
-        """The part of the message to which the next text belongs, as far as it is known."""
+        """The part of the message to which the next text belongs; None if this is not known yet."""
         return None if self._field is None else self._field.part
 
     @property
     def has_prefix(self) -> bool:
-        """Whether the prompt has the beginning of the response."""
+        """Whether the prompt ends with the beginning of a response."""
         return self._num_given > 0
 
     def feed(self, text: str) -> MessageDelta:
-        """Return what the message gains by more text."""
+        """Read more text of the response; return what it adds to the message."""
         self._text += text
         self._read(is_whole=False)
         return self._take()
 
     def finish(self) -> MessageDelta:
-        """Return what the message gains at the end of the response."""
+        """End the response; return what its end adds to the message."""
         self._read(is_whole=True)
         self._leave(self._position, is_complete=False)
         return self._take()
@@ -104,9 +105,11 @@ class ResponseParser:
                 self._enter(field, found)
 
     def _find(self, *, is_whole: bool) -> tuple[Found | None, Field | None, int]:
-        """Return the next anchor, and the field that it opens; None if it closes the current one.
+        """Find the next anchor that opens a field or closes the current field.
 
-        Without such an anchor, return None, and the end of the text that cannot be part of one.
+        Return its occurrence, the field that it opens (None if it closes the current field), and
+        the index up to which no incomplete anchor can begin. If no anchor begins before this index,
+        occurrence and field are None.
         """
         opened = [] if self._field is not self._rest else self._fields
         anchors = [(field.open, field) for field in opened if field.open is not None]
@@ -130,7 +133,7 @@ class ResponseParser:
         return best[1], best[2], end
 
     def _add(self, end: int) -> None:
-        """Read the text up to an index as a part of the current region."""
+        """Add the text up to the index `end` to the current part of the message."""
         if self._reader is not None:
             self._reader.feed(self._text[self._position : end])
         elif self._field is not None:
@@ -148,7 +151,11 @@ class ResponseParser:
             self._reader = field.reader(self._calls, found.names, self._schemas)
 
     def _leave(self, end: int, *, is_complete: bool) -> None:
-        """End the current region. Its closing anchor ends at index `end`."""
+        """End the current region (the text of one field, between its anchors).
+
+        `end` is the index at which its closing anchor ends. `is_complete` is false if the response
+        ended first.
+        """
         if self._reader is not None:
             unread = self._reader.close(is_complete=is_complete)
             if self._calls.num_begun == self._num_before:

@@ -1,7 +1,7 @@
-"""Read the tool calls in a region of a response, while the region's text grows.
+"""Readers of the tool calls in a region: the text between an opening and a closing anchor.
 
-Names and arguments go to a `Calls`. `close` returns text that belongs to no call; it becomes
-content, so that nothing is lost.
+A reader gets the region's text in pieces, and adds names and arguments to a `Calls`. Its method
+`close` returns the text that belongs to no call, which becomes content, so that no text is lost.
 """
 
 import json
@@ -27,15 +27,16 @@ class CallReader(Protocol):
         ...
 
     def close(self, *, is_complete: bool) -> str:
-        """End the region, and return text that belongs to no call.
+        """End the region, and return the text that belongs to no call.
 
-        The region is complete if its end was found, and not only the end of the output.
+        `is_complete` is true if the closing anchor was found, and false if the response ended
+        first.
         """
         ...
 
 
 class JsonArguments:
-    """The name is known, and the whole text is the arguments."""
+    """Reads a region that is the JSON arguments of the function `name`."""
 
     def __init__(self, calls: Calls, name: str):
         self._calls, self._text, self._is_empty = calls, Stripped(), True
@@ -55,10 +56,11 @@ class JsonArguments:
 
 
 class JsonObjects:
-    """Each JSON object in the text is a call, with its name and its arguments under two keys.
+    """Reads a region of JSON objects, each of which is a call.
 
-    Objects may be in a list, or follow each other. Arguments are passed on as written; if they
-    are a JSON text within a string, as that text.
+    The name and the arguments of a call are the values of two keys. The objects may be items of a
+    list, or follow each other. Arguments are not parsed, but passed on as text. If they are a JSON
+    text inside a string, the string's content is passed on.
     """
 
     def __init__(self, calls: Calls, name_key: str, arguments_key: str):
@@ -112,7 +114,10 @@ class JsonObjects:
         self._add(piece)
 
     def _add(self, piece: str) -> None:
-        """Add to a key or value. Arguments are passed on, unless they are in a string."""
+        """Add text to the current key or value.
+
+        Arguments are passed on at once, unless they are a JSON string, which is decoded at its end.
+        """
         if self._key != self._arguments_key or self._part.startswith('"'):
             self._part += piece
             return
@@ -160,12 +165,13 @@ class JsonObjects:
 
 
 class Tags:
-    """The name is known, and each match of a pattern is an argument with its key and value.
+    """Reads a region of tags, each of which is one argument of the function `name`.
 
     Args:
-        pattern: has the groups key and value.
-        read_value: reads a value's text, before it is cast.
-        schemas: a JSON schema for each known argument.
+        pattern: a compiled pattern that matches a tag, with the groups "key" and "value".
+        read_value: a function that converts a value's text. If the result is still a text, it is
+            cast to the type in the argument's schema.
+        schemas: the JSON schema of each known argument.
     """
 
     def __init__(
@@ -217,11 +223,11 @@ class Tags:
 
 
 class WholeCalls:
-    """Reads calls at the end of the region.
+    """Reads the calls of a region when the region has ended.
 
     Args:
-        name: the function's name, if it is known; otherwise None.
-        find: returns the name and the arguments of each call in a text.
+        name: the function's name if the opening anchor contains it, else None.
+        find: a function that takes a region's text, and returns each call's name and arguments.
     """
 
     def __init__(

@@ -1,12 +1,16 @@
-"""Strips text that grows."""
+"""Strips whitespace from a text that arrives in pieces."""
 
 
 class Stripped:
-    """Text without whitespace at its ends. Whitespace at the end is held back until text follows.
+    """A text without leading and trailing whitespace, which arrives in pieces.
+
+    Whitespace at the end is held back until other text follows. The text may have several regions
+    (parts between anchors), which are joined.
 
     Args:
-        strips: whether to strip; otherwise the text stays as it is.
-        join: the text between two regions; None for the whitespace that they have.
+        strips: whether to strip whitespace. If False, the text stays unchanged.
+        join: the text to put between two regions, each of which is stripped. If None, the regions
+            keep the whitespace between them.
     """
 
     def __init__(self, *, strips: bool = True, join: str | None = None):
@@ -14,7 +18,7 @@ class Stripped:
         self._held, self._has_begun, self._before = "", False, ""
 
     def feed(self, text: str) -> str:
-        """Return the text that can be shown now."""
+        """Add a piece of text; return the text that is final now."""
         if self._strips:
             text = self._held + text
             if not self._has_begun:

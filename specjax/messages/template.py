@@ -1,10 +1,11 @@
 """Reads a `response_template`, transformers' declarative description of a model's responses.
 
-A template is a mapping like those in tokenizer_config.json: `start_anchor` is the text that begins
-an assistant's turn, and `fields` says for each part of a message how its text begins, ends and is
-read. The field without a beginning, if there is one, gets all text that is in no other field.
+A template is a mapping, as in tokenizer_config.json. Its `start_anchor` is the text that begins an
+assistant's turn. Its `fields` describe the parts of a message: how the text of each part begins,
+how it ends, and how it is read. At most one field has no beginning; it gets all text outside of the
+other fields.
 
-Parts of a message here are "content", "reasoning" and "tool_calls", so other fields are refused.
+Only the parts "content", "reasoning" and "tool_calls" are supported. Other fields are refused.
 """
 
 from collections.abc import Mapping
@@ -29,15 +30,16 @@ FIELD_KEYS = {
 
 @dataclass(frozen=True)
 class Field:
-    """How one part of a message is written.
+    """The description of one part of a message.
 
     Attributes:
-        part: the part of the message.
-        open: where the part begins; None for text that is in no other field.
-        close: where it ends; None if only the response's end ends it.
-        strips: whether whitespace at the ends of a text does not count.
-        join: text between the texts of several regions; None for the whitespace that they have.
-        reader: makes the reader of tool calls; None for texts.
+        part: "content", "reasoning" or "tool_calls".
+        open: the anchor that begins the part; None for the field of all text outside other fields.
+        close: the anchor that ends the part; None if the part ends only with the response.
+        strips: whether leading and trailing whitespace is removed.
+        join: the text to put between the part's regions, if it has several; None to keep the
+            whitespace between them.
+        reader: the function that makes a reader of tool calls; None for parts that are text.
     """
 
     part: str
@@ -50,17 +52,17 @@ class Field:
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    """How a model's responses are written."""
+    """A description of the responses of a model."""
 
     start: Anchor
     fields: tuple[Field, ...]
 
     @classmethod
     def of(cls, given: Any) -> "ResponseTemplate":
-        """Return the template of a mapping.
+        """Return the template that a mapping describes.
 
         Raises:
-            ValueError: a key is unknown, or a value is wrong or not supported.
+            ValueError: a key is unknown, or a value is malformed or not supported.
         """
         where = "response_template"
         if not isinstance(given, Mapping):
@@ -90,7 +92,7 @@ class ResponseTemplate:
         return replace(self, fields=tuple(kept))
 
     def has_part(self, part: str) -> bool:
-        """Return whether the template says how a part of a message is written."""
+        """Return whether the template describes this part of a message."""
         return any(field.part == part for field in self.fields)
 
 

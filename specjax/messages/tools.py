@@ -44,12 +44,13 @@ class ToolChoice:
 
 
 def read_tool_choice(tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolChoice:
-    """Return what a call of a model with these arguments allows.
+    """Return the functions that the model may call, and whether it must call one.
 
     Args:
-        tools: a list of functions in OpenAI's form; None for none.
-        tool_choice: "auto", "none", "required", or a function in OpenAI's form.
-        parallel_tool_calls: whether there may be several calls.
+        tools: a list of functions in OpenAI's form, or None.
+        tool_choice: "auto", "none", "required", or the one function that the model must call, in
+            OpenAI's form.
+        parallel_tool_calls: whether a response may have several calls.
 
     Raises:
         ValueError: an argument is malformed, or names a function that is not in `tools`.

@@ -40,10 +40,10 @@ MAX_STREAMS = 10_000  # maximum number of requests that a worker has at a time
 class RayLLM:
     """Replicas of an LLM, each in a Ray actor (worker), that share requests.
 
-    A request goes to the worker with the fewest unfinished samples. If a worker dies, its requests
-    continue on other workers after the tokens that they already have, with the same seeds, and a
-    new worker with the current weights replaces it. Tokens do not depend on the worker, as far as
-    batches of other sizes do not round differently.
+    A request goes to the worker with the fewest unfinished samples. If a worker dies, a new worker
+    with the current weights replaces it. Its requests continue on other workers, after the tokens
+    that they already have and with the same seeds. The worker that runs a request does not affect
+    its tokens, except by rounding: batches of different sizes may round differently.
 
     Args:
         model: a folder or hub id that every worker can load.
@@ -152,8 +152,9 @@ class RayLLM:
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
-            WorkersDied: workers died repeatedly while the request ran, or cannot be replaced; or
-                the request has several samples, and another worker gave other tokens.
+            WorkersDied: workers died repeatedly while the request ran, or cannot be replaced.
+            RuntimeError: a worker died, the request had to start again on another worker, and the
+                new tokens differ from the tokens that were already yielded.
         """
         number, self._num_requests = self._num_requests, self._num_requests + 1
         params = self._default_params if sampling_params is None else sampling_params
@@ -189,7 +190,10 @@ class RayLLM:
         self.close()
 
     def _seeded(self, params: Any, number: int) -> SamplingParams:
-        """Return a copy with the seed that an `LLM` would give its request of this number."""
+        """Return a copy of the parameters with a seed.
+
+        If they have no seed, it is derived from `number`, the request's number, as in an `LLM`.
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params has {params!r}, which is not a SamplingParams")
         if params.logits_processors:

@@ -1,4 +1,4 @@
-"""Puts together the output of a request that several workers may run one after the other."""
+"""Joins the outputs of several workers that run the same request one after the other."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,10 +8,11 @@ from specjax.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Progress:
-    """The output of a request so far. Workers send only what they add to it.
+    """The output of a request so far. Workers send only new tokens.
 
-    A request with one sample continues on another worker after the tokens that it has. Other
-    requests begin from the start, and must get the same tokens.
+    If the worker of a request dies, another worker runs the request. A request with one sample and
+    without prompt log-probabilities continues after its last token. Other requests start again, and
+    must get the same tokens as before.
 
     Attributes:
         params: the parameters with which workers run the request.
@@ -32,15 +33,20 @@ class Progress:
         return self.output is not None and self.output.finished
 
     def begin(self) -> CompletionOutput | None:
-        """Return the part of the only sample after which the next worker continues, if any."""
+        """Start on a worker. Return the sample so far, which the worker continues.
+
+        Return None if the worker starts from the prompt.
+        """
         self._running = self.output if self._can_continue else None
         return None if self._running is None else self._running.outputs[0]
 
     def add(self, added: RequestOutput) -> RequestOutput | None:
-        """Add what a worker sent. Return the whole output if it has grown, or else None.
+        """Add an output that a worker sent.
+
+        Return the whole output if it has grown. Otherwise, return None.
 
         Raises:
-            RuntimeError: a worker began from the start, and gave other tokens than the one before.
+            RuntimeError: a worker that started again gave other tokens than the worker before it.
         """
         self._running = now = _joined(self._running, added)
         if self.output is not None:
@@ -58,7 +64,7 @@ class Progress:
 
 
 def _joined(before: RequestOutput | None, added: RequestOutput) -> RequestOutput:
-    """Return the output `before` with what was added to its samples."""
+    """Return the output `before` with the new tokens of `added`."""
     samples = {} if before is None else {one.index: one for one in before.outputs}
     for one in added.outputs:
         known = samples.get(one.index)
@@ -77,6 +83,6 @@ def _appended(before: CompletionOutput, added: CompletionOutput) -> CompletionOu
 
 
 def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether one of the two begins with the other."""
+    """Return whether the shorter of two sequences is a prefix of the other."""
     shorter = min(len(one), len(other))
     return one[:shorter] == other[:shorter]

@@ -49,7 +49,9 @@ class RayWorker:
         request_id: Hashable,
         before: CompletionOutput | None,
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt; see `AsyncLLM.generate_stream`, or `resume_stream` with `before`.
+        """Continue a prompt, or the sample `before` of the prompt if it is not None.
+
+        See `AsyncLLM.generate_stream` and `AsyncLLM.resume_stream`.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -80,7 +82,7 @@ class RayWorker:
     ) -> tuple[WeightUpdate, int]:
         """Replace the weights; return the result and the drafter's new version.
 
-        `method` is "update_weights", the only way.
+        `method` is always "update_weights", which `WorkerPool.update` passes.
         """
         self._check()
         update = await asyncio.to_thread(self._update_weights, weights, version, drafter)

@@ -153,7 +153,7 @@ class OnlineDistiller:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the drafter, optimiser, rollouts in memory and target's weights.
 
-        Writing is atomic, and the previous checkpoint is kept.
+        The checkpoint is written atomically. The checkpoint before it in `directory` is kept.
         """
         self._take_over()
         arrays = self._arrays()
@@ -168,14 +168,15 @@ class OnlineDistiller:
         _write(_absolute(directory), arrays, facts)
 
     def restore(self, directory: str | Path) -> None:
-        """Resume from the newest checkpoint; replace the engine's target and drafter weights.
+        """Resume from the newest checkpoint.
 
-        Later refits are bitwise equal to an uninterrupted run with the same settings.
+        The weights of the engine's target and drafter are replaced. Later refits give the same bits
+        as in an uninterrupted run with the same settings.
 
         Raises:
-            ValueError: there is no checkpoint, it belongs to other models or another version of
-                specjax, or the engine's weights are newer or differ although their version is the
-                same.
+            ValueError: there is no checkpoint; it belongs to other models or to another version of
+                specjax; or the engine's target has a newer version, or the same version but
+                different weights.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())
@@ -224,9 +225,9 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Train the engine's drafter from now on, if something else has replaced the drafter.
+        """Continue from the engine's drafter if something else has replaced it since the last call.
 
-        Training then continues with a new optimiser state and the same step number.
+        Training of the new drafter starts with a new optimiser state, and step numbers continue.
         """
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:

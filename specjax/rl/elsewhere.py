@@ -16,10 +16,12 @@ from specjax.rl.weights import read_update, stage_drafter, stage_target
 
 
 def check_folders(engine: Engine, *given: Weights) -> None:
-    """Check that weights are folders, or None, if the engine has other processes.
+    """Check that weights can be read by the engine's other processes, if there are any.
+
+    They must be given as a folder, which each process reads. None is also accepted.
 
     Raises:
-        ValueError: there are other processes, and weights have another form.
+        ValueError: there are other processes, and weights are not given as a folder.
     """
     count = engine.engines[0].programs.num_processes
     for weights in given:
@@ -33,7 +35,8 @@ def check_folders(engine: Engine, *given: Weights) -> None:
 def stage_elsewhere(engine: Engine, weights: Weights, drafter: Weights) -> None:
     """Let the engine's other processes, if any, read and check new weights.
 
-    `weights` are for the target and `drafter` for the drafter; None to keep the old weights.
+    `weights` are for the target, and `drafter` for the drafter. If one is None, the old weights are
+    kept.
 
     Raises:
         HostsError: a process cannot use its folder. Nothing has changed.

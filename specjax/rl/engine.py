@@ -55,8 +55,8 @@ class RolloutEngine:
         options: as for `LLM`; verbose defaults to False.
 
     Raises:
-        ValueError: as for `LLM`; or an option is set by the rollout engine itself; or verification
-            is "synthetic", whose tokens are not sampled from the model's distribution.
+        ValueError: as for `LLM`; or logprobs_mode is given (use `raw_logprobs`); or verification is
+            "synthetic", whose tokens are not sampled from the model's distribution.
         CheckpointError: as for `LLM`.
     """
 
@@ -248,12 +248,12 @@ class RolloutEngine:
         arrays are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: a tree like `params.target`; nested mappings or an nnx.State of the same paths;
-                a mapping from Hugging Face names to arrays; pairs (name, array); or a folder (see
-                `read_weights`), which is read before anything is changed. At the first update, the
-                layout conversion of Hugging Face arrays is compiled. Floats are cast. Buffers such
-                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
-                drafter, tensors mtp.* update the drafter as well.
+            weights: a tree like `params.target`; nested mappings or an nnx.State with the same
+                paths; a mapping from Hugging Face names to arrays, whose layout conversion is
+                compiled at the first update; pairs (name, array); or a folder (see `read_weights`).
+                Floating-point arrays are cast to the engine's dtypes. Buffers such as
+                `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                drafter, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
                 "wait" finishes them before the update. "keep" continues them after the update:

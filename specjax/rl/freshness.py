@@ -9,7 +9,7 @@ from specjax.engine.metrics import Metrics
 
 
 class Mark(NamedTuple):
-    """A snapshot of an engine's counters, and of the versions of its weights."""
+    """The counters of an engine and the versions of its weights at one time."""
 
     version: int
     drafter_version: int
@@ -26,8 +26,9 @@ class VersionAcceptance:
         num_tokens: the number of generated tokens.
         num_drafts: the number of rounds with drafts; a round counts once for each request in it.
         mean_acceptance_length: the mean number of tokens per request in a round with drafts.
-        acceptance_rate_per_pos: for each position, the accepted drafts as a fraction of the drafts
-            that could have been accepted. The rate is not conditional on earlier positions.
+        acceptance_rate_per_pos: for each draft position, the number of accepted drafts divided by
+            the number of drafts. The rate includes drafts after a rejected draft, which are never
+            accepted.
         k_histogram: the number of rounds for each K.
     """
 
@@ -40,7 +41,11 @@ class VersionAcceptance:
     k_histogram: dict[int, int]
 
     def acceptance_length(self, k: int) -> float:
-        """Return the expected acceptance length of `k` drafts, to compare rounds of different K."""
+        """Return the acceptance length to expect if each round had `k` drafts.
+
+        Unlike `mean_acceptance_length`, it can be compared between periods whose rounds had
+        different K.
+        """
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 
     @property
@@ -51,19 +56,19 @@ class VersionAcceptance:
 
 
 class Freshness:
-    """Splits an engine's counters into periods, in which the weights did not change."""
+    """Splits an engine's counters into periods. Within a period, the weights do not change."""
 
     def __init__(self, start: Metrics):
         self._start = start
         self._closed: list[VersionAcceptance] = []
 
     def close(self, mark: Mark) -> None:
-        """End the period in which the weights of `mark` were in use."""
+        """End the current period. `mark` is taken at its end, before the weights change."""
         self._closed.append(_since(self._start, mark))
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return the draft acceptance in every period. The current period ends at `mark`."""
+        """Return the draft acceptance of all periods. `mark` is taken now, in the current one."""
         return [*self._closed, _since(self._start, mark)]
 
 

@@ -57,8 +57,8 @@ class Loop:
         `label` identifies the call for `abort`.
 
         Raises:
-            RolloutError: the device failed, or no step can run any more. The error is raised after
-                all rollouts were yielded.
+            RolloutError: the device failed, or the engine can run no more steps. The error is
+                raised after all rollouts were yielded.
         """
         failure: Exception | None = None
         requests = [start.request for start in starts]
@@ -84,7 +84,7 @@ class Loop:
         """Run requests to completion and return their samples.
 
         Raises:
-            RuntimeError: the device failed, or no step can run any more.
+            RuntimeError: the device failed, or the engine can run no more steps.
         """
         with self._queued(requests, list) as samples:
             while not all(sample.is_finished for sample in samples):
@@ -145,7 +145,7 @@ class Loop:
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Record that all tokens without a recorded version come from the current version.
+        """Record that all tokens generated since the last update come from the current version.
 
         The caller must hold the lock `turns`.
         """
@@ -236,10 +236,10 @@ class Loop:
             return running.rollout(self.version, has_raw=self._has_raw)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Run one step as soon as the lock is free and the loop is not stopped.
+        """Wait until the lock is free and the loop is not stopped, then run one step.
 
-        Return without a step if `is_done()` is true by then. If the step fails, the error is
-        recorded for all calls with unfinished requests, including this call.
+        If `is_done()` becomes true before that, return without running a step. If the step fails,
+        the error is recorded for all calls with unfinished requests, including this call.
         """
         me = threading.current_thread()
         with self.turns:
@@ -261,10 +261,10 @@ class Loop:
                 self._advance(self.engine.step)
 
     def _advance(self, move: Callable[[], Any]) -> None:
-        """Call `move`, a method of the engine that works on its queued requests.
+        """Call `move`, a method of the engine that runs steps or reads their results.
 
-        If `move` raises an error, drop all unfinished requests, record the error as the reason, and
-        raise it again.
+        If `move` raises an error, all unfinished requests are dropped. The error is recorded as
+        their failure, and raised again.
         """
         before = list(self.engine.unfinished_ids)
         try:

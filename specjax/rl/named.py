@@ -24,10 +24,11 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
     Args:
         weights: see `Weights`. An iterator is read to its end.
         current: the engine's tree of weights.
-        name: what errors call the weights.
+        name: what to call the weights in error messages.
 
     Raises:
-        ValueError: the weights have another form or a duplicate name, or an array cannot be read.
+        ValueError: the weights have an unsupported form or a duplicate name, or an array cannot be
+            read.
         CheckpointError: the folder has no weights.
     """
     if isinstance(weights, str | Path):
@@ -62,9 +63,10 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
     """Run `read_named`, and check that no array has NaN or infinity.
 
-    The engine may generate during the check. On an accelerator, the check is one program per shape
-    and dtype. The programs for the shapes and dtypes of the engine's own arrays are compiled when
-    `LLM` reads a checkpoint; further programs are compiled at the first update.
+    The engine may generate during the check. On an accelerator, a program is compiled for each
+    shape and dtype. Programs for the engine's own arrays were already compiled when `LLM` read a
+    checkpoint. If a trainer's arrays have other shapes or dtypes, the first update compiles more
+    programs.
 
     Raises:
         ValueError: as for `read_named`, or an array is not finite.
@@ -83,10 +85,11 @@ def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def variable_paths(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path; a flax nnx variable is a leaf, too.
+    """Return the leaves of a tree by path. A flax nnx variable is a leaf, too.
 
-    The suffix ".value" is removed if all paths have it, as in an nnx.State that was saved and
-    restored as mappings. The suffix ".values" of an engine's weights is always removed.
+    If all paths end in ".value", this suffix is removed. They do in an nnx.State that was saved and
+    restored as mappings. The suffix ".values", which some arrays of an engine have, is always
+    removed.
     """
 
     def is_variable(node: Any) -> bool:

@@ -107,7 +107,7 @@ class WorkerPool:
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
         """Call an update method of every worker's engine. Either all engines change, or none does.
 
-        Return the result of the slowest worker's update, and the new version of the drafter.
+        Return the result of the update on the slowest worker, and the drafter's new version.
         """
         outcomes: list[Any] = [None] * len(self.workers)
         try:
@@ -164,9 +164,11 @@ class WorkerPool:
         Args:
             name: what to call a work item in error messages.
             groups: for each group, the places (indices) of the items that one worker gets together.
-            send: a function. `send(worker, label, places)` sends items to a worker and returns the
-                reference of the worker's answer; `label` identifies this call of `run`.
-            read: a function. `read(places, answer)` returns one value per place.
+            send: the function that sends a group's items to a worker. `send(worker, label, places)`
+                returns the Ray reference of the worker's answer. `label` identifies this call of
+                `run`.
+            read: the function that reads an answer. `read(places, answer)` returns one value per
+                place.
 
         Raises:
             WorkersDied: workers died repeatedly at the same item, or cannot be replaced.
@@ -318,7 +320,10 @@ class WorkerPool:
 
     @property
     def deaths(self) -> tuple[type[Exception], ...]:
-        """Exceptions for dead workers, for answers that were lost with them, and for failures."""
+        """The exceptions after which a worker has to be replaced.
+
+        They mean that its process died, that its answer was lost, or that its device failed.
+        """
         found = self._ray.exceptions
         return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError, WorkerFailed
 
@@ -344,7 +349,10 @@ def import_ray(name: str) -> Any:
 
 
 def send_work(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an actor's method on separate threads, so that pause and abort can run meanwhile."""
+    """Call an actor's method in the actor's thread pool for long calls.
+
+    Other methods of the actor, such as `abort`, can then run at the same time.
+    """
     return method.options(concurrency_group="work").remote(*args, **kwargs)
 
 

@@ -118,8 +118,8 @@ class RayRollouts:
         """Like `generate`, but yield the rollouts of each group of prompts when the group is done.
 
         Leaving the iteration aborts the remaining rollouts. Other methods may be called during the
-        iteration: updated weights apply to all tokens that are not generated yet. After `sleep`,
-        call `wake_up` before the next iteration, which raises a RuntimeError otherwise.
+        iteration. After an update of weights, all further tokens come from the new weights. After
+        `sleep`, call `wake_up` before continuing the iteration; otherwise it raises a RuntimeError.
         """
         groups = self._continue(prompts, sampling_params)
         return (rollout for _, rollouts in groups for rollout in rollouts)
@@ -176,7 +176,7 @@ class RayRollouts:
     def sleep(self, level: int = 1) -> None:
         """Free device memory until `wake_up`; see `RolloutEngine.sleep`.
 
-        If a worker fails, all workers count as asleep; call `sleep` or `wake_up` again.
+        If a worker fails, all workers are treated as asleep. Then call `sleep` or `wake_up` again.
         """
         before, self._pool.state = self._pool.state, replace(self._pool.state, sleep_level=level)
         try:

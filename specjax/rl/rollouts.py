@@ -24,8 +24,8 @@ class Rollout:
         prompt_token_ids: the prompt's token ids, i32[P].
         token_ids: the output's token ids, i32[T], including an end-of-sequence token.
         logprobs: the log-probability f32[T] of each token in the distribution that it was sampled
-            from, which is after penalties, temperature, top-k and so on. It does not depend on
-            whether the token was drafted.
+            from. Penalties, temperature, top-k and so on have been applied to this distribution.
+            The log-probability does not depend on whether the token was drafted.
         raw_logprobs: the log-probability f32[T] of each token in the model's own distribution; None
             unless requested.
         versions: the weights versions of the tokens, in order.
@@ -58,7 +58,7 @@ class Rollout:
 
 
 class PaddedRollouts(NamedTuple):
-    """N rollouts as arrays, with prompts aligned at their ends and outputs at their starts."""
+    """N rollouts as arrays. Prompts are padded on the left, and outputs on the right."""
 
     prompt_tokens: np.ndarray  # i32[N, P], padded on the left
     tokens: np.ndarray  # i32[N, T], padded on the right
@@ -181,9 +181,9 @@ class RolloutError(RuntimeError):
 class Score(NamedTuple):
     """The target's scores of a prompt with P tokens and a completion with T tokens.
 
-    L = P + T - 1 is the number of scored positions. If top-k, top-p or min-p truncates the
-    distribution, a token sampled at the threshold may fall below the threshold here, because of
-    different rounding; its log-probability is then -inf.
+    L = P + T - 1 is the number of scored positions. A log-probability is -inf if top-k, top-p or
+    min-p excludes the token. This can happen to a sampled token that was just above the threshold,
+    because scoring may round differently.
     """
 
     logprobs: np.ndarray  # f32[T], for the completion's tokens; see `Rollout.logprobs`

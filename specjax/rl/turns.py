@@ -8,10 +8,10 @@ from specjax.engine.process import refuse_fork
 
 
 class Turns:
-    """A lock that is fair to waiting threads, even if a loop releases it only for a moment.
+    """A fair lock: a thread that releases it and wants it back lets waiting threads go first.
 
     The gate is a second lock. A thread must acquire the gate before it acquires the lock. While a
-    thread waits for the lock, it holds the gate, so that the loop cannot overtake it.
+    thread waits for the lock, it holds the gate, so that no other thread can overtake it.
     """
 
     def __init__(self):

@@ -42,7 +42,7 @@ _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The given arrays from which one of the engine's arrays is built."""
+    """The arrays of an update from which one of the engine's arrays is built."""
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
@@ -50,7 +50,7 @@ class ArraySource:
     division: DividedSpec | None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """Return the engine's array, as a copy with this dtype and sharding."""
+        """Build the engine's array in new memory, with this dtype and sharding."""
         if self.spec is not None:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
@@ -69,8 +69,9 @@ def replace_weights(
 ) -> None:
     """Replace weights between two steps, one array at a time.
 
-    `target` has the target's new arrays, and `own` the drafter's; None keeps the old arrays. `tear`
-    is called after each array of the target, from which on the weights mix two versions.
+    `target` has the target's new arrays, and `own` has the drafter's; None keeps the old arrays.
+    `tear` is called whenever a new array of the target has been made. The weights mix two versions
+    from then until the last array is replaced.
     """
     num_target = len(jax.tree.leaves(engine.params.target))
     sources = [
@@ -150,9 +151,10 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 def read_update(
     weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the new arrays of target and drafter by name; None if the drafter's arrays stay.
+    """Return the new arrays by name: the target's, and the drafter's or None.
 
-    `weights` may include an MTP drafter. `params` are the engine's weights.
+    The drafter's are None if the drafter keeps its arrays. This is so if `drafter_weights` is None
+    and `weights` do not include an MTP drafter. `params` are the engine's weights.
 
     Raises:
         ValueError: weights cannot be read, or are not finite.
@@ -180,7 +182,7 @@ def next_version(current: int, version: Any) -> int:
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Return whether the drafter is an MTP module that the target's weights `given` include."""
+    """Return whether the weights `given` for the target also have the weights of an MTP drafter."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
     return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 

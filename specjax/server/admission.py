@@ -1,4 +1,4 @@
-"""Limits the number of samples that are in the server at a time."""
+"""Limits the number of samples that the server runs or queues at a time."""
 
 import logging
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ _LOG = logging.getLogger("specjax")
 
 
 class Admission:
-    """Counts the samples of requests that have not been answered yet.
+    """Counts the samples of all requests that are being answered.
 
     Args:
-        limit: maximum number of samples; requests beyond it are refused.
+        limit: the maximum number of samples. A request that would exceed it is refused.
     """
 
     def __init__(self, limit: int):
@@ -24,7 +24,7 @@ class Admission:
 
     @contextmanager
     def admit(self, num_samples: int) -> Iterator[None]:
-        """Count the samples of a request within the block.
+        """Count a request's samples while the `with` block runs.
 
         Raises:
             APIError: see `check`.
@@ -37,7 +37,9 @@ class Admission:
             self.num_samples -= num_samples
 
     def check(self, num_samples: int) -> None:
-        """Refuse a request if there would be too many samples. A request alone is never too large.
+        """Refuse a request of `num_samples` samples if the total would exceed the limit.
+
+        If no other request is being answered, the request is never refused.
 
         Raises:
             APIError: the request is refused.

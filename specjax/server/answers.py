@@ -1,7 +1,7 @@
-"""Runs a request's prompts on the engine, and sends the answer: whole, or as a stream of events.
+"""Runs a request's prompts on the engine, and sends the answer, whole or as a stream of events.
 
-A stream has one event per sample and engine step, in server-sent events' format. If the client
-reads slowly, outputs of several steps are merged into one event, so that nothing piles up.
+A stream (server-sent events) has one event per sample and engine step. If the client reads slowly,
+the outputs of several steps are merged into one event, so that no events queue up.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ class Answer:
     async def _pump(
         self, prompt: int, stream: AsyncIterator[RequestOutput], events: "Events"
     ) -> RequestOutput:
-        """Send the events of one prompt. Return its last output."""
+        """Send the events of one prompt until it is finished. Return its last output."""
         form, wants = self._job.form, self._job.request.stream_options
         is_counted = wants is not None and wants.continuous_usage_stats
         for choice in form.openings(prompt):
@@ -182,7 +182,7 @@ class Answer:
         return Reply(id=job.id, object=kind, created=job.created, model=job.model, choices=choices)
 
     def _check(self, samples: Sequence[CompletionOutput]) -> None:
-        """Raise the error of a sample that failed."""
+        """Raise an APIError if one of the samples failed."""
         for sample in samples:
             if isinstance(sample.error, ValueError):  # parameters that leave no token
                 raise APIError(422, self._service.public(str(sample.error)))

@@ -45,12 +45,13 @@ Body = TypeVar("Body")
 
 
 async def read_body(request: Request, kind: type[Body], limits: Limits) -> Body:
-    """Return the request's body as a `kind` of `wire`.
+    """Return the request's body as an instance of `kind`, a class of `wire`.
 
-    Unknown fields are ignored, with a line in the log.
+    Unknown fields are ignored, and a log line names them.
 
     Raises:
-        APIError: the body is too large or slow, is not JSON, or has a wrong or refused field.
+        APIError: the body is too large, arrives too slowly, is not a JSON object, or has a field
+            with a wrong type or a field that is not supported.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in JSON_TYPES:

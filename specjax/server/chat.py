@@ -1,4 +1,4 @@
-"""The door /v1/chat/completions: conversations and the messages that answer them."""
+"""The endpoint /v1/chat/completions."""
 
 import logging
 import uuid
@@ -71,7 +71,7 @@ async def create_chat(request: Request) -> ASGIApp:
 def _prepare(
     service: Service, request: ChatRequest, params: SamplingParams
 ) -> tuple[TokensPrompt, Response]:
-    """Return a conversation as a prompt, and how its responses are generated and read."""
+    """Return a conversation as a prompt, and the way to generate and read its responses."""
     options = ChatOptions(
         tools=request.tools,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
@@ -84,11 +84,12 @@ def _prepare(
 
 
 def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
-    """Return a conversation as a prompt.
+    """Return a conversation as a prompt, rendered by a chat template.
 
     Raises:
         ValueError: the conversation or a variable of the template is refused.
-        APIError: the request brings a template, which the settings do not allow.
+        APIError: there are no messages, or the request has its own template, which the settings do
+            not allow.
     """
     settings, own = service.settings, request.chat_template
     if own is not None and not settings.trust_request_chat_template:
@@ -122,7 +123,11 @@ def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPr
 
 
 def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without unknown keys, like those of answers that are sent back."""
+    """Return messages without unknown keys, which are logged.
+
+    Clients that send back the server's answers, as the earlier messages of a conversation, also
+    send further keys of these answers.
+    """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:
         shown = ", ".join(sorted(key[:40] for key in unknown)[:10])
@@ -143,10 +148,10 @@ def _num_logprobs(request: ChatRequest) -> int | None:
 
 
 class ChatForm:
-    """Choices of a chat; see `AnswerForm`.
+    """Turns outputs into the choices of a chat's answer; see `AnswerForm`.
 
     Args:
-        samples: the messages of the samples.
+        samples: the message of each sample.
     """
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"

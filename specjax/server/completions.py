@@ -1,4 +1,4 @@
-"""The door /v1/completions: prompts and their continuations."""
+"""The endpoint /v1/completions."""
 
 import uuid
 from collections.abc import Iterator, Sequence
@@ -52,10 +52,10 @@ async def create_completion(request: Request) -> ASGIApp:
 
 
 def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPrompt]:
-    """Return the prompts of a request: texts or lists of token ids, one or several.
+    """Return the prompts of a request: a text, token ids, or a list with one kind of these.
 
     Raises:
-        APIError: there are none, or they are of several kinds.
+        APIError: the list is empty, or mixes texts and token ids.
     """
     given: Any = request.prompt
     listed: list[Any]
@@ -81,7 +81,10 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
 
 
 class CompletionForm:
-    """Choices of completions. Their indices count samples over all prompts; see `AnswerForm`."""
+    """Turns outputs into the choices of a completion's answer; see `AnswerForm`.
+
+    If a request has several prompts, indices of choices count the samples of all prompts.
+    """
 
     whole_object = chunk_object = "text_completion"
 
@@ -124,7 +127,10 @@ class CompletionForm:
     def _choice(
         self, prompt: int, sample: CompletionOutput, output: RequestOutput
     ) -> CompletionChoice:
-        """Return what a sample has gained; with echo, the first part begins with the prompt."""
+        """Return a choice with the new tokens of a sample.
+
+        If the request has `echo`, the first choice of a sample begins with the prompt.
+        """
         index = prompt * self._n + sample.index
         is_first = index not in self._offsets
         self._offsets.setdefault(index, 0)
@@ -147,7 +153,10 @@ class CompletionForm:
         return choice
 
     def _echoed(self, prompt: int, ids: list[int]) -> str:
-        """Return the text of the tokens `ids`, which the engine has kept of a prompt."""
+        """Return the text of `ids`, the tokens of a prompt that the engine used.
+
+        They are fewer than the given tokens if the prompt was truncated.
+        """
         given = self._prompts[prompt]
         if "prompt" in given and len(given["prompt_token_ids"]) == len(ids):
             return given["prompt"]

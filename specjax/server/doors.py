@@ -1,4 +1,4 @@
-"""Doors about the server, the model and its tokens, which generate nothing."""
+"""The endpoints that generate nothing: models, tokenization, health, version, load and metrics."""
 
 import asyncio
 import time
@@ -98,7 +98,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer /health and /ping with 200, or 503 if the engine cannot go on."""
+    """Answer /health and /ping with 200, or with 503 if the engine has ended."""
     service: Service = request.app.state.service
     if service.llm.is_alive():
         return Response()
@@ -121,7 +121,7 @@ async def load(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Answer /metrics."""
+    """Answer /metrics with all metrics in Prometheus' text format."""
     service: Service = request.app.state.service
     # It may wait for the engine.
     body = await asyncio.to_thread(service.monitor.expose)

@@ -1,4 +1,4 @@
-"""Errors that clients see, in the shape of OpenAI's API."""
+"""Errors that clients see, in the format of OpenAI's API."""
 
 import re
 
@@ -39,11 +39,11 @@ class ErrorReply(msgspec.Struct):
 
 
 class APIError(Exception):
-    """An error for the client, with an HTTP status.
+    """An error that is sent to the client, with an HTTP status.
 
     Args:
-        param: the path of the field at fault, like "messages[0].role".
-        retry_after: seconds after which the client may try again.
+        param: the path of the request's field that caused the error, like "messages[0].role".
+        retry_after: the seconds after which the client may try again.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class APIError(Exception):
 
 
 def of_validation(error: msgspec.ValidationError) -> APIError:
-    """Return the error for a body with a field of the wrong type."""
+    """Return the error to send for a body in which a field has the wrong type."""
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     return APIError(400, f"{path}: {message}" if path else message, path or None)

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that leave or do not read."""
+"""Sends server-sent events, and notices clients that disconnect or stop reading."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -15,16 +15,16 @@ HEADERS = [
 
 
 class ClientStalledError(Exception):
-    """The client has not read for too long."""
+    """Raised if the client stopped reading for too long."""
 
 
 class Events:
-    """The events of one response.
+    """Sends the events of one response.
 
-    Sending waits while the client does not read, so that nothing piles up.
+    If the client does not read, sending waits for it, so that no events queue up.
 
     Args:
-        max_stall: seconds after which waiting raises ClientStalledError.
+        max_stall: the maximum seconds that sending waits. Then it raises ClientStalledError.
     """
 
     def __init__(self, send: Send, max_stall: float):

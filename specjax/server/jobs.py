@@ -1,4 +1,4 @@
-"""A request that is ready for the engine: its prompts, its parameters, and the answer's shape."""
+"""A request that is ready for the engine, with its prompts and parameters."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from specjax.text.prompts import TokensPrompt
 
 
 class AnswerForm(Protocol):
-    """The shape of an answer: turns outputs into choices."""
+    """Turns outputs into the choices of an answer, which differ between completions and chats."""
 
     whole_object: str
     chunk_object: str
@@ -25,7 +25,7 @@ class AnswerForm(Protocol):
         ...
 
     def parts(self, prompt: int, output: RequestOutput) -> Iterable[Any]:
-        """Return the choices of a stream for the tokens added to each sample of a prompt."""
+        """Return the choices to stream for an output, which has each sample's new tokens."""
         ...
 
     def wholes(self, prompt: int, output: RequestOutput) -> Iterable[Any]:
@@ -33,13 +33,13 @@ class AnswerForm(Protocol):
         ...
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return further fields of a whole answer."""
+        """Return further fields of an answer that is not streamed."""
         ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a request asks of the engine, and how to answer."""
+    """A request's prompts and sampling parameters, and the form of its answer."""
 
     id: str
     model: str
@@ -58,11 +58,11 @@ class Job:
 
 
 async def check_job(service: Service, job: Job) -> None:
-    """Check a job before the engine gets it, and compile its constraint.
+    """Check a job before it is submitted to the engine, and compile its grammar if it has one.
 
     Raises:
-        APIError: the job has too many samples, a prompt or max_tokens is too large, or the
-            constraint cannot be followed.
+        APIError: there are too many samples; a prompt with its answer exceeds the maximum context
+            length; or the grammar is not supported or takes too long to compile.
     """
     num_samples, limit = len(job.prompts) * job.params.n, service.limits.max_request_samples
     if num_samples > limit:

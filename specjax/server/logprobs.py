@@ -23,11 +23,11 @@ def completion_logprobs(
 
     Args:
         entries: an entry per token; None for the first token of a prompt.
-        offset: index in the choice's text at which the first token begins.
-        decode: returns the text of a token without an entry.
-        hidden: ids of tokens that are not part of the text.
-        as_ids: whether tokens are written as token_id:N.
-        has_top: whether to report likely tokens, and not only the tokens themselves.
+        offset: the index in the choice's text at which the first token begins.
+        decode: a function that returns the text of a token; used for tokens without an entry.
+        hidden: the ids of tokens that are not part of the text.
+        as_ids: whether to write tokens as token_id:N instead of their text.
+        has_top: whether to also report the most likely tokens at each position.
     """
     made = CompletionLogprobs([], [], [], [])
     for token, entry in zip(token_ids, entries, strict=True):
@@ -45,7 +45,10 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], entries: Sequence[TokenLogprobs], *, num_top: int, as_ids: bool
 ) -> ChatLogprobs:
-    """Return the log-probabilities of a chat's tokens, each with the `num_top` most likely."""
+    """Return the log-probabilities of a chat's tokens.
+
+    Each token comes with the `num_top` most likely tokens at its position.
+    """
     return ChatLogprobs(
         [
             TokenLogprob(

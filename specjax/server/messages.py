@@ -1,4 +1,4 @@
-"""Reads the text of a chat's sample as a message, in the form of OpenAI's answers."""
+"""Reads a chat's sample as a message in the format of OpenAI's API."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from specjax.server.wire import Delta, Message
 
 
 class SampleMessage:
-    """The message of one sample. The deltas of a stream add up to the message.
+    """The message of one sample, as a whole or as deltas, which add up to the message.
 
     Args:
-        parser: reads the sample's text.
-        has_reasoning: whether clients get the reasoning.
+        parser: the parser of the sample's text.
+        has_reasoning: whether the message includes the reasoning.
     """
 
     def __init__(self, parser: ResponseParser, *, has_reasoning: bool = True):
@@ -20,12 +20,12 @@ class SampleMessage:
         self._has_calls = False
 
     def feed(self, text: str) -> Delta:
-        """Return what the message gains by more text; if nothing, an empty content."""
+        """Read more text; return what it adds to the message. If it adds nothing, content is ""."""
         delta = self._delta(self._parser.feed(text))
         return Delta(content="") if delta == Delta() else delta
 
     def finish(self, reason: str | None) -> tuple[Delta, str | None]:
-        """Return what the message gains at its end, and the finish_reason for the client."""
+        """End the message; return what its end adds to it, and the finish_reason for the client."""
         delta = self._delta(self._parser.finish())
         return delta, _finish_reason(reason, has_calls=self._has_calls)
 

@@ -47,7 +47,7 @@ HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts values by bucket. Used on the event loop only."""
+    """Counts values by bucket. It is not thread-safe, and is used only on the event loop."""
 
     def __init__(self, bounds: Sequence[float]):
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0

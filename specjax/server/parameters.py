@@ -1,7 +1,7 @@
-"""Turns the fields of a request into `SamplingParams`.
+"""Converts the fields of a request to `SamplingParams`.
 
-A field of the request comes first, then the checkpoint's generation_config.json, then OpenAI's
-default.
+If a request lacks a field, the checkpoint's generation_config.json determines the value. If this
+file lacks the field, too, the default of OpenAI's API is used.
 """
 
 import re
@@ -28,11 +28,11 @@ def read_params(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Return the parameters of a request.
+    """Return the sampling parameters of a request.
 
     Args:
-        max_tokens: None for as many as fit.
-        logprobs: number of most likely tokens to report; None for no log-probabilities.
+        max_tokens: the maximum number of output tokens; None for as many as fit in the context.
+        logprobs: the number of most likely tokens to report; None for no log-probabilities.
 
     Raises:
         APIError: a value is refused; `param` names the request's field.
@@ -57,10 +57,11 @@ def read_params(
 
 
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
-    """Return the error for a refused value.
+    """Return the error to send for a value that was refused with `error`.
 
-    `param` is the first word of the message if this is a field of the request, else `other`. A
-    field of `SamplingParams` is renamed to the field of the request that set it.
+    The first word of `error` is the name of the refused field. If it is a field of the request,
+    `param` is this name, else `param` is `other`. If a field of the request with another name set
+    the value, `param` and the message have that name.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

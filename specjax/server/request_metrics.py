@@ -1,4 +1,4 @@
-"""Times and counts of drafts of one request, in the shape of vLLM's answers."""
+"""The times and the numbers of drafts of one request, in the format of vLLM's answers."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from specjax.server.settings import ServerSettings
 
 
 def request_metrics(found: RequestMetrics, settings: ServerSettings, k: int) -> dict[str, Any]:
-    """Return the metrics that the settings ask for. `k` is the maximum number of drafts."""
+    """Return the metrics that the settings enable.
+
+    `k` is the maximum number of drafts per round.
+    """
     metrics: dict[str, Any] = {}
     if settings.enable_per_request_metrics:
         metrics |= _times(found)
@@ -34,7 +37,10 @@ def _times(found: RequestMetrics) -> dict[str, float | None]:
 
 
 def _drafts(found: RequestMetrics, k: int) -> dict[str, Any]:
-    """Return counts over the rounds with drafts; each gives its accepted drafts and one token."""
+    """Return counts over the rounds with drafts.
+
+    Each round yields its accepted drafts and one more token.
+    """
     rounds = found.rounds
     num_drafts, num_accepted = (sum(pair[i] for pair in rounds) for i in range(2))
     histogram = [0] * (k + 1)

@@ -20,9 +20,9 @@ _LOG = logging.getLogger("specjax")
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Return a socket that listens on the address of the settings.
+    """Return a socket that listens on the address in the settings.
 
-    Clients that connect before the server runs wait for it.
+    Clients may connect before the server runs. Their requests then wait.
 
     Raises:
         ValueError: the address is in use or not available.
@@ -50,7 +50,10 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def _is_served(path: str) -> bool:
-    """Return whether a server listens on a Unix socket. Remove the socket of one that has ended."""
+    """Return whether a server listens on the Unix socket at `path`.
+
+    If its server has ended, remove the socket.
+    """
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -71,7 +74,7 @@ def describe(settings: ServerSettings, bound: socket.socket) -> str:
 
 
 def make_server(app: Starlette, settings: ServerSettings) -> "Server":
-    """Return a server of an app. Its `run` takes sockets, and serves until a signal ends it."""
+    """Return a server for an app. Its method `run` takes sockets, and returns after a signal."""
     config = uvicorn.Config(
         app,
         log_level=settings.uvicorn_log_level,
@@ -87,11 +90,15 @@ def make_server(app: Starlette, settings: ServerSettings) -> "Server":
 
 
 class Server(uvicorn.Server):
-    """A server that the first signal drains, and the second ends."""
+    """A server that is stopped by signals.
+
+    After the first signal, it finishes the running requests and accepts no new ones. The second
+    signal ends it at once.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See `uvicorn.Server`. Signals are not raised again after the server has ended."""
+        """See `uvicorn.Server`. Here, signals are not raised again when the server has ended."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread gets signals
             return

@@ -9,15 +9,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specjax.server.errors import APIError
 
-# Doors that neither generate nor change anything, for probes and scrapers.
+# Endpoints that neither generate nor change anything, for probes and scrapers.
 OPEN = {"/health", "/ping", "/version", "/metrics", "/load"}
 
 
 class KeyCheck:
-    """Middleware that lets requests with one of the keys pass, and all requests to `OPEN`.
+    """Middleware that refuses requests without a valid key, except requests to the paths in `OPEN`.
 
-    Digests are compared, each in constant time and with all keys, so that the time of an answer
-    says nothing about a key.
+    The digest of the given key is compared with the digests of all valid keys, each in constant
+    time. So the response time reveals nothing about the keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str]):

@@ -1,4 +1,4 @@
-"""What all doors of the server share: the engine, the settings, and the names of the model."""
+"""The state that all endpoints of the server share: engine, settings and names of the model."""
 
 import asyncio
 import logging
@@ -21,11 +21,11 @@ _LOG = logging.getLogger("specjax")
 
 
 class Service:
-    """The engine as the doors see it.
+    """The engine, the settings, and the names by which clients know the model.
 
     Args:
-        model: the model as given to the engine; clients know it by this name, unless
-            `served_model_name` gives others.
+        model: the model as it was given to the engine. Clients know it by this name, unless
+            `served_model_name` sets other names.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Service:
 
     @cached_property
     def chat_format(self) -> Callable[[str], ChatFormat]:
-        """Returns the format of responses for the text of a chat template."""
+        """A function that returns the `ChatFormat` for the text of a chat template."""
         return lru_cache(maxsize=8)(partial(ChatFormat, self.tokenizer))
 
     @cached_property
@@ -74,25 +74,25 @@ class Service:
         return frozenset(token for token, entry in added.items() if entry.special)
 
     def public(self, text: str) -> str:
-        """Return an error's text with the model's name instead of its folder."""
+        """Replace the checkpoint's folder in an error's text by the model's name."""
         return text if self._folder is None else text.replace(self._folder, self.names[0])
 
     def check_model(self, name: str | None) -> str:
-        """Return the name of the model for an answer. `name` is the name in the request.
+        """Return the model's name to put in the answer. `name` is the name in the request, or None.
 
         Raises:
-            APIError: there is no such model.
+            APIError: there is no model with this name.
         """
         if name is not None and name not in self.names:
             raise APIError(404, f"The model `{name[:200]}` does not exist.", "model")
         return name or self.names[0]
 
     async def in_thread(self, work: Callable[[], Result], request: Any, param: str) -> Result:
-        """Run slow work on the texts of a request outside the event loop.
+        """Run slow work, such as tokenization, in a thread, so that the event loop is not blocked.
 
         Raises:
-            APIError: the work raised ValueError. `param` is the field at fault, unless the error
-                names another.
+            APIError: the work raised a ValueError. `param` names the field that caused it, unless
+                the error names another field.
         """
         try:
             return await asyncio.to_thread(work)

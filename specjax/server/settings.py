@@ -127,13 +127,20 @@ class ServerSettings:
         return (*self.api_key, *keys)
 
     def read_chat_template(self) -> str | None:
-        """Return the template in the file `chat_template`, or the name of a template."""
+        """Return the chat template in the setting `chat_template`, or None.
+
+        If the setting is the path of a file, return the file's text, else the setting itself.
+        """
         given = self.chat_template
         return Path(given).read_text() if given and Path(given).is_file() else given
 
 
 def check_private(name: str, path: Path) -> None:
-    """Refuse a file with a secret that is missing, or that other users can read."""
+    """Check that a file with a secret exists and that other users cannot read it.
+
+    Raises:
+        ValueError: the file is missing, or other users can read it.
+    """
     try:
         mode = path.stat().st_mode
     except OSError as error:

@@ -1,6 +1,6 @@
 """The bodies of requests and answers, with the names and defaults of OpenAI's API and of vLLM.
 
-A field of a request that is null has its default. Values are checked by `SamplingParams`.
+A field of a request that is null counts as absent. `SamplingParams` checks the values.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ class StreamOptions(Struct):
 class GenerationFields(Struct, kw_only=True):
     """Fields that completions and chats share.
 
-    The fields up to `num_speculative_tokens` are fields of `SamplingParams`, or of vLLM's.
+    The fields up to `num_speculative_tokens` are passed to `SamplingParams` unchanged.
     """
 
     n: int | None = None
@@ -65,7 +65,10 @@ class GenerationFields(Struct, kw_only=True):
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The fields of this request that set a field of `SamplingParams` with another name."""
+        """Fields of `SamplingParams` that this request sets by a field of another name.
+
+        The keys are the names in `SamplingParams`, and the values are the names in the request.
+        """
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -188,7 +191,7 @@ class CompletionChoice(Struct):
 
 
 class TopLogprob(Struct):
-    """A likely token of a chat."""
+    """One of the most likely tokens at a position of a chat."""
 
     token: str
     logprob: float
@@ -211,7 +214,7 @@ class ChatLogprobs(Struct):
 
 
 class Delta(Struct):
-    """What a message gains: any of its fields. `tool_calls` are in OpenAI's shape."""
+    """An addition to some fields of a message. `tool_calls` are in OpenAI's form."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -220,7 +223,7 @@ class Delta(Struct):
 
 
 class Message(Struct):
-    """An answer of a chat."""
+    """The message that answers a chat."""
 
     role: str
     content: str | None
@@ -230,7 +233,7 @@ class Message(Struct):
 
 
 class ChatDelta(Struct):
-    """A part of a sample of a chat, in a stream."""
+    """A choice in an event of a streamed chat: an addition to one sample."""
 
     index: int
     delta: Delta
@@ -252,7 +255,7 @@ class ChatChoice(Struct):
 
 
 class Reply(Struct, kw_only=True):
-    """An answer of completions or chats, whole or a part in a stream."""
+    """The answer to a completion or a chat, or one event of a streamed answer."""
 
     id: str
     object: str

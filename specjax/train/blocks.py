@@ -1,8 +1,9 @@
-"""The training loss of heads that draft all tokens of a round in one pass over mask rows.
+"""The training loss of heads that draft several tokens in one forward pass.
 
-A block has the rows of one such round. It starts at the last known token of an answer, and its
-drafts are the tokens after this token. A head is trained on blocks at random tokens of each
-document. All blocks of a document share the features that the target computed for the document.
+The inputs of the pass are the last known token and mask tokens, one row for each. A block is such a
+group of rows. In training, a document has many blocks, each of which starts at a random token of
+the answer. The drafts of a block are the tokens after this token. All blocks of a document share
+the features that the target computed for the document.
 """
 
 import math
@@ -109,7 +110,7 @@ def p_eagle_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a P-EAGLE head; see `BlockLogits`.
 
-    The row before a block's start gives the first draft; mask rows give the other drafts.
+    The first draft comes from the row before the block's start, and the others from mask rows.
     """
     own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
     context = ContextRows.of(size, length)

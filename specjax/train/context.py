@@ -1,6 +1,7 @@
-"""Implements `Rows` for training without a paged cache.
+"""Rows (the tokens of one forward pass) for training, where attention uses no paged cache.
 
-The rows belong to whole sequences, to unrolled chains of drafts, or to blocks of drafts.
+The rows are whole sequences, unrolled chains of drafts, or blocks of drafts. They implement the
+protocol `Rows` of the engine's models.
 """
 
 from dataclasses import dataclass, field
@@ -15,14 +16,11 @@ from specjax.device.drafters.dflash import AttentionMask
 
 
 class _Attending:
-    """The base class of rows for training.
-
-    Attention runs for all rows, because gradients pass through it.
-    """
+    """The base class of all rows for training."""
 
     @property
     def attends(self) -> bool:
-        """Always True; see `Rows.attends`."""
+        """True: gradients pass through attention, so no row may skip it. See `Rows.attends`."""
         return True
 
 

@@ -39,7 +39,9 @@ from specjax.train.teacher import Frozen
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """Sizes of a new head; None for a kind's default. A kind ignores sizes that it does not have.
+    """The sizes of a new head. If a size is None, the default of the head's kind is used.
+
+    A head uses only the sizes that apply to its kind. Other sizes are ignored.
 
     Attributes:
         aux_layers: the layers of the target whose input the head reads.
@@ -48,9 +50,10 @@ class HeadSizes:
         num_layers: the number of layers of a DFlash, DSpark or P-EAGLE head.
         block_size: for a DFlash head, one more than its number of drafts; for a DSpark head, its
             number of drafts.
-        mask_token_id: the token that DFlash, DSpark and P-EAGLE heads read in mask rows. Texts
-            should not contain it.
-        markov_rank: the rank of the correction that a DSpark head makes for the previous token.
+        mask_token_id: the token that DFlash, DSpark and P-EAGLE heads read in place of unknown
+            tokens. Texts should not contain it.
+        markov_rank: the rank of the matrix by which a DSpark head corrects logits for the previous
+            token.
         num_heads: the number of Medusa heads; each head makes one draft.
     """
 

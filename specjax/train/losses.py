@@ -144,7 +144,7 @@ def _ahead(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean loss and the mean accuracy of logits [B, T, V_d].
 
-    Row p of the logits predicts token p + 2 + step.
+    The target predicts token p + 1 at row p. The logits of row p predict token p + 2 + `step`.
     """
     counts = shift(is_answer, step + 2) & shift(teacher.is_drafted, step + 1)
     return cross_entropy(logits, shift(teacher.probs, step + 1), counts)
