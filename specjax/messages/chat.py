@@ -76,10 +76,7 @@ class ChatFormat:
         added = tokenizer.tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: number for number, token in added if token.special}
         self._origin = tokenizer.origin
-        signs = (
-            (one, all(sign in chat_template for sign in one.signs)) for one in FORMATS.values()
-        )
-        known = next((one for one, is_found in signs if is_found), None)
+        known = next((one for one in FORMATS.values() if one.fits(chat_template)), None)
         if isinstance(response_template, str):
             if response_template not in FORMATS:
                 raise ValueError(
