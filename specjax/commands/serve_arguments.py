@@ -18,7 +18,7 @@ DESCRIPTION = "Serve a model over HTTP, with OpenAI's API."
 # Options of `LLM` without a flag: `params` is not text, and `add_speculation` has the drafter.
 _NO_FLAGS = ("params", "speculative_config", "verbose")
 # Flags of `vllm serve` for what always happens here.
-_ALWAYS = ("enable_prompt_tokens_details", "disable_fastapi_docs", "enable_request_id_headers")
+_ALWAYS = ("disable_fastapi_docs",)
 
 
 def engine_options() -> dict[str, Any]:

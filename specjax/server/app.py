@@ -14,6 +14,7 @@ from specjax.server import doors
 from specjax.server.chat import create_chat
 from specjax.server.completions import create_completion
 from specjax.server.errors import INTERNAL, TYPES, APIError
+from specjax.server.request_ids import RequestIdHeader
 from specjax.server.security import KeyCheck
 from specjax.server.service import Service
 
@@ -35,6 +36,8 @@ _LOG = logging.getLogger("specjax")
 def build_app(service: Service) -> Starlette:
     """Return the server as an ASGI app."""
     middleware = []
+    if service.settings.enable_request_id_headers:
+        middleware.append(Middleware(RequestIdHeader))
     if origins := service.settings.allowed_origins:
         every = ["*"]
         middleware.append(

@@ -84,6 +84,7 @@ class ServerSettings:
     per_request_spec_decode_metrics: str = _flag(
         "none", f"counts of drafts in answers, one of {', '.join(SPEC_METRICS)}"
     )
+    enable_request_id_headers: bool = _flag(False, "answers have the header X-Request-Id")
     sse_keep_alive_interval: float = _flag(0.0, "seconds between comments in streams; 0: none")
 
     def __post_init__(self):

@@ -27,7 +27,7 @@ PASSED_OVER = {
     *("language_model_only", "skip_mm_profiling", "mm_processor_cache_gb", "mm_encoder_tp_mode"),
     *("mm_processor_cache_type", "enable_mm_processor_stats", "disable_chunked_mm_input"),
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
-    *("shutdown_timeout", "fail_on_environ_validation"),
+    *("shutdown_timeout", "fail_on_environ_validation", "enable_prompt_tokens_details"),
     *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),  # see docs/tools.md
 }
 _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"

@@ -115,6 +115,8 @@ def test_flags_of_vllm_without_effect_are_accepted():
     ]
     with pytest.warns(UserWarning, match="enforce_eager"):
         read_engine_args(build_parser().parse_args(["serve", "m", *argv]))
+    with pytest.warns(UserWarning, match="enable_prompt_tokens_details"):
+        EngineArgs("m", enable_prompt_tokens_details=True)
 
 
 STUB = """

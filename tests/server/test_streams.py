@@ -254,6 +254,18 @@ def test_keys_are_needed_where_anything_is_generated(simulated, tmp_path):
             assert server.post("/tokenize", {"prompt": "a"}, **given).status == 200
 
 
+def test_answers_have_the_ids_of_their_requests(simulated):
+    """Refusals, too; requests without an id get one."""
+    with served(simulated, enable_request_id_headers=True, api_key=("k",)) as server:
+        for key, status in ("k", 200), ("x", 401):
+            given = {"authorization": f"Bearer {key}"}
+            body, name = {"prompt": "a"}, {"x-request-id": "mine"}
+            answer = server.post("/tokenize", body, **given, **name)
+            assert answer.status == status and answer.headers["x-request-id"] == "mine"
+            others = [server.post("/tokenize", body, **given) for _ in range(2)]
+            assert len({other.headers["x-request-id"] for other in others}) == 2
+
+
 def test_prompts_are_logged_only_if_asked(simulated, caplog):
     caplog.set_level(logging.DEBUG)
     body = {"prompt": "my secret", "max_tokens": 2, "stop": "zz", "made_up": "secret value"}
