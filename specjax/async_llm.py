@@ -62,6 +62,7 @@ class AsyncLLM(Refusing):
             self._turns = asyncio.Semaphore(max_num_requests)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[Hashable, OutputStream] = {}  # used by the engine's thread only
+        self.stops: set[str] = set()  # reasons to run no step; changed by functions in `apply`
         self._is_closing, self._pid = False, os.getpid()
         self._ending, self._has_ended = threading.Lock(), False  # once True, refuse calls
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
@@ -367,7 +368,7 @@ class AsyncLLM(Refusing):
         """Run steps until the LLM closes. Between steps, run the functions that `_call` queued."""
         engine = self._llm.engine
         while not self._is_closing:
-            while not self._calls.empty() or not engine.has_work:
+            while not self._calls.empty() or self.stops or not engine.has_work:
                 self._calls.get()()
                 if self._is_closing:
                     break

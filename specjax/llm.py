@@ -112,7 +112,7 @@ class LLM(VllmMethods):
         self.engine = serving.build_engine(show_progress=verbose)
         seconds = time.monotonic() - start, self.engine.metrics().compile_seconds
         get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
-        self._sleep = SleepOfAll(self.engine)
+        self.sleeps = SleepOfAll(self.engine)
         self.request_maker = RequestMaker(
             *(serving.config, serving.tokenizer, serving.target.vocab_size, serving.eos_ids),
             self.engine.number_of,
@@ -339,18 +339,18 @@ class LLM(VllmMethods):
             self._check_open()
             if self.engine.has_work:
                 raise RuntimeError("requests have not finished; let them, or abort them, first")
-            self._sleep.begin(level)
+            self.sleeps.begin(level)
 
     def wake_up(self) -> None:
         """Allocate again the memory that `sleep` has freed."""
         with self._lock:
             self._check_open()
-            self._sleep.end()
+            self.sleeps.end()
 
     def is_sleeping(self) -> bool:
         """Return whether the LLM is asleep (see `sleep`)."""
         self._check_open()
-        return self._sleep.level > 0
+        return self.sleeps.level > 0
 
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
@@ -360,7 +360,7 @@ class LLM(VllmMethods):
             if not self._is_closed:
                 self._is_closed = True
                 self.engine.close()
-                del self.engine, self.request_maker, self._sleep
+                del self.engine, self.request_maker, self.sleeps
 
     def __repr__(self) -> str:
         return describe(self._name, self._method, None if self._is_closed else self.engine)
@@ -389,7 +389,7 @@ class LLM(VllmMethods):
 
     def _check_awake(self) -> None:
         self._check_open()
-        if self._sleep.level:
+        if self.sleeps.level:
             raise RuntimeError("the LLM is asleep; call wake_up")
 
     def _requests(

@@ -1,24 +1,16 @@
 """The asynchronous Ray actor that runs one replica of an LLM."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any
 
 from specjax.async_llm import AsyncLLM
 from specjax.engine.metrics import Metrics
-from specjax.engine.sleep import SleepOfAll
 from specjax.llm import LLM
 from specjax.outputs import CompletionOutput, RequestOutput
+from specjax.rl.online import OnlineWeights
 from specjax.rl.ray_worker import NotBuilt, WorkerFailed, WorkerState
-from specjax.rl.weights import (
-    WeightUpdate,
-    next_version,
-    read_update,
-    replace_weights,
-    stage_drafter,
-    stage_target,
-)
+from specjax.rl.weights import WeightUpdate
 from specjax.sampling_params import SamplingParams
 from specjax.text.prompts import Prompt
 
@@ -33,12 +25,12 @@ class RayWorker:
         self, model: Any, options: Mapping[str, Any], state: WorkerState, weights: Any, drafter: Any
     ):
         self._failure: Exception | None = None
-        self._version, self._drafter_version = 0, state.drafter_version
         try:
             self._llm = AsyncLLM(model, **options)
+            self._weights = OnlineWeights(self._llm)
             if weights is not None:
                 self._update_weights(weights, state.version, drafter)
-                self._drafter_version = state.drafter_version
+            self._weights.drafter_version = state.drafter_version
         except Exception as error:
             self._failure = NotBuilt(error)
 
@@ -86,11 +78,11 @@ class RayWorker:
         """
         self._check()
         update = await asyncio.to_thread(self._update_weights, weights, version, drafter)
-        return update, self._drafter_version
+        return update, self._weights.drafter_version
 
     def version(self) -> int:
         """Return the version of the target's weights."""
-        return self._version
+        return self._weights.version
 
     def metrics(self) -> Metrics:
         """Return the counters of the engine."""
@@ -114,32 +106,12 @@ class RayWorker:
         self._llm.apply(check).result()
 
     def _update_weights(self, weights: Any, version: int, drafter: Any) -> WeightUpdate:
-        number, start = next_version(self._version, version), time.perf_counter()
-        engine = self._llm.apply(lambda llm: llm.engine).result()
-        named, own = read_update(weights, drafter, engine.params, engine.drafter)
-
-        def replace(llm: LLM) -> WeightUpdate:
-            is_torn = False
-
-            def tear() -> None:
-                nonlocal is_torn
-                is_torn = True
-
-            target = stage_target(named, llm.target, engine.params.target)
-            drafts = None
-            if own is not None:
-                drafts = stage_drafter(own, engine.drafter, engine.params.drafter)
-            try:
-                replace_weights(engine, SleepOfAll(engine), target, drafts, tear=tear)
-            except Exception as error:
-                if is_torn:
-                    self._failure = WorkerFailed(f"an update failed half-way: {error}")
-                raise self._failure or error from error
-            self._version, self._drafter_version = number, self._drafter_version + bool(drafts)
-            sources = [*target, *(drafts or [])]
-            return WeightUpdate.of(number, sources, time.perf_counter() - start)
-
-        return self._llm.apply(replace).result()
+        try:
+            return self._weights.update(weights, version, drafter=drafter)
+        except Exception as error:
+            if self._weights.is_torn:
+                self._failure = WorkerFailed(f"an update failed half-way: {error}")
+            raise self._failure or error from error
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -14,12 +14,16 @@ _LOG = logging.getLogger("specjax")
 class Admission:
     """Counts the samples of all requests that are being answered.
 
+    Attributes:
+        closed: what the engine is, like "paused", while all requests are refused; else empty.
+
     Args:
         limit: the maximum number of samples. A request that would exceed it is refused.
     """
 
     def __init__(self, limit: int):
         self.num_samples = self.num_refused = 0
+        self.closed: set[str] = set()
         self._limit, self._pace = limit, Pace()
 
     @contextmanager
@@ -44,6 +48,9 @@ class Admission:
         Raises:
             APIError: the request is refused.
         """
+        if self.closed:
+            text = f"the engine is {' and '.join(sorted(self.closed))}"
+            raise APIError(503, text, retry_after=RETRY_SECONDS)
         if self.num_samples and self.num_samples + num_samples > self._limit:
             self.num_refused += 1
             if self._pace.is_due():

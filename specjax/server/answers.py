@@ -35,6 +35,9 @@ class Answer:
         self._service, self._job = service, job
         self._numbers = {"prompt": 0, "cached": 0, "completion": 0}
         self._counted: set[int] = set()  # prompts whose tokens have been counted
+        self._num_old = max(
+            0, len(service.versions) - 1
+        )  # versions of the weights before the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         monitor = self._service.monitor
@@ -179,7 +182,15 @@ class Answer:
 
     def _reply(self, kind: str, choices: list[Any]) -> Reply:
         job = self._job
-        return Reply(id=job.id, object=kind, created=job.created, model=job.model, choices=choices)
+        versions = self._service.versions[self._num_old :] or msgspec.UNSET
+        return Reply(
+            id=job.id,
+            object=kind,
+            created=job.created,
+            model=job.model,
+            choices=choices,
+            weight_versions=versions,
+        )
 
     def _check(self, samples: Sequence[CompletionOutput]) -> None:
         """Raise an APIError if one of the samples failed."""

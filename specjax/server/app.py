@@ -15,6 +15,7 @@ from specjax.server.chat import create_chat
 from specjax.server.completions import create_completion
 from specjax.server.errors import INTERNAL, TYPES, APIError
 from specjax.server.request_ids import RequestIdHeader
+from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.security import KeyCheck
 from specjax.server.service import Service
 
@@ -48,7 +49,7 @@ def build_app(service: Service) -> Starlette:
     if keys := service.settings.read_keys():
         middleware.append(Middleware(KeyCheck, keys=keys))
     app = Starlette(
-        routes=ROUTES,
+        routes=[*ROUTES, *(RL_ROUTES if service.settings.rl else [])],
         middleware=middleware,
         exception_handlers={APIError: _refuse, HTTPException: _refuse_http, Exception: _fail},
     )

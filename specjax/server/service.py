@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from specjax.async_llm import AsyncLLM
 from specjax.messages.chat import ChatFormat
 from specjax.server.admission import Admission
+from specjax.server.control import Control
 from specjax.server.errors import APIError
 from specjax.server.monitor import Monitor
 from specjax.server.parameters import of_value
@@ -41,6 +42,9 @@ class Service:
         self.max_model_len = llm.config.max_model_len
         self.chat_template = settings.read_chat_template()
         self.admission = Admission(llm.num_slots + limits.max_queue_len)
+        self.control: Control | None = None
+        if settings.rl:
+            self.control = Control(llm, self.admission, settings.rl_weights_root)
         self.monitor = Monitor(llm, self.names[0], self.admission)
         self._tokenizer: ChatTokenizer | None = None
         self._folder: str | None = None
@@ -72,6 +76,11 @@ class Service:
         """The ids of special tokens, which are usually not part of a text."""
         added = self.tokenizer.tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
+
+    @property
+    def versions(self) -> list[int]:
+        """All versions of the weights so far; empty without `rl`."""
+        return [] if self.control is None else self.control.weights.versions
 
     def public(self, text: str) -> str:
         """Replace the checkpoint's folder in an error's text by the model's name."""

@@ -11,6 +11,7 @@ from typing import Any
 from specjax.checks import check_choice, check_count, check_positive, is_number
 
 SPEC_METRICS = ("none", "summary", "detailed")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -85,6 +86,8 @@ class ServerSettings:
         "none", f"counts of drafts in answers, one of {', '.join(SPEC_METRICS)}"
     )
     enable_request_id_headers: bool = _flag(False, "answers have the header X-Request-Id")
+    rl: bool = _flag(False, "let a trainer pause the engine and replace weights over HTTP")
+    rl_weights_root: str | None = _flag(None, "folder below which --rl reads new weights")
     sse_keep_alive_interval: float = _flag(0.0, "seconds between comments in streams; 0: none")
 
     def __post_init__(self):
@@ -110,9 +113,23 @@ class ServerSettings:
             )
         if not all(self.api_key):
             raise ValueError("--api-key is empty; leave it out, or give a key")
+        self._check_rl()
         for name in "ssl_keyfile", "api_key_file":
             if (path := getattr(self, name)) is not None:
                 check_private(f"--{name.replace('_', '-')}", Path(path))
+
+    def _check_rl(self) -> None:
+        if self.rl_weights_root is not None:
+            if not self.rl:
+                raise ValueError("--rl-weights-root goes with --rl, which is missing")
+            if not Path(self.rl_weights_root).is_dir():
+                raise ValueError(f"--rl-weights-root {self.rl_weights_root} is not a folder")
+        has_keys = self.api_key or self.api_key_file is not None
+        if self.rl and self.host not in LOOPBACK and not has_keys:
+            raise ValueError(
+                f"--rl with --host {self.host} lets other machines replace the weights; add "
+                "--api-key-file, or listen on 127.0.0.1"
+            )
 
     def read_keys(self) -> tuple[str, ...]:
         """Return all valid keys; empty if clients need no key.

@@ -266,3 +266,4 @@ class Reply(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     metrics: dict[str, Any] | UnsetType = UNSET
+    weight_versions: list[int] | UnsetType = UNSET

@@ -1,0 +1,246 @@
+"""Pauses the engine for a trainer, sends it to sleep, and replaces its weights."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.async_llm import AsyncLLM
+from specjax.checkpoint.files import open_file
+from specjax.checks import check_choice
+from specjax.device.drafters.drafter import Params
+from specjax.engine.sleep import check_level
+from specjax.rl.loop import PAUSES
+from specjax.rl.named import read_named
+from specjax.rl.online import OnlineWeights
+from specjax.rl.weights import WeightUpdate, next_version
+from specjax.server.admission import Admission
+from specjax.server.errors import APIError
+
+# What the engine is while it runs no step.
+PAUSED, ASLEEP, TORN = "paused", "asleep", "without whole weights, as an update failed half-way"
+POLL_SECONDS = 0.01
+MAX_BYTES_PER_WEIGHT = 4
+_HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
+
+
+def max_bytes(params: Params) -> int:
+    """Return the maximum size of all parts of an update."""
+    return MAX_BYTES_PER_WEIGHT * sum(leaf.size for leaf in jax.tree.leaves(params)) + _HEADER_BYTES
+
+
+@dataclass
+class Gathering:
+    """Parts of new weights that wait for the end of an update: arrays by Hugging Face name."""
+
+    is_drafter: bool
+    arrays: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, part: dict[str, Any], limit: int) -> None:
+        """Add a part.
+
+        Raises:
+            ValueError: an array is there twice, or there are too many bytes. Nothing was added.
+        """
+        if twice := sorted(self.arrays.keys() & part.keys()):
+            raise ValueError(f"the update has {twice[0]} already")
+        if sum(one.nbytes for one in (*self.arrays.values(), *part.values())) > limit:
+            raise ValueError(f"the update has more than {limit} bytes")
+        self.arrays |= part
+
+
+class Control:
+    """The engine as a trainer sees it. Only one call of a door that changes it may run at a time.
+
+    Args:
+        root: the folder below which new weights are read; None if none are.
+
+    Attributes:
+        turn: the lock for doors that change the engine.
+        gathering: the update that has started; None if there is none.
+    """
+
+    def __init__(self, llm: AsyncLLM, admission: Admission, root: str | None):
+        self._llm, self._admission = llm, admission
+        self._root = None if root is None else Path(root).resolve()
+        self.turn = asyncio.Lock()
+        self.gathering: Gathering | None = None
+        self.weights = OnlineWeights(llm, on_tear=lambda: llm.stops.add(TORN))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not."""
+        return PAUSED in self._llm.stops
+
+    async def pause(self, mode: str) -> None:
+        """Run no step until `resume`.
+
+        Args:
+            mode: how unfinished requests are handled. "abort" ends them with their tokens so far,
+                "wait" finishes them before, "keep" continues them after `resume`. After "keep", new
+                requests are queued; otherwise they are refused with 503.
+
+        Raises:
+            ValueError: there is no such mode; or it is "wait", and no step runs already.
+        """
+        await self._stop(PAUSED, mode)
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        await self._go(PAUSED)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Free the device's memory until `wake_up`; see `LLM.sleep`. For `mode`, see `pause`.
+
+        Raises:
+            ValueError: as for `pause`, or there is no such level.
+        """
+        check_level(level)
+        await self._stop(ASLEEP, mode)
+        await self._apply(lambda llm: llm.sleeps.begin(level))
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`. A paused engine stays paused."""
+        await self._apply(lambda llm: llm.sleeps.end())
+        await self._go(ASLEEP)
+
+    async def abort(self, names: Sequence[str]) -> int:
+        """Abort requests by the ids of their answers, or all if there are none. Return how many."""
+
+        def is_named(request_id: str) -> bool:
+            return request_id in names or request_id.rpartition("-")[0] in names
+
+        ids = await self._apply(lambda llm: list(llm.engine.unfinished_ids))
+        chosen = [one for one in ids if not names or is_named(str(one))]
+        return sum([await self._llm.abort(one) for one in chosen])
+
+    async def update(
+        self, weights: Any, version: int | None, *, is_drafter: bool = False
+    ) -> WeightUpdate:
+        """Replace the target's weights, or the drafter's; see `OnlineWeights.update`.
+
+        If it fails half-way, unfinished requests end with their tokens so far, and new ones are
+        refused until an update succeeds.
+        """
+        target, drafter = (None, weights) if is_drafter else (weights, None)
+        try:
+            made = await asyncio.to_thread(self.weights.update, target, version, drafter=drafter)
+        except Exception:
+            if self.weights.is_torn:
+                self._admission.closed.add(TORN)
+                await self.abort([])
+            raise
+        if not self.weights.is_torn:
+            await self._go(TORN)
+        return made
+
+    def relabel(self, version: int) -> None:
+        """Give the current weights a new version.
+
+        Raises:
+            ValueError: the version is not above the current one.
+        """
+        self.weights.versions.append(next_version(self.weights.version, version))
+
+    def folder(self, given: str) -> Path:
+        """Return a folder of weights below the root, with all links resolved.
+
+        Raises:
+            ValueError: there is no root, or the folder or a file in it is not below the root.
+        """
+        if self._root is None:
+            raise ValueError("path: the server reads no folders; start it with --rl-weights-root")
+        wrong = ValueError(f"path: {given[:200]!r} is not a folder below --rl-weights-root")
+        try:
+            path = (self._root / given).resolve()
+            inside = [path, *(one.resolve() for one in path.rglob("*"))]
+            is_folder = path.is_dir() and path != self._root
+        except (OSError, RuntimeError, ValueError):  # links in a circle, names too long, null bytes
+            raise wrong from None
+        if not is_folder or not all(one.is_relative_to(self._root) for one in inside):
+            raise wrong
+        return path
+
+    def public(self, text: str) -> str:
+        """Return an error's text without the path of the root."""
+        return text if self._root is None else text.replace(f"{self._root}/", "")
+
+    async def gather(self, weights: Any) -> None:
+        """Read weights, and add them to the update that has started.
+
+        Raises:
+            ValueError: they cannot be read, are there twice, or are too large. None was added.
+        """
+        assert self.gathering is not None
+        params = await self._params()
+        part = await asyncio.to_thread(read_named, weights, params.target, "weights")
+        self.gathering.add(part, max_bytes(params))
+
+    async def read_stream(self, parts: AsyncIterator[bytes], seconds: float) -> dict[str, Any]:
+        """Return the arrays of a safetensors file that arrives in parts.
+
+        Args:
+            seconds: how long to wait for a part.
+
+        Raises:
+            ValueError: it is not such a file.
+            APIError: it is too large or slow.
+        """
+        limit = max_bytes(await self._params())
+        with tempfile.TemporaryDirectory(prefix="specjax-weights-") as folder:
+            path = Path(folder) / "body.safetensors"
+            size = 0
+            with path.open("wb") as file:
+                try:
+                    async for part in _timed(parts, seconds):
+                        size += len(part)
+                        if size > limit:
+                            raise APIError(413, f"the weights have more than {limit} bytes")
+                        await asyncio.to_thread(file.write, part)
+                except TimeoutError:
+                    raise APIError(408, "the body did not arrive in time") from None
+            return await asyncio.to_thread(_read_file, path)
+
+    async def _stop(self, why: str, mode: str) -> None:
+        check_choice("mode", mode, PAUSES)
+        if mode == "wait" and self._llm.stops and self._admission.num_samples:
+            raise ValueError("mode 'wait': no step runs, so requests would never finish; resume")
+        if mode != "keep":
+            self._admission.closed.add(why)
+        while mode == "wait" and self._admission.num_samples:
+            await asyncio.sleep(POLL_SECONDS)
+        await self._apply(lambda _: self._llm.stops.add(why))
+        if mode == "abort":
+            await self.abort([])
+
+    async def _go(self, why: str) -> None:
+        self._admission.closed.discard(why)
+        await self._apply(lambda _: self._llm.stops.discard(why))
+
+    async def _params(self) -> Params:
+        return await self._apply(lambda llm: llm.engine.params)
+
+    async def _apply(self, function: Any) -> Any:
+        return await asyncio.wrap_future(self._llm.apply(function))
+
+
+async def _timed(parts: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:
+    """Yield the parts. Raise TimeoutError if one does not come in time."""
+    while True:
+        async with asyncio.timeout(seconds):
+            part = await anext(parts, None)
+        if part is None:
+            return
+        yield part
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        files = open_file(path)
+        return {name: files.read(name) for name in files.names()}
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(path), "the body")) from None

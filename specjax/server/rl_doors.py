@@ -1,0 +1,247 @@
+"""Doors for a trainer, with vLLM's names: pause, sleep and new weights. They need `--rl`."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from specjax.server.bodies import JSON_TYPES, read_body
+from specjax.server.control import Control, Gathering
+from specjax.server.errors import APIError, of_validation
+from specjax.server.service import Service
+
+FILE_TYPE = "application/octet-stream"
+
+
+class NoQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """No parameters in the URL."""
+
+
+class PauseQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameters of /pause."""
+
+    mode: str = "abort"
+
+
+class SleepQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameters of /sleep."""
+
+    level: int = 1
+    mode: str = "abort"
+
+
+class UpdateQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameters of /update_weights with a safetensors file."""
+
+    weight_version: int | None = None
+
+
+class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /abort_requests: ids of answers. An empty list is for all requests."""
+
+    request_ids: list[str] = []
+
+
+class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
+    """Where new weights are: a folder below the root."""
+
+    path: str
+
+
+class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /update_weights, unless it is a safetensors file."""
+
+    update_info: UpdateInfo
+    weight_version: int | None = None
+
+
+class FinishWeightUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /finish_weight_update."""
+
+    weight_version: int | None = None
+
+
+class UpdateWeightVersion(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /update_weight_version."""
+
+    new_version: int
+
+
+Door = Callable[[Service, Control, Request], Awaitable[Any]]
+
+
+def _route(path: str, door: Door, method: str = "POST") -> Route:
+    """Return the route of a door, whose answer is JSON, and whose ValueErrors are refusals."""
+
+    async def answer(request: Request) -> Response:
+        service: Service = request.app.state.service
+        assert (control := service.control) is not None
+        if "origin" in request.headers:  # a web page must not reach a server without a key
+            raise APIError(400, "this door is not for web pages; leave out the header Origin")
+        try:
+            body = await door(service, control, request)
+        except (ValueError, ImportError) as error:
+            raise APIError(400, service.public(control.public(str(error)))) from None
+        except ClientDisconnect:
+            raise APIError(400, "the body ended early") from None
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    return Route(path, answer, methods=[method])
+
+
+def _query(request: Request, kind: Any) -> Any:
+    """Return the parameters in the request's URL.
+
+    Raises:
+        APIError: a parameter is unknown, or of the wrong type.
+    """
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise of_validation(error) from None
+
+
+async def _body(service: Service, request: Request, kind: Any) -> Any:
+    """Return the body, or the defaults if there is none."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return kind()
+    return await read_body(request, kind, service.limits)
+
+
+async def _pause(service: Service, control: Control, request: Request) -> Any:
+    query = _query(request, PauseQuery)
+    async with control.turn:
+        await control.pause(query.mode)
+    return {"status": "paused"}
+
+
+async def _resume(service: Service, control: Control, request: Request) -> Any:
+    _query(request, NoQuery)
+    async with control.turn:
+        await control.resume()
+    return {"status": "resumed"}
+
+
+async def _is_paused(service: Service, control: Control, request: Request) -> Any:
+    return {"is_paused": control.is_paused}
+
+
+async def _abort(service: Service, control: Control, request: Request) -> Any:
+    body = await _body(service, request, AbortRequests)
+    return {"status": "aborted", "aborted": await control.abort(body.request_ids)}
+
+
+async def _sleep(service: Service, control: Control, request: Request) -> Any:
+    query = _query(request, SleepQuery)
+    async with control.turn:
+        await control.sleep(query.level, query.mode)
+    return {"status": "sleeping", "level": query.level}
+
+
+async def _wake_up(service: Service, control: Control, request: Request) -> Any:
+    tags = request.query_params.getlist("tags")
+    if tags and set(tags) != {"weights", "kv_cache"}:
+        text = "tags: weights and kv_cache wake up together; weights can be updated before"
+        raise APIError(400, text, "tags")
+    async with control.turn:
+        await control.wake_up()
+    return {"status": "awake"}
+
+
+async def _is_sleeping(service: Service, control: Control, request: Request) -> Any:
+    return {"is_sleeping": await service.llm.is_sleeping()}
+
+
+async def _reset_prefix_cache(service: Service, control: Control, request: Request) -> Any:
+    _query(request, NoQuery)
+    return {"success": await service.llm.reset_prefix_cache()}
+
+
+async def _start(control: Control, *, is_drafter: bool) -> Any:
+    async with control.turn:
+        if control.gathering is not None:
+            raise ValueError("an update has started already; finish it")
+        control.gathering = Gathering(is_drafter)
+    return {"status": "started"}
+
+
+async def _start_target(service: Service, control: Control, request: Request) -> Any:
+    return await _start(control, is_drafter=False)
+
+
+async def _start_drafter(service: Service, control: Control, request: Request) -> Any:
+    return await _start(control, is_drafter=True)
+
+
+async def _update(service: Service, control: Control, request: Request) -> Any:
+    """Add weights to the update that has started, or else replace the target's by them."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    weights: Any
+    if content_type in JSON_TYPES:
+        _query(request, NoQuery)
+        body = await read_body(request, UpdateWeights, service.limits)
+        version, weights = body.weight_version, control.folder(body.update_info.path)
+    elif content_type == FILE_TYPE:
+        version = _query(request, UpdateQuery).weight_version
+        parts, seconds = aiter(request.stream()), service.limits.max_stall_seconds
+        weights = await control.read_stream(parts, seconds)
+    else:
+        types = f"{JSON_TYPES[0]} or {FILE_TYPE}"
+        raise APIError(415, f"the content type is {content_type!r}; send {types}")
+    async with control.turn:
+        if control.gathering is None:
+            update = await control.update(weights, version)
+            return {"status": "updated", "weight_version": update.version}
+        if version is not None:
+            raise ValueError("weight_version goes with /finish_weight_update")
+        await control.gather(weights)
+    return {"status": "gathered"}
+
+
+async def _finish(service: Service, control: Control, request: Request) -> Any:
+    body = await _body(service, request, FinishWeightUpdate)
+    async with control.turn:
+        if (gathering := control.gathering) is None:
+            raise ValueError("no update has started; call /start_weight_update")
+        control.gathering = None
+        is_drafter = gathering.is_drafter
+        await control.update(gathering.arrays, body.weight_version, is_drafter=is_drafter)
+    return {"status": "updated"} | _versions(control)
+
+
+async def _update_version(service: Service, control: Control, request: Request) -> Any:
+    body = await read_body(request, UpdateWeightVersion, service.limits)
+    async with control.turn:
+        control.relabel(body.new_version)
+    return {"success": True, "new_version": control.weights.version}
+
+
+async def _weight_info(service: Service, control: Control, request: Request) -> Any:
+    return _versions(control)
+
+
+def _versions(control: Control) -> dict[str, int]:
+    weights = control.weights
+    return {"weight_version": weights.version, "draft_weight_version": weights.drafter_version}
+
+
+RL_ROUTES = [
+    _route("/pause", _pause),
+    _route("/resume", _resume),
+    _route("/is_paused", _is_paused, "GET"),
+    _route("/abort_requests", _abort),
+    _route("/sleep", _sleep),
+    _route("/wake_up", _wake_up),
+    _route("/is_sleeping", _is_sleeping, "GET"),
+    _route("/reset_prefix_cache", _reset_prefix_cache),
+    _route("/start_weight_update", _start_target),
+    _route("/start_draft_weight_update", _start_drafter),
+    _route("/update_weights", _update),
+    _route("/finish_weight_update", _finish),
+    _route("/update_weight_version", _update_version),
+    _route("/weight_info", _weight_info, "GET"),
+]
