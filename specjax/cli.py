@@ -149,6 +149,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
     parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
+    arguments.add_quantization(parser)
     arguments.add_devices(parser)
 
 

@@ -48,6 +48,8 @@ class LLM(VllmMethods):
         speculative_config: a `SpeculativeConfig`, or a mapping of its fields; None for no drafts.
         dtype: dtype of weights and caches, "float32" (or "float") or "bfloat16"; "auto" is the
             checkpoint's dtype on a GPU, float32 on a CPU.
+        quantization: numbers to which a plain checkpoint's projections are rounded while loading:
+            "fp8" (e4m3) or "int8", with a scale per output, or "int4", per group of 128 inputs.
         max_model_len: maximum number of tokens of a request, including the prompt; None for the
             model's limit, on a CPU at most 8192.
         max_num_seqs: maximum number of requests that run at the same time; None for 256 on a GPU

@@ -57,8 +57,8 @@ def test_a_value_among_them_is_its_fields(letters):
 def test_options_are_checked_where_they_are_written():
     with pytest.raises(TypeError, match="'max_seqs'; did you mean 'max_num_seqs'"):
         EngineArgs("folder", max_seqs=3)
-    with pytest.raises(ValueError, match="quantization='fp8'"):
-        AsyncEngineArgs("folder", quantization="fp8")
+    with pytest.raises(ValueError, match="load_format='dummy'"):
+        AsyncEngineArgs("folder", load_format="dummy")
     with pytest.warns(UserWarning, match="enforce_eager, enable_log_requests"):
         args = AsyncEngineArgs("folder", enforce_eager=True, enable_log_requests=True)
     assert args == AsyncEngineArgs("folder")

@@ -188,6 +188,7 @@ def load_llm(settings: BenchSettings, method: str) -> LLM:
         speculative_config=settings.speculation(method),
         enable_prefix_caching=False,  # every run must do the same work
         dtype=settings.dtype,
+        quantization=settings.quantization,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.batch_size,
         max_num_batched_tokens=step_budget(settings.batch_size, settings.ks[-1]),
@@ -220,10 +221,11 @@ def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
     if environment["platform"] == "cpu":
         device = describe_processors(environment)
     device = settings.devices.describe(device)
+    numbers = ", ".join(filter(None, [settings.dtype, settings.quantization]))
     mode = f"temperature {settings.temperature}" if settings.temperature else "greedy"
     prompts = f"{settings.num_prompts} prompts, up to {settings.max_tokens} tokens each"
     return [
-        f"{settings.model}, {settings.dtype}, batch {settings.batch_size}, {prompts}, {mode}; "
+        f"{settings.model}, {numbers}, batch {settings.batch_size}, {prompts}, {mode}; "
         f"{device}; jax {versions['jax']}, specjax {versions['specjax']}",
         "timed: decoding only, from the first token of a batch's last prompt to its last token; "
         "plain /s: plain decoding in turn with the row, batch by batch; x plain: tokens/s over "

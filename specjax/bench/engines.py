@@ -44,6 +44,7 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
+    quantization: str | None = None
     synthetic_rates: tuple[float, ...] | None = None  # accept drafts at these rates; None: verify
     devices: Devices = field(default_factory=Devices)
 
@@ -114,6 +115,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
         seed=args.seed,
         rounds=args.rounds,
         dtype=args.dtype,
+        quantization=args.quantization,
         synthetic_rates=read_rates(args.synthetic_rates),
         devices=Devices.of(args),
     )
@@ -175,6 +177,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work
         "dtype": setup.dtype,
+        "quantization": setup.quantization,
         "max_model_len": setup.max_model_len,
         "max_num_seqs": max_batch,
         "max_num_batched_tokens": step_budget(max_batch, max(setup.ks)),

@@ -152,6 +152,7 @@ def provenance(
         "drafter": setup.drafter or setup.method,
         "method": setup.method,
         "dtype": setup.dtype,
+        "quantization": setup.quantization,
         "device": environment["device_kind"],
         "devices": asdict(setup.devices),
         "machine": describe_processors(environment),

@@ -26,6 +26,7 @@ class BenchSettings:
     seed: int
     rounds: int
     dtype: str
+    quantization: str | None = None
     devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self):

@@ -82,6 +82,7 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
         seed=args.seed,
         rounds=args.rounds,
         dtype=args.dtype,
+        quantization=args.quantization,
         devices=devices,
     )
 

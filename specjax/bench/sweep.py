@@ -207,7 +207,8 @@ def describe(report: dict[str, Any]) -> str:
             format_table([header, *cells("mean_acceptance_length", ".2f")]),
             "",
             f"outputs that differ from decoding without speculation: {differing}",
-            f"{settings['model']} with {settings['method']}, {settings['dtype']}, temperature "
+            f"{settings['model']} with {settings['method']}, {settings['dtype']}, "
+            f"quantization {settings['quantization'] or 'none'}, temperature "
             f"{settings['temperature']:g}, {settings['max_tokens']} tokens each; medians over "
             f"{settings['rounds']} runs or more; "
             f"{Devices(**settings['devices']).describe(machine)}",

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from specjax.checkpoint.demo import TARGET
+from specjax.checkpoint.quantised.bits import BITS
 from specjax.config import COLLECTIVES, DTYPES, KV_CACHE_DTYPES, METHODS, OWN_METHODS
 
 DEVICE_OPTIONS = (
@@ -63,6 +64,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         choices=KV_CACHE_DTYPES,
         default="auto",
         help="numbers in pages; default: auto, those of --dtype",
+    )
+
+
+def add_quantization(parser: Any) -> None:
+    """Declare the argument for quantising a plain checkpoint."""
+    parser.add_argument(
+        "--quantization",
+        choices=tuple(BITS),
+        help="round the weights of a plain checkpoint while loading; default: leave them",
     )
 
 

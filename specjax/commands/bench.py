@@ -6,7 +6,7 @@ This module imports nothing slow, so that help is instant.
 import argparse
 
 from specjax.checkpoint.demo import DRAFTERS, TARGET
-from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP, add_devices
+from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP, add_devices, add_quantization
 from specjax.config import DTYPES
 from specjax.host.speculation.methods import NAMES as POLICIES
 
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1, help="passes over the prompts")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    add_quantization(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
     add_devices(parser)
@@ -102,6 +103,7 @@ def _add_setup(
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    add_quantization(parser)
     parser.add_argument(
         "--synthetic-rates",
         metavar="R,R",

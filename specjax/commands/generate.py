@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             max_num_batched_tokens=args.max_num_batched_tokens,
             page_size=args.page_size,
             kv_cache_dtype=args.kv_cache_dtype,
+            quantization=args.quantization,
             **read_devices(args),
         ) as llm:
             given = prompts if conversations is None else render(llm, conversations)

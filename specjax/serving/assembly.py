@@ -250,6 +250,7 @@ def _assemble(
     tensor_parallel_size: int,
     data_parallel_size: int,
     enable_expert_parallel: bool,
+    quantization: str | None,
     compilation_cache: str | Path | None,
     verbose: bool,
     **options: Any,
@@ -260,6 +261,7 @@ def _assemble(
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
+        quantization=quantization,
         gpu_memory_utilization=gpu_memory_utilization,
         compilation_cache=compilation_cache,
         verbose=verbose,
@@ -276,6 +278,7 @@ def _assemble(
         params,
         num_devices=tensor_parallel_size,
         divides_experts=enable_expert_parallel,
+        quantization=quantization,
         log=log.info,
     )
     folder = source.folder
@@ -322,7 +325,8 @@ def _load(source: ModelSource, dtype: str, placement: Placement, log: Log) -> An
     size = decimal(weight_bytes(source.specs, dtype))
     log(f"loading {source.folder or source.origin}: {size} of weights in {dtype}")
     if source.folder is not None:
-        return load_weights(source.folder, source.target, np.dtype(dtype), placement, log)
+        given = source.folder, source.target, np.dtype(dtype), placement, log
+        return load_weights(*given, source.quantization)
     params = source.params
     if source.target.num_devices > 1:
         params = divide_params(source.target, dequantise(params, dtype), placement)

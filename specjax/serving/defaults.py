@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import why_not
 from pallas_kernels.rms_norm import add_rms_norm
+from specjax.checkpoint.quantised.bits import BITS
 from specjax.checks import is_integer, warn
 from specjax.config import (
     DTYPES,
@@ -71,6 +72,7 @@ def check_options(
     tensor_parallel_size: Any,
     data_parallel_size: Any,
     enable_expert_parallel: Any,
+    quantization: Any,
     gpu_memory_utilization: Any,
     compilation_cache: Any,
     verbose: Any,
@@ -93,6 +95,17 @@ def check_options(
             f"are {num_devices} devices, and each replica has {tensor_parallel_size} of them "
             "(tensor_parallel_size)"
         )
+    if quantization is not None:
+        if quantization not in BITS:
+            raise ValueError(
+                f"quantization={quantization!r} is not supported; choose one of {', '.join(BITS)} "
+                "for a plain checkpoint, or leave it out: quantised checkpoints stay as they are"
+            )
+        if tensor_parallel_size > 1:
+            raise ValueError(
+                f"quantization={quantization!r} needs tensor_parallel_size=1: weights that are "
+                "divided over devices stay plain; use data_parallel_size, or leave it out"
+            )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(
             f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the fraction of "

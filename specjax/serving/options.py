@@ -18,6 +18,7 @@ class LLMOptions(TypedDict, total=False):
     params: Any
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
     dtype: str
+    quantization: str | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
@@ -56,6 +57,7 @@ DEFAULTS: LLMOptions = {
     "params": None,
     "speculative_config": None,
     "dtype": "auto",
+    "quantization": None,
     "max_model_len": None,
     "max_num_seqs": None,
     "max_num_batched_tokens": None,

@@ -21,6 +21,7 @@ from specjax.device.drafters.registry import (
     shape_drafter,
 )
 from specjax.device.loading import Log, no_log
+from specjax.device.models.config_fields import quantisation
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import (
@@ -46,17 +47,18 @@ class ModelSource:
     folder: Path | None = None  # the checkpoint's folder; None for a `Model` value or config file
     has_weights: bool = False  # whether the folder has weights
     params: Any = None  # the parameters of a `Model` value; None for a checkpoint
+    quantization: str | None = None  # see `LLM`
 
     @cached_property
     def specs(self) -> Any:
         """The `TensorSpec`s of the parameters.
 
         If the folder has weights, the specs have the form that it stores (for example float8 with
-        scales).
+        scales), or that `quantization` gives them.
         """
         if self.folder is None or not self.has_weights:
             return specs_of(self.target)
-        return stored_specs(self.folder, self.target)
+        return stored_specs(self.folder, self.target, self.quantization)
 
     @property
     def origin(self) -> str:
@@ -71,6 +73,7 @@ def open_model(
     takes_configs: bool = False,
     num_devices: int = 1,
     divides_experts: bool = False,
+    quantization: str | None = None,
     log: Log = no_log,
 ) -> ModelSource:
     """Open a checkpoint, or a `Model` value with its parameters.
@@ -82,8 +85,9 @@ def open_model(
 
     Raises:
         ValueError: `params` is missing for a `Model` value, or given with a checkpoint; `params`
-            contains NaN, infinity or a leaf that is not an array; or experts are to be divided, but
-            the model has none.
+            contains NaN, infinity or a leaf that is not an array; experts are to be divided, but
+            the model has none; or `quantization` is given for a `Model` value, or for a checkpoint
+            whose weights are quantised.
         CheckpointError: there is no such checkpoint, or its model is not supported.
     """
     on = partial(_divided, num_devices=num_devices, divides_experts=divides_experts)
@@ -98,11 +102,22 @@ def open_model(
         hf, is_complete = read_config(folder), has_weights(folder)
         target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)
         target = on(target)
-        return ModelSource(target, stored_dtype(hf), hf, folder, is_complete)
+        if quantization is not None and (found := quantisation(hf))[1]:
+            raise ValueError(
+                f"quantization={quantization!r} needs a plain checkpoint, but {hf.origin} has "
+                f"{found[0]}: its weights are quantised already, and stay as they are; leave it out"
+            )
+        known = stored_dtype(hf), hf, folder, is_complete
+        return ModelSource(target, *known, quantization=quantization)
     if params is None:
         raise ValueError(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
             "a Model value, which needs params"
+        )
+    if quantization is not None:
+        raise ValueError(
+            f"quantization={quantization!r} needs a checkpoint, not a Model value; leave it out, "
+            "or save the model with specjax.save_model"
         )
     params = as_arrays(params, "params")
     check_params(params)

@@ -36,7 +36,6 @@ _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and 
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
-    "quantization": ((None,), "the checkpoint's config says how weights are quantised"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), _DEVICES),
     "cpu_offload_gb": ((0, 0.0, None), "weights stay on the device; see sleep"),

@@ -76,7 +76,7 @@ def test_a_port_in_use_and_files_that_others_can_read(capsys, taken, key, tmp_pa
     (["--k", "3"], "--k goes with --drafter"),
     (["--speculative-config", "[1]"], "--speculative-config must be a JSON object"),
     (["--enable-lora"], "enable_lora=True is not supported"),
-    (["--quantization", "awq"], "quantization='awq' is not supported"),
+    (["--load-format", "dummy"], "load_format='dummy' is not supported"),
     (["--host", "no.such.host.invalid"], "cannot be used"),
 ], ids=str)  # fmt: skip
 def test_settings_that_contradict_each_other(capsys, argv, words):

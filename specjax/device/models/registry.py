@@ -36,6 +36,7 @@ from specjax.device.models.tensor_names import (
 from specjax.device.models.text_config import WRAPPERS, read_text
 from specjax.device.parallel import Divisible, specs_of
 from specjax.device.placement import Placement
+from specjax.device.weights.rounded import rounded
 from specjax.device.weights.stored import as_stored, dequantise, unpacked
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
@@ -119,16 +120,24 @@ def load_weights(
     dtype: np.dtype,
     placement: Placement | None = None,
     log: Log = no_log,
+    quantization: str | None = None,
 ) -> Any:
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
     The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
-    from the config's.
+    from the config's. `quantization` quantises a plain checkpoint; the log then has the largest
+    error of a matrix.
     """
     stored, hf = open_checkpoint(folder), read_config(folder)
     files = find_scales(stored, hf, dtype)
     specs = named_specs(model, files.shapes())
+    made = None
+    if quantization is not None:
+        made = rounded(specs, files, quantization, np.dtype(dtype))
+        files = made.files
     params = load_params(files, specs, dtype, placement=placement, ignore=partial(is_unused, model))
+    if made is not None:
+        log(made.describe(str(quantization)))
     if read_format(quantisation(hf)[1]) and files.tensors == stored.tensors:
         log(
             f"{folder}: config.json says that weights are quantised, but no tensor is; they are "
@@ -198,13 +207,17 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
     return find_scales(open_checkpoint(folder), hf, dtype)
 
 
-def stored_specs(folder: Path, model: Model) -> Any:
+def stored_specs(folder: Path, model: Model, quantization: str | None = None) -> Any:
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
-    They have the form that the folder stores (for example 4-bit numbers with scales).
+    They have the form that the folder stores (for example 4-bit numbers with scales), or that
+    `load_weights` gives them by `quantization`.
     """
     files = open_weights(folder, read_config(folder), np.dtype(np.float32))
-    return as_stored(named_specs(model, files.shapes()), files, keep_name)
+    specs = named_specs(model, files.shapes())
+    if quantization is not None:
+        files = rounded(specs, files, quantization, np.dtype(np.float32)).files
+    return as_stored(specs, files, keep_name)
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:

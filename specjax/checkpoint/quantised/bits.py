@@ -1,0 +1,22 @@
+"""The kinds of numbers to which a plain checkpoint can be quantised while it is loaded.
+
+This module imports nothing slow, so that help is instant.
+"""
+
+from typing import NamedTuple
+
+
+class Bits(NamedTuple):
+    """Numbers that, times a scale, replace weights."""
+
+    dtype: str  # of the numbers
+    least: int
+    largest: int
+    group: int | None = None  # the number of inputs that share a scale; None for all
+
+
+BITS = {
+    "fp8": Bits("float8_e4m3fn", -448, 448),
+    "int8": Bits("int8", -128, 127),
+    "int4": Bits("int4", -8, 7, 128),
+}

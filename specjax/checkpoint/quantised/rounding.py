@@ -1,0 +1,165 @@
+"""Plain matrices that are quantised when they are read.
+
+A row of a matrix, or a group of its inputs, gets the scale with which its largest number is the
+largest one of the kind of numbers. Weights are divided by their scale and rounded to the nearest
+number, as compressed-tensors does without calibration. The results have the form of its tensors.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.bits import BITS, Bits
+from specjax.checkpoint.quantised.compressed_tensors import UNPACKING
+from specjax.checkpoint.quantised.packed import PackedTensor
+from specjax.checkpoint.quantised.scaled import ScaledTensor
+from specjax.checkpoint.stored_tensor import Readable
+
+_KEPT = "float16", "bfloat16"  # dtypes that the scales of groups share with the weights
+
+
+class Part(NamedTuple):
+    """One of the tensors that store a quantised matrix. See `Readable`."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+
+
+@dataclass(eq=False)
+class Rounded:
+    """A plain matrix [..., O, I], and what is known of its rounding."""
+
+    name: str
+    source: Readable
+    bits: Bits
+    error: float | None = None  # of all weights, relative to them; None before they are read
+    _scales: np.ndarray | None = None
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def stored(self, dtype: np.dtype) -> ScaledTensor | PackedTensor:
+        """Return the quantised matrix, which is read as weights in `dtype`."""
+        *outer, depth = self.source.shape
+        path, name, group = self.source.path, f"{self.name}_scale", self.bits.group
+        if group is None:
+            numbers = Part(path, np.dtype(self.bits.dtype), self.source.shape, self._read_numbers)
+            scales = Part(path, np.dtype(np.float32), (*outer, 1), self._read_scales)
+            return ScaledTensor(numbers, scales, name, (1, depth), dtype)
+        words = Part(path, np.dtype(np.int32), (*outer, depth // 8), self._read_numbers)
+        kept = np.dtype(_scales_dtype(self.source.dtype))
+        scales = Part(path, kept, (*outer, depth // group), self._read_scales)
+        own = words, scales, None, None, name, ""
+        return PackedTensor(*own, UNPACKING, (outer[0], depth), group, dtype)
+
+    def _read_numbers(self) -> jax.Array:
+        with self._lock:
+            return self._round()
+
+    def _read_scales(self) -> np.ndarray:
+        """Return the scales. They are kept from the reading of the numbers."""
+        with self._lock:
+            if self._scales is None:
+                self._round()
+            assert self._scales is not None
+            return self._scales
+
+    def _round(self) -> jax.Array:
+        with np.errstate(over="ignore"):
+            weights = self.source.read()
+            weights = weights.astype(np.float32) if weights.dtype == np.float64 else weights
+        numbers, scales, error = _rounded(weights, self.bits)
+        self._scales, self.error = np.asarray(scales), float(error)
+        if not np.isfinite(self.error):
+            raise CheckpointError(
+                f"{self.source.path}: {self.name} has NaN or infinity; download or export the "
+                "checkpoint again"
+            )
+        return numbers
+
+
+class RoundedFiles(NamedTuple):
+    """The files of a checkpoint, with matrices that are quantised when they are read."""
+
+    files: TensorFiles
+    matrices: Mapping[str, Rounded]
+    plain: tuple[str, ...]  # names of matrices of projections that stay as they are
+
+    def without(self, names: Iterable[str], files: TensorFiles) -> "RoundedFiles":
+        """Return the checkpoint with the plain matrices `names` of `files`."""
+        tensors = {**self.files.tensors, **{name: files.tensors[name] for name in names}}
+        left = {name: one for name, one in self.matrices.items() if name not in {*names}}
+        return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
+
+    def describe(self, quantization: str) -> str:
+        """Return a line about what was quantised, and how exactly."""
+        errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
+        worst = max(errors, key=errors.__getitem__, default="")
+        line = f"{self.files.folder}: {len(errors)} matrices are quantised to {quantization}"
+        if errors:
+            line += f"; the largest relative error is {errors[worst]:.2%}, of {worst}"
+        if self.plain:
+            line += f"; {len(self.plain)} stay plain, such as {self.plain[0]}"
+        return line
+
+
+def round_matrices(
+    files: TensorFiles, names: Iterable[str], quantization: str, dtype: np.dtype
+) -> RoundedFiles:
+    """Return `files`; the matrices `names` in them are quantised when they are read.
+
+    Matrices whose inputs are not a multiple of the groups stay as they are.
+
+    Args:
+        quantization: a key of `BITS`.
+        dtype: see `Format.join`.
+    """
+    bits = BITS[quantization]
+    shapes = {name: files.shape(name) for name in names if name in files.tensors}
+    fits = {
+        name: bits.group is None or (len(shape) == 2 and shape[1] % bits.group == 0)
+        for name, shape in shapes.items()
+    }
+    made = {name: Rounded(name, files.tensor(name), bits) for name, fit in fits.items() if fit}
+    tensors = {**files.tensors, **{name: one.stored(dtype) for name, one in made.items()}}
+    plain = tuple(name for name, fit in fits.items() if not fit)
+    return RoundedFiles(replace(files, tensors=tensors), made, plain)
+
+
+def _scales_dtype(dtype: Any) -> str:
+    """Return the dtype of the scales of groups."""
+    name = np.dtype(dtype).name
+    return name if name in _KEPT else "float32"
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def _rounded(weights: jax.Array, bits: Bits) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return numbers and scales as compressed-tensors stores them, and the relative error."""
+    *outer, depth = weights.shape
+    groups = weights.astype(jnp.float32).reshape(*outer, -1, bits.group or depth)
+    scales = jnp.abs(groups).max(axis=-1) / ((bits.largest - bits.least) / 2)
+    if bits.group is not None:
+        scales = scales.astype(_scales_dtype(weights.dtype))
+    scales = jnp.where(scales == 0, jnp.ones_like(scales), scales)
+    by = scales.astype(jnp.float32)[..., None]
+    numbers = jnp.clip(groups / by, bits.least, bits.largest)
+    if bits.dtype.startswith("int"):
+        numbers = jnp.round(numbers)
+    else:
+        numbers = numbers.astype(bits.dtype)
+    lost = jnp.sum((numbers.astype(jnp.float32) * by - groups) ** 2)
+    error = jnp.sqrt(lost / jnp.maximum(jnp.sum(groups**2), jnp.finfo(jnp.float32).tiny))
+    if bits.dtype != "int4":
+        return numbers.astype(bits.dtype).reshape(weights.shape), scales, error
+    codes = (numbers + 8).astype(jnp.uint32).reshape(*outer, -1, 8)
+    words = functools.reduce(jnp.bitwise_or, [codes[..., i] << 4 * i for i in range(8)])
+    return jax.lax.bitcast_convert_type(words, jnp.int32), scales, error

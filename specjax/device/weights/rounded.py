@@ -1,0 +1,36 @@
+"""Chooses the weights of a plain checkpoint that are quantised while it is loaded."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.given import dotted
+from specjax.checkpoint.quantised.rounding import RoundedFiles, round_matrices
+from specjax.device.loading import keep_name
+from specjax.device.weights.stored import STORED, unpacked
+from specjax.device.weights.weight import is_weight
+
+# Fields of a mixture whose matrices stay plain: they are small, and choose or weigh experts.
+_PLAIN = {"router", "shared_gate"}
+
+
+def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:
+    """Return `files`; the weights of projections in them are quantised when they are read.
+
+    Weights without a form for such numbers stay plain.
+
+    Args:
+        specs: the model's `TensorSpec`s, with the names in `files`.
+        quantization, dtype: see `round_matrices`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_weight)
+    names = [
+        name
+        for path, x in leaves
+        if type(x) in STORED and _PLAIN.isdisjoint(dotted(path).split("."))
+        for name in x.values.names
+    ]
+    made = round_matrices(files, names, quantization, dtype)
+    return made.without(unpacked(specs, made.files, keep_name), files)
