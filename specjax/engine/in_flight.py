@@ -79,10 +79,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done` of chunks and rounds that must have ended before a later program was launched.
+    """Set the end times of programs that ended before a later program was launched.
 
-    If a program has already ended when its launch returns, as on a CPU, all earlier programs had
-    ended before this launch.
+    `launched` holds what was just launched. If one of its programs has already ended, which is
+    common on a CPU, all programs launched earlier had ended when that program was launched.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

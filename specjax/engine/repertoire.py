@@ -180,9 +180,11 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Note that a plan took `milliseconds`, in a larger shape than `plan.better_shape`.
+        """Note that a plan ran in a larger shape than necessary, and took `milliseconds`.
 
-        Compile the better shape in the background once its absence has cost too much time.
+        `plan.better_shape` is the shape that fits best but was not compiled. If it is None, nothing
+        is noted. The better shape is compiled in the background once its absence has cost too much
+        time.
         """
         if plan.better_shape is None:
             return
@@ -286,7 +288,7 @@ class Repertoire:
         )
 
     def _look(self) -> None:
-        """Clear the caches if more programs are ready than before."""
+        """If more programs are ready than at the last call, clear the cached results."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()
