@@ -74,8 +74,8 @@ class LLM(VllmMethods):
         compile_ahead: compile what requests need, in all shapes, before they run. Speed and
             rounding then do not change while serving. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
-        exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:
-            at least `max_num_seqs` requests with 8 or more tokens each, compiled at the start.
+        exact: make tokens and logprobs bitwise equal under any schedule. All rounds are
+            padded to one shape: at least `max_num_seqs` requests, with 8 or more tokens each.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.

@@ -98,7 +98,7 @@ class Follower:
         del self._params
 
     def compile_ahead(self, programs: list[Named], then: list[Named]) -> None:
-        """See `Programs`. Programs that fail are reported."""
+        """See `Programs`. If a program fails to compile, `_report` tells process 0."""
         wanted, later = [*map(self._find, programs)], [*map(self._find, then)]
         try:
             self.programs.compile_ahead(wanted, then=later, show_progress=False)
@@ -162,7 +162,7 @@ class Follower:
         self._asked.set()
 
     def _report(self) -> None:
-        """Tell process 0 which programs are compiled, while any are."""
+        """Tell process 0 which programs are ready or have failed, while any are compiled."""
         told: set[Program] = set()
         while self._asked.wait() and not self._is_over:
             self._asked.clear()

@@ -1,4 +1,4 @@
-"""Runs an engine's programs in several processes: the part of process 0.
+"""Runs an engine's programs in process 0, if several processes share the engine.
 
 `LeaderPrograms` has the interface of `CompiledPrograms`, which it uses for the devices of this
 process. Before each call, it sends the same call to the other processes (`follower.py`). A launch

@@ -1,7 +1,9 @@
-"""Lets the processes of an engine meet: first each other, then their devices, then their sockets.
+"""Connects the processes of an engine.
 
-Messages between processes are pickled, so a connection begins with a proof by both ends that they
-know a random key. The devices have exchanged this key before.
+First, all processes wait until every process has started. Then `jax.distributed` connects their
+devices. Last, process 0 opens a socket to each other process. Messages on these sockets are
+pickled. So each connection begins with a proof by both ends that they know a random key, which the
+devices have exchanged before.
 """
 
 import secrets

@@ -141,7 +141,7 @@ class Sequence:
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
     def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
-        """Return the outcome of the round of `k` drafts that gave the last `num_kept` tokens.
+        """Return the outcome of a round of `k` drafts, after its `num_kept` tokens were appended.
 
         If the drafter found fewer than `k` drafts, the first missing draft counts as rejected.
         """

@@ -1,8 +1,8 @@
 """Lets the processes of an LLM meet, and refuses processes that differ.
 
 Process 0 has the options, and sends them to the other processes. Options that another process is
-given by its caller must be equal to these, except options that concern only one process, such as
-paths. Each process reads its own copy of the checkpoint.
+given by its caller must be equal to these, except paths and options like `verbose`, which each
+process sets for itself. Each process reads its own copy of the checkpoint.
 """
 
 import hashlib
@@ -190,7 +190,10 @@ def agreed_config(hosts: Hosts, config: EngineConfig) -> EngineConfig:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's config, and of its files' names, sizes and tables."""
+    """Return a digest of a checkpoint's config and weight files.
+
+    For a weight file, it covers the name, the size and the safetensors header, but no weights.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(find_weights(folder)):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())

@@ -92,9 +92,10 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character that replaces spaces in token names, if `decode` may strip spaces.
+        """The character that replaces a space in token names, as in SentencePiece.
 
-        None for other tokenizers.
+        None for tokenizers without such a character. `decode` of the other tokenizers may strip
+        spaces.
         """
         found = self.tokenizer.pre_tokenizer
         steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]

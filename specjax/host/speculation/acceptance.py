@@ -30,10 +30,15 @@ _OFFSET_WEIGHT = 20.0
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of a round for one request: the numbers of usable drafts and of accepted drafts.
+    """The outcome of a round for one request.
 
-    Drafts after the end of an output are not usable. Drafts after the first rejected draft are not
-    verified (see `depth`).
+    A draft after the end of the output is not usable, and does not count. Drafts after the first
+    rejected draft are not verified (see `depth`).
+
+    Attributes:
+        num_drafts: number of usable drafts.
+        num_accepted: number of accepted drafts.
+        group: the request's group (see `Request.group`).
     """
 
     num_drafts: int
