@@ -403,8 +403,8 @@ class EngineConfig:
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
         """Return chunk shapes. Widths double up to the budget, each for 1, 4, 16, ... prompts.
 
-        A padding row takes as long as a chunk. With steps of a factor 4, less than three quarters
-        of a batch are padding. In exact mode, there is one shape.
+        A padding row takes as long as a chunk. As batches grow by a factor of 4, less than three
+        quarters of one are padding. In exact mode, there is one shape.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)

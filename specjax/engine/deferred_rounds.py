@@ -28,7 +28,7 @@ class DeferredRounds:
 
         It may do so if `plan` is a round without drafts for the same requests, and if fewer rounds
         than `Programs.max_deferred` are deferred. Afterwards, `plan` itself is counted as a
-        deferred round if the drafter need not observe it at once. `packed` is the packed plan.
+        deferred round if the drafter may observe it later. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

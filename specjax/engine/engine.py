@@ -318,7 +318,7 @@ class Engine:
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
         """Let the policy learn from a round, and the repertoire of shapes from chunks or a round.
 
-        `num_kept` holds the number of tokens that each sequence gained.
+        `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms

@@ -249,8 +249,8 @@ class Hosts:
     def _leave(self) -> None:
         """Disconnect when this process exits. Process 0 first lets the other processes disconnect.
 
-        If the engine has failed, a program may wait for a lost process forever. So this process
-        ends at once.
+        If the engine has failed, a program may wait for a lost process forever. In this case, the
+        process ends at once.
         """
         if self.error is not None and self.runs:
             for stream in (sys.stdout, sys.stderr):

@@ -81,8 +81,8 @@ class Extended:
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
     """Set the end times of programs that ended before a later program was launched.
 
-    `launched` holds what was just launched. If one of its programs has already ended, which is
-    common on a CPU, all programs launched earlier had ended when that program was launched.
+    On a CPU, a program may already have ended when its launch returns. Then all earlier programs
+    had ended before this launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

@@ -1,7 +1,7 @@
 """Connects the processes of an engine.
 
 First, all processes wait until every process has started. Then `jax.distributed` connects their
-devices. Last, process 0 opens a socket to each other process. Messages on these sockets are
+devices. Last, each other process connects to process 0 with a socket. Messages on these sockets are
 pickled. So each connection begins with a proof by both ends that they know a random key, which the
 devices have exchanged before.
 """

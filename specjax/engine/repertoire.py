@@ -1,10 +1,11 @@
 """Decides which shapes and variants of steps an engine can run now, and which to compile.
 
 A step has a shape and a variant. The variant is the extra work that the step's requests need, such
-as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks and one
-shape for rounds, which are large enough for any step, and with the variant without extra work. A
-smaller shape is compiled in the background once the padding that it would avoid has cost enough
-time. Requests that need a new variant wait until it is compiled; other requests do not wait.
+as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
+for rounds, and one variant, which has no extra work. The two shapes suffice for any step, but small
+steps need much padding. A smaller shape is compiled in the background once the padding that it
+would avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
+requests do not wait.
 """
 
 from collections import defaultdict

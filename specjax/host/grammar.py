@@ -7,8 +7,8 @@ compiled.
 Three tasks are done here because llguidance 1.9.1 does not do them as needed:
 
 - Ends of sequence: llguidance gets an artificial end token. In masks, it is replaced with the
-  model's end-of-sequence tokens. So a model may have no such token, or several, and a grammar may
-  also use their text.
+  model's end-of-sequence tokens. So a model may have several such tokens, none, or one that also
+  spells a text.
 - Drafts: each draft is tried on a copy of the state, because llguidance's `rollback` keeps an
   outdated mask and refuses some grammars.
 - Spelling: where a grammar forces a text, llguidance allows only the tokenizer's own spelling,

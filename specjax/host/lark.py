@@ -10,9 +10,10 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 def styled_schema(schema: Any) -> str:
-    """Return a JSON schema as text. Unless it sets another style, outputs look like `json.dumps`.
+    """Return a JSON schema as text, with a default style for outputs.
 
-    The key "x-guidance" of the schema sets the whitespace and the separators.
+    The default is the style of `json.dumps`: one space after each comma and colon, and no other
+    whitespace. The schema's key "x-guidance" overrides it.
 
     Raises:
         ValueError: `schema` is not a JSON schema.

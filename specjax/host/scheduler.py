@@ -293,7 +293,7 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _joining(self) -> list[int]:
-        """Return how many tokens each waiting sequence has, as far as slots and pages are free."""
+        """Return the token counts of the waiting sequences that free slots and pages can hold."""
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:

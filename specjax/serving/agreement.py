@@ -117,7 +117,7 @@ def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
 def _is_equal(one: Any, other: Any) -> bool:
     """Return whether two values of an option are equal.
 
-    For mappings, only keys that both have are compared, except paths of models and of profiles.
+    For mappings, only keys in both are compared. Paths of models and of profiles may differ.
     """
     pair: list[Any] = [asdict(x) if isinstance(x, SpeculativeConfig) else x for x in (one, other)]
     if all(isinstance(x, Mapping) for x in pair):

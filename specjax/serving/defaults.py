@@ -8,8 +8,8 @@
 | dtype | the checkpoint's; float32 before compute capability 8.0 | float32 |
 
 A GPU reads all weights in each step, regardless of the number of tokens, so large steps cost little
-more than small steps. The engine has a GPU's memory to itself, and its pages take all memory that
-the weights leave free. On a CPU, the time of a step grows with its number of tokens, so a large
+more than small steps. The engine has a GPU's memory to itself, so most memory that the weights
+leave free is for pages. On a CPU, the time of a step grows with its number of tokens, so a large
 step makes other requests wait. A CPU has no fast bfloat16, and other programs share its memory.
 """
 

@@ -22,7 +22,7 @@ class StopStrings:
     The text of an output is what its tokens add to the text of the prompt. `context` holds the last
     tokens of the prompt (see `prompt_context`). Bytes that are not UTF-8 become U+FFFD. If several
     tokens spell a character, it is added with the last of them. A byte-level tokenizer also decodes
-    an incomplete character to U+FFFD. So U+FFFD is added only when another token follows.
+    an incomplete character to U+FFFD. Such a U+FFFD is added only when another token follows.
 
     Stop texts are ignored until the output has `min_tokens` tokens. From then on, a token ends the
     output if a stop text ends in the text that the token adds. If several stop texts end there, the
@@ -133,8 +133,8 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
     They matter because SentencePiece decoders omit the space before the first text that they
     decode. With SentencePiece, byte tokens at the end of the prompt are left out. With other
-    tokenizers, the list is empty if the prompt ends inside a character. It is then also empty if
-    the prompt ends with U+FFFD, because an incomplete character is decoded to U+FFFD, too.
+    tokenizers, the list is empty if the prompt ends inside a character, or with U+FFFD. The two
+    cases look the same, because an incomplete character is decoded to U+FFFD.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately

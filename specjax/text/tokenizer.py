@@ -94,8 +94,7 @@ class ChatTokenizer(TokenizerNames):
     def _space(self) -> str | None:
         """The character that replaces a space in token names, as in SentencePiece.
 
-        None for tokenizers without such a character. `decode` of the other tokenizers may strip
-        spaces.
+        `decode` of such a tokenizer may strip spaces. None for all other tokenizers.
         """
         found = self.tokenizer.pre_tokenizer
         steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]
