@@ -56,8 +56,8 @@ class Engine:
     """Runs requests to completion on a device. Prompts and outputs are token ids.
 
     Attributes:
-        away: function that returns a context manager. A step waits for the device or for programs
-            inside this context, so that other threads may call methods that do not run a step.
+        away: function that returns a context manager. A step enters this context while it waits for
+            the device or for a program. Meanwhile, other threads may call methods that run no step.
         rescue: function called with a failed step's error. It moves the requests to another engine
             or raises the error. If None, all requests are dropped and the error is raised.
     """
