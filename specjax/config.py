@@ -44,7 +44,7 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether OWN_SHAPE (a head without weights) can replace it in `specjax info`.
+        needs_shape: whether reports may use OWN_SHAPE (a head without weights) as the checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
     """
 
