@@ -110,9 +110,9 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a request with one sample, of which another engine has made the part `before`.
+        """Continue a request that another engine has begun. It must have a single sample.
 
-        Outputs are those that `generate_stream` would yield after it had yielded `before`.
+        `before` is the other engine's output. Yield what `generate_stream` would yield after it.
 
         Raises:
             ValueError: as for `generate_stream`, or the parameters ask for several samples.
@@ -291,9 +291,9 @@ class AsyncLLM(Refusing):
         await self._ask(self._llm.stop_profile)
 
     def apply(self, function: Callable[[LLM], Answer]) -> "Future[Answer]":
-        """Call `function` with the LLM between two steps, none of which is in flight.
+        """Call `function` with the LLM on the engine's thread, between two steps.
 
-        The call is made on the engine's thread. Return the future of its result.
+        During the call, no step is in flight. Return the future of the function's result.
         """
 
         def call() -> Answer:
@@ -376,7 +376,7 @@ class AsyncLLM(Refusing):
                 self._advance(engine.step)
 
     def _advance(self, move: Callable[[], list[Sample]]) -> None:
-        """Call `move`, a method of the engine that returns changed samples, and publish these."""
+        """Call `move`, for example `Engine.step`, and deliver the samples that it returns."""
         try:
             touched = move()
         except Exception as error:  # the device failed, all running requests are lost

@@ -44,7 +44,7 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether reports like `specjax info` may use OWN_SHAPE instead of a checkpoint.
+        needs_shape: whether reports may use OWN_SHAPE (a head without weights) as the checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
     """
 
@@ -94,8 +94,8 @@ class SpeculativeConfig:
         synthetic_acceptance_length: mean acceptance length in 1..K+1, instead of rates.
         draft_sample_method: above temperature 0, "probabilistic" drafts are drawn (with the
             target's noise under seed_exact), and "greedy" drafts are the argmax.
-        aux_id_convention: which hidden state the number i in an EAGLE-3 config means: the one that
-            enters 0-based layer i ("entering", as in vLLM), or its output ("output", as in SGLang).
+        aux_id_convention: which hidden state the number i in an EAGLE-3 config means: the input of
+            layer i ("entering", as in vLLM) or its output ("output", as in SGLang). i is 0-based.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
@@ -227,7 +227,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The rate of each draft. A mean length gives ones, at most one fraction, and zeros."""
+        """The acceptance rate of each draft. A mean length of 2.5 gives 1, 0.5, 0, 0, ..."""
         if self.synthetic_acceptance_rates is not None:
             return tuple(self.synthetic_acceptance_rates)
         drafts = (self.synthetic_acceptance_length or 1) - 1
@@ -403,8 +403,8 @@ class EngineConfig:
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
         """Return chunk shapes. Widths double up to the budget, each for 1, 4, 16, ... prompts.
 
-        So a batch has less than four times as many rows as chunks. This matters because a padding
-        row takes as long as a chunk. In exact mode, there is one shape.
+        A padding row takes as long as a chunk. As batches grow by a factor of 4, less than three
+        quarters of one are padding. In exact mode, there is one shape.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)

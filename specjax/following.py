@@ -10,15 +10,15 @@ from specjax.serving.options import LLMOptions, read_options
 
 
 def follow(model: str | Path, **options: Unpack[LLMOptions]) -> None:
-    """Run the steps of process 0's `LLM` on this process's devices, until that closes its LLM.
+    """Run the steps of process 0's `LLM` on this process's devices, until process 0 closes it.
 
-    This is `vllm serve --headless`. Process 0 builds an `LLM`, `AsyncLLM` or `RolloutEngine` with
-    `nnodes`, and each other process calls `follow` with the same `nnodes`, `master_addr` and
-    `master_port`, and its own `node_rank`.
+    This call corresponds to `vllm serve --headless`. Process 0 builds an `LLM`, `AsyncLLM` or
+    `RolloutEngine` with `nnodes`. Each other process calls `follow` with the same `nnodes`,
+    `master_addr` and `master_port`, and its own `node_rank`.
 
     Args:
         model: this host's copy of the checkpoint.
-        options: as for `LLM`. For all other options, the values of process 0 are used.
+        options: as for `LLM`. Options that are not given have process 0's values.
 
     Raises:
         ValueError: this process differs from process 0, or the options do not fit.

@@ -56,14 +56,14 @@ class LLM(VllmMethods):
             (fewer if its memory holds fewer recurrent states), 16 on a CPU.
         max_num_batched_tokens: maximum number of tokens per step, including drafting's extra rows;
             None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: the same without these rows; None for max_num_batched_tokens.
+        max_num_scheduled_tokens: maximum without extra rows; None for max_num_batched_tokens.
         decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
             that double up to the token budget, each for 1, 4, 16, ... prompts.
         num_pages: pages of the KV cache; None for all requests at full length, or as many as fit.
         page_size: tokens per page.
-        kv_cache_dtype: numbers in pages, "auto" (dtype), "fp8" (e4m3, with the checkpoint's scales
+        kv_cache_dtype: dtype of pages, "auto" (`dtype`), "fp8" (e4m3, with the checkpoint's scales
             or 1), or "int8" (with a scale for each token and head).
         kv_cache_dtype_skip_layers: numbers of layers whose pages stay in dtype; "sliding_window"
             for all layers with a window.
@@ -76,8 +76,8 @@ class LLM(VllmMethods):
         compile_ahead: compile what requests need, in all shapes, before they run. Speed and
             rounding then do not change while serving. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
-        exact: make tokens and logprobs bitwise equal under any schedule. All rounds have one shape:
-            at least `max_num_seqs` requests with 8 or more tokens each, compiled at the start.
+        exact: make tokens and logprobs bitwise equal under any schedule. All rounds are
+            padded to one shape: at least `max_num_seqs` requests, with 8 or more tokens each.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
@@ -91,7 +91,7 @@ class LLM(VllmMethods):
         enable_expert_parallel: give each device whole experts, not parts of all.
         kernels: implementation of the GPU operations, "auto" or "reference".
         collectives: how GPUs exchange sums, "auto", "nccl" or "graph"; see `EngineConfig`.
-        compilation_cache: folder of compiled steps; None for no folder. JAX's own has precedence.
+        compilation_cache: folder of compiled steps, or None. JAX's cache folder has precedence.
         seed: seed of requests without a seed, any integer of 64 bits.
         verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The
             logger "specjax" writes to stderr, unless logging is configured.

@@ -30,7 +30,8 @@ class ToolCall:
     Attributes:
         name: the function's name.
         arguments: JSON text. It is not valid JSON if the model's text is not, or is incomplete.
-        id: the id for the message with the function's answer. Ids are not compared.
+        id: an id to repeat in the message with the function's answer. Calls with different ids can
+            be equal.
     """
 
     name: str

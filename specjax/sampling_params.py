@@ -48,8 +48,9 @@ class StructuredOutputs:
         choice: a list of texts; the output equals one of them.
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
         json_object: True for any JSON object; equivalent to the schema {"type": "object"}.
-        structural_tag: any text, in which each of the "triggers" begins one of the "structures": a
-            "begin" text, JSON of a "schema", and an "end" text. A mapping or JSON text.
+        structural_tag: a mapping or JSON text with a list of "triggers" (texts) and a list of
+            "structures". The output may be any text. But a trigger in it must be the beginning of
+            a structure: a "begin" text, JSON of a "schema", and an "end" text.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -103,7 +104,8 @@ def _structural_tag(given: Any) -> Mapping[str, Any]:
     """Return a structural tag as a mapping.
 
     Raises:
-        ValueError: it is malformed, or a structure begins with no trigger.
+        ValueError: the tag is malformed, a structure does not begin with a trigger, or a trigger
+            does not begin any structure.
     """
     where = "structured_outputs.structural_tag"
     try:

@@ -1,4 +1,4 @@
-"""Accepts vLLM 0.33's names if their values match the behaviour here, or else refuses them."""
+"""Handles vLLM 0.33's names: accepts values that match the behaviour here, and refuses others."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -30,7 +30,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field of vLLM that specjax lacks, and which of its values are accepted without effect."""
+    """A field of vLLM that specjax lacks, and its values that are accepted but change nothing."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here
@@ -108,8 +108,8 @@ def take_keys(
     """Return `given` without the keys in `table`, which are vLLM's. Other keys must be in `known`.
 
     Raises:
-        ValueError: a key of vLLM has a value that would change something (the message names the
-            alternative), or a key is unknown.
+        ValueError: a key of `table` has a value that would change the behaviour (the message names
+            an alternative), or a key is in neither `table` nor `known`.
     """
     for name in given.keys() & table.keys():
         _check(name, given[name], table[name], f"{where}.{name}")
@@ -124,9 +124,10 @@ def take_keys(
 
 
 def without_draft_size(config: Any, tensor_parallel_size: int) -> Any:
-    """Return a `speculative_config` without the drafter's number of devices if it is the target's.
+    """Return a `speculative_config` without vLLM's option for the drafter's number of devices.
 
-    A drafter is divided like its target. Other numbers are kept, and then refused.
+    A drafter always has the same devices as its target. If the option has another value, it is
+    kept, so that it is refused later.
     """
     if not isinstance(config, Mapping):
         return config
@@ -155,10 +156,10 @@ def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str
 
 
 def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
-    """Return a class decorator that makes a dataclass's constructor also take the table's names.
+    """Return a class decorator with which a dataclass's constructor also accepts vLLM's names.
 
-    The constructor raises ValueError for a value that would change something, and TypeError for
-    unknown names.
+    `table` lists these names. The constructor raises ValueError for a value that would change the
+    behaviour, and TypeError for a name that is neither a field nor in `table`.
     """
 
     def decorate(cls: Class) -> Class:
@@ -183,7 +184,11 @@ def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
 
 
 def _check(name: str, value: Any, taken: Taken, where: str) -> None:
-    """Refuse a value that does not match the behaviour here. Warn if the name has no effect."""
+    """Check the value of a name that only vLLM has.
+
+    If any value is accepted, warn that the name has no effect. Otherwise, refuse a value that is
+    not among the accepted values.
+    """
     if taken.values is None:
         warn(f"{name}={value!r} is an option of vLLM, and has no effect here")
     # 0 == False, so compare types as well.

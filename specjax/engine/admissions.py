@@ -64,7 +64,10 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """Return a `kind` (such as `Requests`) whose fields hold one request's values, not arrays."""
+    """Return a `kind` (such as `Requests`) for one request.
+
+    Its fields are values instead of arrays.
+    """
     return kind(**values)
 
 

@@ -29,7 +29,11 @@ EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 
 
 def extras_of(all_demands: Collection[Demands]) -> Extras:
-    """Return the flags of the optional work that the requests of a step need together."""
+    """Return flags for the optional work of a step, such as log-probabilities or grammar masks.
+
+    `all_demands` holds what each request of the step needs. A flag is set if any request needs its
+    work.
+    """
     extras = Extras(0)
     for demands in all_demands:
         if demands.edits:
@@ -44,8 +48,8 @@ def extras_of(all_demands: Collection[Demands]) -> Extras:
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
     """Pack a plan into one array. Rows without a request are padding.
 
-    `page_tables` is `Residents.page_tables`. `extras` has the flags of all requests (see
-    `extras_of`).
+    `page_tables` is `Residents.page_tables`. `extras` holds the flags that `extras_of` returns for
+    all requests of the plan.
     """
     count = len(plan.sequences)
     if isinstance(plan, DecodePlan):
@@ -67,10 +71,11 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
 def pack_snapshots(
     chunks: Iterable[Chunk], batch: int, layout: Layout, *, is_taken: bool
 ) -> np.ndarray:
-    """Pack the `SnapshotInputs` of chunks into one array.
+    """Pack the `SnapshotInputs` of prefill chunks into one array.
 
-    If `is_taken`, they describe the snapshots to take after the chunks. Otherwise, they describe
-    the snapshots to restore before the chunks.
+    A snapshot is a copy of a request's recurrent states. If `is_taken`, the inputs describe the
+    snapshots to take after the chunks. Otherwise, they describe the snapshots to restore before the
+    chunks.
     """
     packed, rows = layout.packing(SnapshotInputs).rows(batch)
     for row, chunk in enumerate(chunks):
@@ -81,11 +86,12 @@ def pack_snapshots(
 
 
 def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
-    """Return the grammars' masks i32[B, R, ceil(V/32)] of a plan's requests.
+    """Return grammar masks i32[B, R, ceil(V/32)] for the requests of a plan.
 
-    R is K + 1 in a round and 1 in chunks. A request without a grammar gets masks of all ones.
-    `drafts` is i32[B, K], or None if no grammar depends on drafts. If a drafter found fewer than K
-    drafts, the remaining entries of `drafts` are zeros.
+    R is the number of rows of logits per request: K + 1 for a decode round, and 1 for prefill
+    chunks. A request without a grammar gets masks of all ones. `drafts` is i32[B, K], or None if no
+    grammar depends on drafts. If a drafter found fewer than K drafts, the remaining entries of
+    `drafts` are zeros.
     """
     num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
     masks = np.full((plan.batch, num_rows, layout.mask_words), -1, np.int32)

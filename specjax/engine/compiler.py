@@ -131,8 +131,8 @@ class Compiler:
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
         """Wait until the programs of `keys` are ready. Pass the number of ready programs to `tell`.
 
-        The keys must have been passed to `ask` as urgent. On KeyboardInterrupt, keys whose programs
-        no thread compiles yet are removed from the queue.
+        The keys must have been passed to `ask` as urgent. After a KeyboardInterrupt, programs that
+        no thread has begun to compile are removed from the queue.
 
         Raises:
             Exception: a program failed to compile.

@@ -24,11 +24,11 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run `Observe` unless the deferred rounds may be observed after `plan`.
+        """Run `Observe` for the deferred rounds, unless the drafter may observe them after `plan`.
 
-        They may be if `plan` is a round without drafts of the same requests, and if there are fewer
-        deferred rounds than `Programs.max_deferred`. Then count `plan` as a deferred round if the
-        drafter may observe it later. `packed` is the packed plan.
+        It may do so if `plan` is a round without drafts for the same requests, and if fewer rounds
+        than `Programs.max_deferred` are deferred. Afterwards, `plan` itself is counted as a
+        deferred round if the drafter may observe it later. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

@@ -56,8 +56,8 @@ class Engine:
     """Runs requests to completion on a device. Prompts and outputs are token ids.
 
     Attributes:
-        away: function that returns a context manager. A step waits for the device or for programs
-            inside this context, so that other threads may call methods that do not run a step.
+        away: function that returns a context manager. A step enters this context while it waits for
+            the device or for a program. Meanwhile, other threads may call methods that run no step.
         rescue: function called with a failed step's error. It moves the requests to another engine
             or raises the error. If None, all requests are dropped and the error is raised.
     """
@@ -316,9 +316,9 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Report the outcome of chunks or of a round to the repertoire and the policy.
+        """Let the policy learn from a round, and the repertoire of shapes from chunks or a round.
 
-        `milliseconds` is the time that they took; None if unknown.
+        `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
@@ -428,10 +428,10 @@ class Engine:
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure the times of rounds with the Ks in `ks`. In exact mode, all get the same time.
+        """Return the times of rounds for each K in `ks`.
 
-        Otherwise, if `has_all`, every shape is measured, which clears the prefix cache. If not
-        `has_all`, only the largest shape is measured.
+        In exact mode, all rounds have one shape, so nothing is measured. In other modes, `has_all`
+        says whether to measure every shape, which clears the prefix cache, or only the largest.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -62,8 +62,11 @@ def keep_programs(folder: Path | None) -> None:
     """Store compiled programs in `folder`, so that later processes can read them.
 
     This applies to engines that are built after the call. If `folder` is None, no programs are
-    stored. `folder` is not passed to JAX as JAX's compilation cache, because JAX would then also
-    store the user's programs there.
+    stored. If JAX has a compilation cache, `folder` is ignored, and programs are stored inside
+    JAX's folder.
+
+    `folder` does not become JAX's compilation cache, because JAX would then also store the user's
+    programs there.
     """
     _kept[:] = [] if folder is None else [folder]
 

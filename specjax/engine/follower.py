@@ -1,6 +1,6 @@
-"""Runs an engine's programs in several processes: the part of all processes but process 0.
+"""Runs an engine's programs in a process other than process 0, if several share the engine.
 
-See `leader.py`.
+Process 0 runs `leader.py` and sends a message for each call.
 """
 
 import threading
@@ -24,12 +24,15 @@ from specjax.engine.tracing import Program
 
 
 class Follower:
-    """Does what process 0 says, until that closes its LLM. Methods are named as its messages.
+    """Runs the calls that process 0 sends, until process 0 closes its LLM.
+
+    A message names the method that it calls.
 
     Attributes:
         programs: the programs of this process.
         sleep: moves this process's weights to the host and back.
-        staged: what `elsewhere` functions keep between two calls, such as weights for an update.
+        staged: values that functions passed to `Programs.elsewhere` keep between two calls, such as
+            new weights.
     """
 
     programs: CompiledPrograms
@@ -54,10 +57,10 @@ class Follower:
         self._is_over = False
 
     def follow(self) -> None:
-        """Answer messages until process 0 says that it ends.
+        """Run the calls that process 0 sends, until process 0 sends "end".
 
         Raises:
-            HostsError: process 0 has ended without a word, or another process failed.
+            HostsError: process 0 ended without sending "end", or a process failed.
         """
         self._hosts.runs = True
         threading.Thread(target=self._report, name="specjax-hosts", daemon=True).start()
@@ -81,10 +84,10 @@ class Follower:
         self.programs.params = params
 
     def release(self) -> None:
-        """Do nothing: process 0 mirrors the call."""
+        """Do nothing, because process 0 sends a separate message that releases the state."""
 
     def renew(self) -> None:
-        """Do nothing: process 0 mirrors the call."""
+        """Do nothing, because process 0 sends a separate message that creates the state."""
 
     def build(
         self, config: EngineConfig, verification: Verification, layout: Layout, max_drafts: int
@@ -95,7 +98,7 @@ class Follower:
         del self._params
 
     def compile_ahead(self, programs: list[Named], then: list[Named]) -> None:
-        """See `Programs`. Programs that fail are reported."""
+        """See `Programs`. If a program fails to compile, `_report` tells process 0."""
         wanted, later = [*map(self._find, programs)], [*map(self._find, then)]
         try:
             self.programs.compile_ahead(wanted, then=later, show_progress=False)
@@ -115,7 +118,7 @@ class Follower:
         self._count()
 
     def run(self, named: Named, *arguments: Any) -> None:
-        """See `Programs`. The result is kept if other programs may take it."""
+        """See `Programs`. Keep the result until the step's last program has taken it."""
         program = self._find(named)
         taken = [self._result(x) if isinstance(x, Result) else x for x in arguments]
         result = self.programs.run(program, *taken)
@@ -127,7 +130,7 @@ class Follower:
             self._results[named.number] = result
 
     def mirror(self, name: str, *arguments: Any) -> None:
-        """Call a method of the programs that changes the state."""
+        """Call the method `name` of `programs`, which changes the state. Drop all kept results."""
         self._results.clear()
         getattr(self.programs, name)(*arguments)
 
@@ -159,7 +162,7 @@ class Follower:
         self._asked.set()
 
     def _report(self) -> None:
-        """Tell process 0 which programs are compiled, while any are."""
+        """Tell process 0 which programs are ready or have failed, while any are compiled."""
         told: set[Program] = set()
         while self._asked.wait() and not self._is_over:
             self._asked.clear()

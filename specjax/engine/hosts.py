@@ -34,15 +34,17 @@ class Hosts:
     """The connections between process 0 and the other processes.
 
     While an engine is built, all processes call `gather` in the same order. Later, process 0 sends
-    messages, and threads pass the other processes' messages to the function given to `listen`. A
-    process that is lost ends the engine in all processes: `error` is set, and stays set. `seconds`
-    is the time limit for a step. `owns_jax` says whether the LLM initialised `jax.distributed`.
+    messages. In process 0, threads receive the other processes' messages, and pass them to the
+    function given to `listen`. If a process is lost, the engine ends in all processes, and `error`
+    is set for good. `seconds` is the time limit for a step. `owns_jax` says whether the LLM
+    initialised `jax.distributed`.
 
     Attributes:
         rank: the number of this process.
         peers: the connected processes: all others for process 0, and process 0 for all others.
         error: why the engine has ended; None while it works.
-        runs: whether programs have run, in which devices may wait for a lost process.
+        runs: whether the engine has begun to run programs. If it has, this process's devices may
+            wait for a lost process.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int, *, owns_jax: bool):
@@ -150,7 +152,7 @@ class Hosts:
         self._threads = [_started(read, rank) for rank in self.peers]
 
     def lose(self, rank: int, why: str) -> None:
-        """Set `error`: the process `rank` is lost."""
+        """Set `error` to say that the process `rank` is lost. Process 0 also tells its peers."""
         if self.error is None and not self._is_closed:
             self.error = HostsError(
                 f"{self.name(rank)} of the {self.count} processes of this LLM has ended "
@@ -167,7 +169,7 @@ class Hosts:
         self._await_exit()
 
     def close(self) -> None:
-        """End the other processes' loops, and disconnect."""
+        """Tell the peers that the engine has been closed."""
         if not self._is_closed:
             self._is_closed = True
             self._say_last("end")
@@ -212,7 +214,11 @@ class Hosts:
         self.fail(f"a step has not ended within {limit}, although all processes answer")
 
     def explain(self, error: Exception) -> Exception:
-        """Return the reason for an error of the device: a lost process, if any is lost."""
+        """Return the error to raise after a device's `error`.
+
+        If a process is lost, this is the `HostsError` that names it. Otherwise, it is `error`
+        itself, and the peers are told that this process has failed.
+        """
         end = time.monotonic() + ANSWER_SECONDS
         while self.error is None and time.monotonic() < end:  # a thread may be about to notice it
             time.sleep(PAUSE_SECONDS)
@@ -223,7 +229,10 @@ class Hosts:
         return self.error
 
     def _await_exit(self) -> None:
-        """Disconnect JAX when process 0 is about to exit. JAX would end this process otherwise."""
+        """Start a thread that disconnects JAX just before process 0 exits.
+
+        Without this, JAX would end this process when process 0 exits. In process 0, do nothing.
+        """
         if self.leads or self._threads:
             return
 
@@ -238,9 +247,10 @@ class Hosts:
         self._threads = [_started(wait)]
 
     def _leave(self) -> None:
-        """Let the other processes disconnect before the exit of process 0.
+        """Disconnect when this process exits. Process 0 first lets the other processes disconnect.
 
-        If a program may wait for a lost process forever, end this process at once.
+        If the engine has failed, a program may wait for a lost process forever. In this case, the
+        process ends at once.
         """
         if self.error is not None and self.runs:
             for stream in (sys.stdout, sys.stderr):

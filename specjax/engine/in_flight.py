@@ -79,10 +79,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done` of chunks and rounds that must have ended before a later program was launched.
+    """Set the end times of programs that ended before a later program was launched.
 
-    If a program has already ended when its launch returns, as on a CPU, all earlier programs had
-    ended before this launch.
+    On a CPU, a program may already have ended when its launch returns. Then all earlier programs
+    had ended before this launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

@@ -1,4 +1,4 @@
-"""Runs an engine's programs in several processes: the part of process 0.
+"""Runs an engine's programs in process 0, if several processes share the engine.
 
 `LeaderPrograms` has the interface of `CompiledPrograms`, which it uses for the devices of this
 process. Before each call, it sends the same call to the other processes (`follower.py`). A launch
@@ -30,14 +30,20 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Named(NamedTuple):
-    """A program by its number. `program` is set when the number is used first."""
+    """The name of a program in messages: its number.
+
+    `program` is the program itself in the first message with this number. Later, it is None.
+    """
 
     number: int
     program: Program | None
 
 
 class Result(NamedTuple):
-    """An argument that is the result of the program `number`, or one of the result's leaves."""
+    """The name, in messages, of a result that all processes have kept.
+
+    It means the result of program `number`, or leaf `leaf` of this result.
+    """
 
     number: int
     leaf: int | None
@@ -92,7 +98,7 @@ class LeaderPrograms:
 
     @property
     def params(self) -> Params:
-        """See `Programs`. Arrays have the parts of all processes."""
+        """See `Programs`. Each array spans the devices of all processes."""
         return self._own.params
 
     @params.setter
@@ -219,7 +225,11 @@ class LeaderPrograms:
         return result
 
     def _sent(self, argument: Any) -> Any:
-        """Return what is sent for an argument: an array of the host, or the name of a result."""
+        """Return the form in which an argument is sent to the other processes.
+
+        An array of the host is sent as it is. For a result of another program, its `Result` is
+        sent.
+        """
         if argument is None or isinstance(argument, np.ndarray):
             return argument
         for number, result in self._open.items():
@@ -231,7 +241,10 @@ class LeaderPrograms:
         raise AssertionError("an argument is not a result of a program")
 
     def _forget(self, argument: Any) -> None:
-        """Forget the result that an argument belongs to, as the other processes do."""
+        """Forget the program result that `argument` is or is part of.
+
+        The other processes do the same.
+        """
         if argument is not None and not isinstance(argument, np.ndarray):
             for number, result in list(self._open.items()):
                 if argument is result or any(argument is x for x in jax.tree.leaves(result)):

@@ -1,7 +1,9 @@
-"""Lets the processes of an engine meet: first each other, then their devices, then their sockets.
+"""Connects the processes of an engine.
 
-Messages between processes are pickled, so a connection begins with a proof by both ends that they
-know a random key. The devices have exchanged this key before.
+First, all processes wait until every process has started. Then `jax.distributed` connects their
+devices. Last, each other process connects to process 0 with a socket. Messages on these sockets are
+pickled. So each connection begins with a proof by both ends that they know a random key, which the
+devices have exchanged before.
 """
 
 import secrets
@@ -63,12 +65,12 @@ class Meeting(NamedTuple):
 
 
 def join(meeting: Meeting) -> Hosts:
-    """Connect this process with the others, and wait for them.
+    """Connect this process with the other processes, and wait until all are connected.
 
     Raises:
-        ValueError: `jax.distributed` is initialised with other numbers, or `master_addr` is not an
-            address of process 0's host.
-        RuntimeError: JAX has used its devices before, or a process does not come in time.
+        ValueError: `jax.distributed` was initialised with another number of processes or another
+            rank, or `master_addr` is not an address of process 0's host.
+        RuntimeError: JAX has already used its devices, or a process does not connect in time.
     """
     if not jax.distributed.is_initialized():
         if meeting.node_rank is None:
@@ -96,11 +98,14 @@ def join(meeting: Meeting) -> Hosts:
 
 
 def _await_all(rank: int, meeting: Meeting) -> None:
-    """Wait until all processes have come. JAX would end a process that waits in vain.
+    """Wait until every process has connected to process 0.
+
+    This comes before `jax.distributed.initialize`, which would end this process after its time
+    limit instead of raising an error.
 
     Raises:
         ValueError: process 0 cannot listen at the address and port.
-        HostsError: a process has not come within the time limit.
+        HostsError: a process has not connected within the time limit.
     """
     place, end = (meeting.master_addr, meeting.master_port), time.monotonic() + meeting.seconds
     if rank != LEADER:

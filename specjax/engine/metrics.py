@@ -137,7 +137,7 @@ def _acceptance_length(num_accepted: int, num_drafts: int) -> float:
 
 
 class Compilations(NamedTuple):
-    """Counters of compiled programs."""
+    """The number of compiled programs, and the time that compiling took."""
 
     num_programs: int
     num_late: int  # programs that a request had to wait for

@@ -94,7 +94,7 @@ class Programs(Protocol):
         ...
 
     def wait_for(self, result: Any) -> None:
-        """Wait until arrays that a program returned are there."""
+        """Wait until the device has computed the arrays that a program returned."""
         ...
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:

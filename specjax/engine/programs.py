@@ -203,7 +203,8 @@ class Observe(Program):
 class Joined(Program):
     """Runs prefill chunks and a round as one program.
 
-    It does the work of `Prefill`, then of the program `begin`, then of the program `decode`.
+    The fields `begin` and `decode` are programs. `Joined` does the work of the chunks' `Prefill`,
+    then of `begin`, then of `decode`.
 
     Takes the inputs of the chunks and of the round, and returns their outputs as a pair.
     """

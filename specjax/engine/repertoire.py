@@ -1,10 +1,11 @@
 """Decides which shapes and variants of steps an engine can run now, and which to compile.
 
 A step has a shape and a variant. The variant is the extra work that the step's requests need, such
-as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks and one
-shape for rounds, which are large enough for any step, and with the variant without extra work. A
-smaller shape is compiled in the background once the padding that it would avoid has cost enough
-time. Requests that need a new variant wait until it is compiled; other requests do not wait.
+as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
+for rounds, and one variant, which has no extra work. The two shapes suffice for any step, but small
+steps need much padding. A smaller shape is compiled in the background once the padding that it
+would avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
+requests do not wait.
 """
 
 from collections import defaultdict
@@ -164,7 +165,9 @@ class Repertoire:
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan, whose requests have `all_demands`.
 
-        It is the first variant that does all that they need and is compiled in the plan's shape.
+        It is the first known variant that does all the work that the requests need, and that is
+        compiled in the plan's shape. If none is compiled, it is the first that does this work. If
+        there is none, it is the variant with exactly this work.
         """
         self._look()
         asked = self.asked_by(all_demands)
@@ -180,9 +183,11 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Note that a plan took `milliseconds`, in a larger shape than `plan.better_shape`.
+        """Note that a plan ran in a larger shape than necessary, and took `milliseconds`.
 
-        Compile the better shape in the background once its absence has cost too much time.
+        `plan.better_shape` is the shape that fits best but was not compiled. If it is None, nothing
+        is noted. The better shape is compiled in the background once its absence has cost too much
+        time.
         """
         if plan.better_shape is None:
             return
@@ -286,7 +291,7 @@ class Repertoire:
         )
 
     def _look(self) -> None:
-        """Clear the caches if more programs are ready than before."""
+        """If more programs are ready than at the last call, clear the cached results."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()

@@ -37,14 +37,14 @@ Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """What is needed here of `specjax.engine.port.Programs`, and access to the device's state."""
+    """The methods of `specjax.engine.port.Programs` that timing needs, and two to set the state."""
 
     def fill(self) -> None:
-        """Replace the state by that of `filled`."""
+        """Replace the state with `filled(state)`, in which each slot has an artificial request."""
         ...
 
     def set_context(self, length: int) -> None:
-        """Replace the requests' progress by that of `progress_at`."""
+        """Give each artificial request `length` tokens of context (see `progress_at`)."""
         ...
 
     def run(self, program: Program, *arguments: Any) -> Any: ...
@@ -60,12 +60,12 @@ def measure_rounds(
 ) -> StepCost:
     """Measure times of rounds by batch size, K and context, with artificial requests.
 
-    Afterwards, the state holds these requests.
+    The artificial requests remain in the state.
 
-    All shapes run in turn, several times, so that a disturbance affects all equally. The time of a
-    shape is the median of its times. Context is taken to add time in proportion to its number of
-    tokens, regardless of K. The time per context token is measured with two lengths of context at
-    the largest batch size.
+    Every shape is timed once per pass, and there are several passes. So a short disturbance affects
+    at most a few times of each shape. The time of a shape is the median over passes. The time per
+    context token is assumed to be the same for all K. It is measured at the largest batch size,
+    with two lengths of context.
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the
@@ -86,9 +86,11 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round for each (batch size, K, context) in `points`. Yield each with milliseconds.
+        """Run a round for each point (batch size, K, context).
 
-        One more round before them and one more after them are not timed.
+        Yield the point and its milliseconds.
+
+        A round before the first point and a round after the last point are not timed.
         """
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
@@ -155,7 +157,10 @@ def progress_at(state: EngineState, length: int) -> jax.Array:
 
 
 def _like(x: jax.Array, values: Any) -> jax.Array:
-    """Return an array like `x` with these values, which are repeated along leading axes."""
+    """Return an array with the shape, dtype and sharding of `x`, filled with `values`.
+
+    `values` are broadcast to the shape.
+    """
     # Divided states have the same values on every device.
     return put(np.full(own_part(x).shape, values, x.dtype), x.sharding)
 

@@ -213,11 +213,12 @@ class _Replica:
     """An engine, and the thread that runs its steps.
 
     Attributes:
-        prompts: the prompts that were routed to this engine, as far back as its cache may reach.
+        prompts: an index of the prompts that were routed to this engine. It forgets old prompts
+            that the engine's prefix cache cannot hold any more.
         is_stepping: whether a step has begun and has not ended.
-        error: the error of a step whose requests no other replica could take.
+        error: the error of a failed step, if no other replica could take over its requests.
         lost: samples that other replicas took over after failures. Finished samples are removed.
-        is_dead: whether the engine could not begin again after a failure.
+        is_dead: whether the engine could not be restarted after a failure.
     """
 
     def __init__(self, number: int, engine: Engine, turn: Turn):

@@ -26,7 +26,10 @@ class RoundClock:
         self._timed_from = 0.0  # steps planned before this time overlapped a measurement
 
     def restart(self) -> None:
-        """Do not time steps planned before now, because a measurement ran at the same time."""
+        """Treat the times of all steps planned so far as unknown.
+
+        It is called after a measurement, which ran while these steps were in flight.
+        """
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
@@ -37,10 +40,12 @@ class RoundClock:
     def time(self, step: InFlight, compile_seconds: float) -> float | None:
         """Return the milliseconds of the chunks or round that were just read; None if unknown.
 
-        The time begins when the device finished the chunks or round before, or when planning of the
-        step began, if that was later. So host time counts only while the device waited for the
-        host. `compile_seconds` is the total time of compiling so far. If it has grown meanwhile,
-        programs were being compiled, and the time is unknown.
+        The device runs one program at a time. So the time begins when the device finished the
+        previous program, or when the host began to plan the step, if that was later. Host time
+        therefore counts only while the device waited for the host.
+
+        `compile_seconds` is the total time of compiling so far. If it has grown since the read
+        before last, compiling may have slowed the device down, and the time is unknown.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done

@@ -110,7 +110,10 @@ def check_level(level: object) -> None:
 
 
 def begin_sleep(follower: Any, level: int) -> None:
-    """Put the weights of another process to sleep; see `Programs.elsewhere`."""
+    """Put this process's part of an engine to sleep at `level` (see `Sleep`).
+
+    Process 0 passes this function to `Programs.elsewhere`.
+    """
     follower.sleep.begin(level)
 
 
@@ -120,9 +123,10 @@ def end_sleep(follower: Any) -> None:
 
 
 def change_weights(engine: Sleeper, change: Callable[[int, Any], Any]) -> None:
-    """Replace the engine's weights array by array, so that only one array takes memory twice.
+    """Replace the engine's weights array by array.
 
-    `change(i, array)` returns the array that replaces array number i.
+    `change(i, array)` returns the array that replaces array number i. Only one array at a time is
+    in memory in both its old and its new form.
     """
     leaves, tree = jax.tree.flatten(engine.params)
     engine.params = Params(None, None)

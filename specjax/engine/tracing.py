@@ -66,7 +66,7 @@ Trees = tuple[Any, Any]  # structures of parameters and state
 class Division(NamedTuple):
     """The devices that run a program together, and which arguments are divided over them.
 
-    `are_divided` has a bool for each leaf of the arguments, in order.
+    `are_divided` has one bool for each leaf of the program's arguments.
     """
 
     mesh: Mesh
@@ -143,9 +143,10 @@ def _leading(tree: Any) -> Any:
 
 
 class Jits(dict[tuple[Program, Trees, Division | None], Any]):
-    """A dict of the jitted programs of one `Static`; its keys are the other arguments of `jitted`.
+    """A dict of jitted programs that all have the same `Static`.
 
-    A missing entry is made when it is looked up.
+    A key is (program, trees, division), with the meanings of `jitted`'s arguments. If a key is
+    missing, `jitted` is called when the key is looked up.
     """
 
     def __init__(self, static: Static):

@@ -8,10 +8,10 @@ CALLER = -1  # the owner of the first turn
 
 
 class Turn:
-    """A lock that has an owner, which is a number. At first, its owner is `CALLER`.
+    """A lock whose owner is a number. At first, the owner is `CALLER`.
 
-    Unlike other locks, it may be taken twice and given back twice, so that an owner which Ctrl-C
-    interrupts can start over.
+    An owner may take the lock twice, and give it back twice. So if Ctrl-C interrupts an owner, it
+    can simply take the lock again.
     """
 
     def __init__(self):

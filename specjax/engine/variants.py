@@ -1,4 +1,7 @@
-"""Lists the programs that run a plan in its shape and in a variant (its requests' extra work)."""
+"""Lists the programs that run a plan, given its shape and its variant.
+
+The variant is the extra work that the plan's requests need, such as log-probabilities.
+"""
 
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -26,7 +29,8 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
     """Return the programs with which a plan runs fastest in a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
-    the drafter observes rounds without drafts later, in `Observe`.
+    rounds without drafts need a later run of the program `Observe`, in which the drafter observes
+    several of them at once.
     """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
@@ -46,10 +50,10 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return slower programs that can also run a plan. Most of them are shared by all variants.
+    """Return programs that run a plan more slowly, but are mostly shared by all variants.
 
-    Rounds run as several programs. Their drafter ignores logits processors, so that fewer drafts
-    are accepted.
+    They let requests with a new variant run before its fastest programs are compiled. Rounds run as
+    several programs, and drafts are made without logits processors. So fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)

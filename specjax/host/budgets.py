@@ -7,12 +7,14 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Budget:
-    """What is left of a step's two budgets.
+    """What is left of a step's two token budgets.
 
-    `tokens` is the number of tokens that may still be scheduled, and `inputs` is the number of rows
-    that may still be batched. Drafting takes `draft_slots` extra rows per sequence. These rows
-    count as `inputs` but not as `tokens` (vLLM #34898). `num_spent` is the number of scheduled
-    tokens.
+    Attributes:
+        tokens: number of tokens that may still be scheduled.
+        inputs: number of rows that may still run. This includes the extra rows for drafting.
+        draft_slots: number of extra rows per sequence for drafting. As in vLLM (#34898), they count
+            as `inputs` but not as `tokens`.
+        num_spent: number of tokens that have been scheduled.
     """
 
     tokens: int
@@ -36,10 +38,11 @@ class Budget:
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
-    """Explain which budget lets too few requests run together in exact mode.
+    """Explain which token budget limits the number of requests that run together in exact mode.
 
-    Return None if both budgets suffice, or if the mode is not exact. In exact mode, each step needs
-    room for one chunk of full width and for a round of every other request.
+    In exact mode, each step needs room for a chunk of full width and for a round of every other
+    request. Return None if both budgets have this room for `max_num_seqs` requests. Also return
+    None in other modes, which need not reserve this room.
     """
     if not config.exact:
         return None

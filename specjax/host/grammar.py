@@ -6,8 +6,9 @@ compiled.
 
 Three tasks are done here because llguidance 1.9.1 does not do them as needed:
 
-- Ends of sequence: llguidance gets an artificial end token, which masks replace with the model's
-  end-of-sequence tokens. So a model may have several such tokens, none, or one that spells a text.
+- Ends of sequence: llguidance gets an artificial end token. In masks, it is replaced with the
+  model's end-of-sequence tokens. So a model may have several such tokens, none, or one that also
+  spells a text.
 - Drafts: each draft is tried on a copy of the state, because llguidance's `rollback` keeps an
   outdated mask and refuses some grammars.
 - Spelling: where a grammar forces a text, llguidance allows only the tokenizer's own spelling,
@@ -46,8 +47,8 @@ REMEDIES = {
 class GrammarVocabulary:
     """A tokenizer in llguidance's form, and masks of a model's tokens.
 
-    A mask has W words of 32 bits. For llguidance, special tokens are not text, so a grammar that
-    allows them must name them.
+    A mask has W words of 32 bits. llguidance does not treat special tokens as text. So a grammar
+    allows a special token only where it names this token.
     """
 
     tokenizer: "LLTokenizer"
@@ -149,9 +150,11 @@ class GrammarCompiler:
 
 
 def _fill_gaps(document: dict[str, Any]) -> None:
-    """Give the ids that a tokenizer's vocabulary lacks to special tokens, which are never text.
+    """Add a special token for each id that a tokenizer's vocabulary lacks.
 
-    llguidance counts a tokenizer's tokens, and would lose as many of the last as ids are missing.
+    llguidance assumes that the ids are 0 to the number of tokens minus 1. If n ids were missing, it
+    would ignore the n largest ids. Special tokens are never text, so no grammar allows the added
+    tokens.
     """
     vocab = document["model"]["vocab"]
     if not isinstance(vocab, dict):  # pairs, whose ids are their places
@@ -314,7 +317,7 @@ def _as_regex(char: str) -> str:
 def _reason(state: "LLMatcher") -> str:
     """Return llguidance's reason why no token can follow.
 
-    The state and the source that llguidance appends to the reason are removed.
+    llguidance's message also contains its state and the grammar's source. Both are left out.
     """
     error = re.split(r"\n(?:<non-verbose/>| +\d+ \| )", state.get_error())[0].strip()
     return "no token of the model fits" if error in ("", "NoExtensionBias") else error

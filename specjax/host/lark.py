@@ -1,4 +1,4 @@
-"""Writes grammars in llguidance's Lark for texts that a tokenizer's special tokens may divide."""
+"""Writes grammars in llguidance's Lark syntax for texts that may contain special tokens."""
 
 import json
 import re
@@ -10,10 +10,13 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 def styled_schema(schema: Any) -> str:
-    """Return a JSON schema as text, with the style of `json.dumps` as its default.
+    """Return a JSON schema as text, with a default style for outputs.
+
+    The default is the style of `json.dumps`: one space after each comma and colon, and no other
+    whitespace. The schema's key "x-guidance" overrides it.
 
     Raises:
-        ValueError: it is not a schema.
+        ValueError: `schema` is not a JSON schema.
     """
     schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
     if isinstance(schema, bool):
@@ -28,7 +31,7 @@ def styled_schema(schema: Any) -> str:
 
 
 class LarkWriter:
-    """The parts of a grammar, and its rules in `rules`.
+    """Writes expressions of a grammar, and collects the rules that they use in `rules`.
 
     Args:
         special_ids: the ids of the tokenizer's special tokens, which llguidance does not treat as
@@ -48,15 +51,18 @@ class LarkWriter:
         return name
 
     def json(self, schema: Any) -> str:
-        """Return JSON that fits a schema."""
+        """Return an expression that matches JSON of a schema."""
         return self.rule("json", f"%json {styled_schema(schema)}")
 
     def text(self, text: str) -> str:
-        """Return a text, with special tokens by their ids."""
+        """Return an expression that matches `text`.
+
+        Special tokens in it are matched by their ids.
+        """
         return " ".join(self._pieces(text))
 
     def until(self, end: str) -> str:
-        """Return any text up to the first occurrence of `end`, including it."""
+        """Return an expression that matches any text up to and including the first `end`."""
         first = next(iter(self._pieces(end)))
         if not first.startswith('"'):  # a special token ends any text
             return f"/(?s:.*)/ {self.text(end)}"
@@ -75,7 +81,9 @@ class LarkWriter:
 
 
 def structural_tags(given: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
-    """Return the grammar of any text in which a trigger begins one of the structures.
+    """Return a grammar of texts in which every trigger is the beginning of a structure.
+
+    A structure consists of a beginning, JSON of a schema, and an end.
 
     Args:
         given: a checked `StructuredOutputs.structural_tag`.

@@ -51,10 +51,11 @@ def watch_exit(tell: Callable[[str], None]) -> None:
 
 
 def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
-    """Wait after an interrupt until no thread compiles.
+    """Wait after an interrupt (Ctrl-C) until no thread compiles programs.
 
-    A second interrupt ends the process at once. `is_second` says whether this interrupt is the
-    second one already. `tell` is called as in `wait_for`.
+    If the user interrupts again during the wait, the process ends at once. It also ends at once if
+    `is_second`, which says that this is already the second interrupt. `tell` is called as in
+    `wait_for`.
     """
     _is_leaving.set()
     try:

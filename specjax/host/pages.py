@@ -49,9 +49,9 @@ class PageAllocator:
     def release(self, pages: Iterable[int], *, forgets: bool = False) -> None:
         """Remove one owner from each page. A page without owners becomes free.
 
-        `pages` are in the order of their sequence. The last pages are evicted first, because a page
-        is useless without the pages before it. With `forgets`, pages that become free lose their
-        names.
+        `pages` must be in the order of their tokens. Of these pages, the last is evicted first,
+        because a page is useless without the pages before it. With `forgets`, pages that become
+        free lose their names.
         """
         for page in reversed(list(pages)):
             assert self._num_owners[page] > 0

@@ -76,5 +76,5 @@ class StepPlan:
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """`prefill` and `decode`, in this order, without a plan that is None."""
+        """The parts `prefill` and `decode`, in this order. A part that is None is left out."""
         return tuple(part for part in (self.prefill, self.decode) if part is not None)

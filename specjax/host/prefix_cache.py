@@ -1,8 +1,9 @@
 """The prefix cache: pages of known prefixes and, for recurrent models, snapshots of states.
 
-The `PageKey` of a page covers all tokens up to the page's end, because attention keys and values
-depend on all earlier tokens. It also covers the token after the page, because a drafter computes a
-position from the next token. So a cached page is valid for both the target and the drafter.
+A page is found by its `PageKey`. The key covers all tokens up to the page's end, because attention
+keys and values depend on all earlier tokens. The key also covers the token after the page, because
+what a drafter caches at a position may depend on the next token. So a cached page is valid for both
+the target and the drafter.
 """
 
 from array import array
@@ -51,8 +52,9 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, the
-    window pages at the prefix's end must be cached, too.
+    With `snapshots`, for recurrent models, a prefix can be reused only up to a snapshot of the
+    states. With `windows`, for layers with a sliding window, it can be reused only if these layers'
+    pages in the window before the prefix's end are cached, too.
     """
 
     def __init__(
@@ -97,14 +99,18 @@ class PrefixCache:
         return length, snapshot
 
     def put(self, keys: SequenceOf[PageKey], pages: SequenceOf[int], start: int, end: int) -> None:
-        """Cache pages[start:end] of a sequence by their keys. `pages` are all its pages."""
+        """Cache the pages [start, end) of a sequence by their keys.
+
+        `pages` and `keys` belong to the whole sequence. A page without a key is not cached.
+        """
         for i in range(start, min(end, len(keys))):
             self._pages.name(pages[i], keys[i])
 
     def clear(self) -> None:
         """Clear the cache, for example when weights change.
 
-        No sequence may be resident, because its later pages would continue outdated pages.
+        No sequence may be resident. Otherwise, pages that it fills later would be cached, although
+        they depend on outdated pages.
         """
         self.prompts.clear()
         self._pages.forget_names()
@@ -117,8 +123,9 @@ class PrefixCache:
 class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
-    Later prompts may continue at these points, so snapshots and window pages are kept there only.
-    The keys of the latest `max_seen` pages are remembered.
+    Later prompts may have the same tokens up to one of these points, and may then continue from
+    there. So snapshots of recurrent states and pages of sliding-window layers are kept for these
+    points only. The keys of the latest `max_seen` pages are remembered.
     """
 
     def __init__(self, max_seen: int = MAX_SEEN):
@@ -126,7 +133,7 @@ class PromptIndex:
         self._max_seen = max_seen
 
     def longest(self, keys: SequenceOf[PageKey]) -> int:
-        """Return how many leading pages of a prompt other prompts have, too."""
+        """Return how many leading pages of a prompt also belong to remembered prompts."""
         num_shared = 0
         while num_shared < len(keys) and keys[num_shared] in self._seen:
             num_shared += 1
@@ -166,9 +173,9 @@ class SnapshotIndex:
         return len(self._by_key)
 
     def longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
-        """Return the number of pages before the last snapshot within `keys`, and the snapshot's id.
+        """Find the longest prefix of `keys` that has a snapshot.
 
-        Return (0, None) if there is no snapshot.
+        Return its number of pages and the snapshot's id, or (0, None) if no prefix has a snapshot.
         """
         for length in range(len(keys), 0, -1):
             if keys[length - 1] in self._by_key:

@@ -10,7 +10,7 @@ from specjax.sampling_params import SamplingParams
 
 
 def free_numbers(first: int, taken: Container[Hashable], count: int) -> list[int]:
-    """Return the next `count` numbers from `first` on whose texts are not ids in `taken`."""
+    """Return the first `count` integers from `first` on that, as texts, are not in `taken`."""
     free = (number for number in itertools.count(first) if str(number) not in taken)
     return list(itertools.islice(free, count))
 

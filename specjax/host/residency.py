@@ -19,8 +19,9 @@ class Residency:
         num_published_pages: number of leading pages that are in the prefix cache.
         snapshot_points: numbers of pages after which to take a snapshot, ascending.
         branch_points: numbers of pages after which other sequences may continue.
-        window_page: index in the page table of the first page whose rows may still run. Window
-            pages that these and later rows do not read have been freed.
+        window_page: index, in the page table, of the page that holds the last token before the next
+            row to run. Window pages before it have been freed, except pages that tokens in it or
+            after it attend to.
         is_on_device: whether a chunk of the sequence has been planned since its admission.
         last_step: number of the last step that ran the sequence.
     """

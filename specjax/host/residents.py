@@ -78,13 +78,14 @@ class Residents:
     ) -> tuple[Residency, int | None] | None:
         """Give a sequence a free slot, and pages for its tokens.
 
-        Return the residency of the sequence and the id of the snapshot to restore (None if there is
-        none). If too few pages are free, return None instead of the pair.
+        Return the sequence's residency and the id of the snapshot to restore (None if there is
+        none). If too few pages are free, return None instead of this pair.
 
         Args:
-            chunk_width: in exact mode, chunks end after multiples of this number of tokens.
-            first_chunk: maximum number of tokens of the first chunk. Window pages for these tokens
-                must be free, but `grow` allocates them later.
+            chunk_width: in exact mode, chunks end after multiples of this number of tokens, so
+                snapshots are taken only there.
+            first_chunk: maximum number of tokens of the first chunk. Enough window pages for these
+                tokens must be free. They are not allocated here, but later by `grow`.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
@@ -199,9 +200,10 @@ class Residents:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
     def tidy(self, sequence: Sequence, residency: Residency) -> None:
-        """Free pages that no step in flight can need, and cache full pages.
+        """Free pages that no step in flight can need, and cache full pages of the output.
 
-        In exact mode, do nothing.
+        Pages of the output are cached only with prefix caching, and not for recurrent models. In
+        exact mode, or while the sequence is being prefilled, do nothing.
         """
         if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
@@ -243,7 +245,12 @@ class Residents:
     def _snapshot_points(
         self, branch_points: tuple[int, ...], num_found: int, chunk_width: int
     ) -> list[int]:
-        """Return the branch points at which to take a snapshot. A chunk must end at each point."""
+        """Return the numbers of pages after which to take a snapshot of the recurrent states.
+
+        These are the branch points after the cached prefix, which has `num_found` pages. A chunk
+        must end at each of them. In exact mode, chunks end only after multiples of `chunk_width`
+        tokens, so all other points are left out.
+        """
         if not self._takes_snapshots:
             return []
         points = [n for n in branch_points if n > num_found]

@@ -3,8 +3,8 @@
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
 decodes, and finishes. If pages run out, a sequence of lower rank is preempted: it gives up its slot
 and pages at once, and recomputes its tokens when there is room. The scheduler plans step N + 1
-before it has the results of step N. So it relies on bounds: a round gives a sequence at least one
-token, and at most one token more than it has drafts.
+before it has the results of step N. It then knows only that a round gives a sequence at least one
+token, and at most one token more than the sequence has drafts.
 """
 
 import heapq
@@ -42,11 +42,11 @@ class _Step:
 class Scheduler:
     """Continuous batching, with prefill chunks and a decode round in the same step.
 
-    Sequences with the lowest priority value go first. Among these, the sequences that ran least
-    recently go first, so that all take turns if a budget is too small. Then the order of arrival
-    decides. A chunk is cut to the rest of the budget. A sequence's round runs whole or not at all,
-    so that its drafts do not depend on other requests. No waiting sequence overtakes the first
-    waiting sequence.
+    Sequences with the lowest priority value go first, then sequences that ran least recently, then
+    sequences that arrived first. So all take turns if a budget is too small. A chunk gets as many
+    tokens as the budget still allows. A sequence's round runs with all its drafts or not at all, so
+    that its drafts do not depend on other requests. A waiting sequence is never admitted before
+    another sequence that is ahead of it.
 
     The first sample of a request prefills the prompt. Then the request's other samples start, and
     find the prompt's pages in the prefix cache.
@@ -63,8 +63,8 @@ class Scheduler:
     ):
         """`num_snapshots` is None unless the model is recurrent.
 
-        `windows` are the sizes, in tokens, of windows whose layers have separate pages. Each step
-        has one of `self.shapes`. These are all shapes of the config, unless the engine sets fewer.
+        `draft_slots` is the number of extra rows per sequence for drafting. `windows` are the
+        sizes, in tokens, of sliding windows whose layers have separate pages.
         """
         self.policy = policy
         self.num_preemptions = 0
@@ -115,8 +115,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Queue a request, and return its samples.
 
-        If `is_held`, the request first waits for `let_in`. `samples` are its unfinished samples if
-        another scheduler has handed it over.
+        If `is_held`, the request is queued only by a later call of `let_in`. If another scheduler
+        has handed the request over, `samples` are its unfinished samples.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -164,9 +164,9 @@ class Scheduler:
         return unfinished
 
     def hand_over(self) -> list[tuple[Request, list[Sequence]]]:
-        """Remove all requests as `drop_all` does, without ending them.
+        """Remove all requests and free all pages, without ending the requests.
 
-        Return each with its unfinished samples, for another scheduler's `add`.
+        Return each request with its unfinished samples, for a call of another scheduler's `add`.
         """
         live = [[s for s in samples if not s.is_finished] for samples in self._live.values()]
         self.residents.drop_all()
@@ -184,7 +184,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
 
     def restart(self) -> None:
-        """Preempt all sequences and clear the prefix cache: the caches are lost or outdated."""
+        """Preempt all sequences and clear the prefix cache, because caches are lost or outdated."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
         for sequence in chain(*self._live.values()):
@@ -293,7 +293,7 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _joining(self) -> list[int]:
-        """Return the number of tokens of each waiting sequence that may be admitted to the step."""
+        """Return the token counts of the waiting sequences that free slots and pages can hold."""
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
@@ -432,12 +432,12 @@ class Scheduler:
 
 
 def _starts_others(sequence: Sequence) -> bool:
-    """Return whether the request's other samples wait until this sample has been prefilled."""
+    """Return whether the request's other samples still wait for this sample to be prefilled."""
     return sequence.index == 0 and not sequence.has_started_siblings
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Note that a round or chunk of each of the sequences is no longer in flight."""
+    """Note that a step, which adds at most `max_tokens` tokens per sequence, has ended."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

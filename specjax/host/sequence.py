@@ -104,7 +104,8 @@ class Sequence:
     def reported(self) -> list[int]:
         """The tokens whose log-probabilities are reported by prefill chunks.
 
-        These are the prompt's tokens, or all tokens if the request is scored.
+        These are the prompt's tokens. If the request only scores a given output, they are all
+        tokens.
         """
         return (
             self.token_ids if self.request.is_scored else self.token_ids[: self.num_prompt_tokens]
@@ -123,7 +124,7 @@ class Sequence:
 
     @property
     def min_length(self) -> int:
-        """Minimum number of tokens, including the prompt, after the rounds in flight."""
+        """Minimum number of tokens, including the prompt, when the rounds in flight have ended."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -132,14 +133,15 @@ class Sequence:
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
-        """Return how many of `k` drafts a round can use if it follows the first `length` tokens.
+        """Return how many of `k` drafts may become part of the output.
 
-        `length` includes the prompt.
+        The round follows the first `length` tokens, which include the prompt. The sequence's limits
+        on drafts and on tokens may allow fewer drafts than `k`.
         """
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
     def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
-        """Return the outcome of the round of `k` drafts that gave the last `num_kept` tokens.
+        """Return the outcome of a round of `k` drafts, after its `num_kept` tokens were appended.
 
         If the drafter found fewer than `k` drafts, the first missing draft counts as rejected.
         """

@@ -31,8 +31,9 @@ class Shapes:
     def first(self) -> "Shapes":
         """One chunk shape and one round shape, which suffice for any step.
 
-        The round shape is the largest. The chunk shape is the shape with the most tokens in its
-        first four rows. Chunks that do not fit run in later steps.
+        The round shape is the largest. The chunk shape is the shape that runs the most tokens of up
+        to four prompts at once. If a step has more chunks than the shape, or longer chunks, the
+        rest runs in later steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))
@@ -43,9 +44,11 @@ class Shapes:
         return sorted(self._batches)
 
     def best_width(self, remaining: Sequence[int], max_tokens: int) -> int:
-        """Return the chunk width with which a step of up to `max_tokens` tokens runs the most.
+        """Return the chunk width with which the next step prefills the most tokens.
 
-        `remaining` holds the number of tokens to prefill per sequence. Wide shapes hold few chunks.
+        `remaining` holds the number of tokens to prefill for each sequence. The step runs at most
+        `max_tokens` of them. A wider shape has room for fewer chunks. If several widths are equally
+        good, return the smallest.
         """
         if not remaining:
             return self.widths[0]
@@ -57,7 +60,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
-        """Return the chunk shape in which a step runs the most tokens; see `best_width`."""
+        """Return the shape for the next step's chunks, whose width is `best_width`."""
         return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
 
     def max_chunks(self, width: int) -> int:

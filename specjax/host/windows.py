@@ -28,8 +28,8 @@ def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
 def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_requests: int) -> int:
     """Return the maximum number of window pages that `num_requests` requests use at once.
 
-    Each request uses pages for its window and for two rounds. All requests together use pages for
-    the chunks of one step.
+    Each request uses pages for its window and for two rounds, because a round is planned while the
+    round before it is in flight. All requests together use pages for the chunks of one step.
     """
     page_size = config.page_size
     # Three pages may be partly used.

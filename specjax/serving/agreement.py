@@ -1,7 +1,8 @@
 """Lets the processes of an LLM meet, and refuses processes that differ.
 
-Process 0 has the options. Another process gets them from process 0; options that it is given itself
-must be equal. Each process reads its own copy of the checkpoint.
+Process 0 has the options, and sends them to the other processes. Options that another process is
+given by its caller must be equal to these, except paths and options like `verbose`, which each
+process sets for itself. Each process reads its own copy of the checkpoint.
 """
 
 import hashlib
@@ -84,7 +85,10 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
 
 
 def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of process 0, after checking versions and the other processes' options."""
+    """Return the options of process 0, after checking versions and the other processes' options.
+
+    Options that this process was given itself, such as a path, replace process 0's.
+    """
     agree(
         hosts,
         {
@@ -111,7 +115,10 @@ def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values of an option are equal. Paths of models may differ."""
+    """Return whether two values of an option are equal.
+
+    For mappings, only keys in both are compared. Paths of models and of profiles may differ.
+    """
     pair: list[Any] = [asdict(x) if isinstance(x, SpeculativeConfig) else x for x in (one, other)]
     if all(isinstance(x, Mapping) for x in pair):
         names = (pair[0].keys() & pair[1].keys()) - {"model", "dynamic_config_path"}
@@ -124,8 +131,10 @@ def _is_equal(one: Any, other: Any) -> bool:
 def agree(hosts: Hosts, values: Mapping[str, Any], remedy: str) -> None:
     """Check that all processes have equal values.
 
+    `values` maps names to values. `remedy` becomes part of the error message.
+
     Raises:
-        ValueError: some differ; the message says which process differs from process 0 in what.
+        ValueError: a process has another value than process 0. The message names both.
     """
     each = hosts.gather(dict(values))
     common = each[LEADER]
@@ -165,10 +174,13 @@ def agree_on_files(hosts: Hosts, folder: Path, drafter: Path | None) -> None:
 
 
 def agreed_config(hosts: Hosts, config: EngineConfig) -> EngineConfig:
-    """Return the config of all processes: the least memory decides about pages and snapshots.
+    """Return the config that all processes use.
+
+    The numbers of pages and snapshots depend on each process's free memory, so the smallest numbers
+    are used. All other fields must be equal.
 
     Raises:
-        ValueError: the configs differ otherwise.
+        ValueError: another field differs.
     """
     each = hosts.gather(config)
     least = {name: min(getattr(one, name) for one in each) for name in FITTED}
@@ -178,7 +190,10 @@ def agreed_config(hosts: Hosts, config: EngineConfig) -> EngineConfig:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's config, and of its files' names, sizes and tables."""
+    """Return a digest of a checkpoint's config and weight files.
+
+    For a weight file, it covers the name, the size and the safetensors header, but no weights.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(find_weights(folder)):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())

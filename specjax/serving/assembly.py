@@ -82,7 +82,7 @@ class Plan:
     def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
         """Return the bytes of the target's caches, and of the drafter's caches.
 
-        `dtype` is the dtype of pages without a format.
+        `dtype` is the dtype of pages that are not stored in 8 bits.
         """
         target, config = self.source.target, self.config
         sizes = config.page_size, self.num_drafts, dtype
@@ -135,7 +135,7 @@ class Serving:
     hosts: Hosts | None  # the other processes, if any
 
     def build_engine(self, *, show_progress: bool) -> Engine:
-        """Return the engine, or several replicas of it in its place (see `ReplicatedEngine`)."""
+        """Return the engine. If there are several replicas, return a `ReplicatedEngine` instead."""
         make: Any = Engine.make_programs
         if self.hosts is not None:
             make = partial(LeaderPrograms, hosts=self.hosts, make=make)
@@ -228,12 +228,12 @@ def make_plan(
 def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: Any) -> Serving:
     """Load everything that the options of an LLM (`LLMOptions`) describe.
 
-    `hosts` are the other processes for a process that follows process 0.
+    `hosts` is None in process 0. Each other process passes its connection with process 0.
 
     Raises:
         ValueError: options contradict each other, or do not fit the model or the device's memory.
         CheckpointError: files are missing, damaged or of the wrong kind.
-        RuntimeError: other processes do not come, or have ended.
+        RuntimeError: other processes do not connect in time, or have ended.
     """
     meeting = Meeting.take(options)
     hosts = hosts or lead(model, meeting, options)
@@ -334,7 +334,10 @@ def _load(source: ModelSource, dtype: str, placement: Placement, log: Log) -> An
 
 
 def _placements(num_replicas: int, size: int, hosts: Hosts | None) -> list[Placement]:
-    """Return the placement of each replica on `size` devices, as many of each process."""
+    """Return the placement of each replica, which has `size` devices.
+
+    If there are several processes, each of them contributes the same number of devices.
+    """
     devices = jax.local_devices()
     if hosts is not None:
         num_here = size // hosts.count

@@ -8,9 +8,9 @@
 | dtype | the checkpoint's; float32 before compute capability 8.0 | float32 |
 
 A GPU reads all weights in each step, regardless of the number of tokens, so large steps cost little
-more than small steps. A GPU's memory is for the engine alone, and pages take what weights leave
-free. On a CPU, the time of a step grows with its number of tokens, so a large step makes other
-requests wait. A CPU has no fast bfloat16, and other programs share its memory.
+more than small steps. The engine has a GPU's memory to itself, so most memory that the weights
+leave free is for pages. On a CPU, the time of a step grows with its number of tokens, so a large
+step makes other requests wait. A CPU has no fast bfloat16, and other programs share its memory.
 """
 
 from collections.abc import Mapping

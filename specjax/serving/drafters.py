@@ -48,8 +48,8 @@ def parse_drafter(
         option: the option's name in errors.
         method: the method, if another option sets it; None to find it.
         target: the model that the drafter drafts for.
-        takes_shapes: whether methods whose shapes follow from the target's shapes may be named
-            without a checkpoint.
+        takes_shapes: whether a method may be named without a checkpoint if its shapes follow from
+            the target's. The drafter then has no weights.
 
     Raises:
         ValueError: the text is malformed, or names another method than `method`.
@@ -141,7 +141,8 @@ def _published_method(hf: HFConfig) -> str | None:
 def _head_method(hf: HFConfig, names: Any) -> str | None:
     """Return the method of an EAGLE head; None if the checkpoint is not an EAGLE head.
 
-    Configs do not name these methods consistently. `names` are the names of the tensors.
+    Configs do not name these methods consistently, so the method is mainly found from `names`, the
+    names of the checkpoint's tensors.
     """
     ends = {name.removeprefix("model.") for name in names}
     listed = " ".join(map(str, hf.get("architectures", [])))

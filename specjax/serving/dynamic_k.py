@@ -27,7 +27,9 @@ _LARGEST_LEAF = 2**16
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return the config with num_speculative_tokens set, and the profile that it names, or None.
+    """Return the config with num_speculative_tokens set, and the profile that the config names.
+
+    If the config names no profile, return it unchanged, and None instead of a profile.
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.
@@ -108,10 +110,11 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 def save_profile(engine: Engine, path: Path) -> None:
     """Write a profile of the times and rates that an engine's policy has learned.
 
-    Times and rates of replicas are averaged. A replica has the weight of its number of rounds.
+    Times and rates are averaged over replicas, weighted by the replicas' numbers of rounds.
 
     Raises:
-        ValueError: nothing was learned, or the folder of `path` does not exist.
+        ValueError: the policy does not learn times, the engine is exact, or the folder of `path`
+            does not exist.
     """
     replicas = engine.engines
     profiles = [one.scheduler.policy.learned() for one in replicas]

@@ -18,7 +18,11 @@ WINDOWS = "sliding_window"
 
 
 class ChosenPages(NamedTuple):
-    """A model with its settings for pages, and the pages' formats; None for the model's dtype."""
+    """The result of `choose_pages`: a model with settings for pages, and formats of pages.
+
+    `target` and `drafter` are the formats of the target's and the drafter's pages. A format is None
+    if pages have the model's dtype.
+    """
 
     source: ModelSource
     target: PageFormat | None
@@ -34,7 +38,8 @@ def choose_pages(
 ) -> ChosenPages:
     """Return what the options `kv_cache_dtype` and `kv_cache_dtype_skip_layers` mean.
 
-    The source's model then has the scales of its checkpoint, if the format has scales of layers.
+    The model in the result knows which layers to skip. If the format has one scale per layer, the
+    model also has the scales that are stored in the checkpoint.
 
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.

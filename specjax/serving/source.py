@@ -53,8 +53,8 @@ class ModelSource:
     def specs(self) -> Any:
         """The `TensorSpec`s of the parameters.
 
-        If the folder has weights, the specs have the form that it stores (for example float8 with
-        scales), or that `quantization` gives them.
+        If the folder has weights, these are the specs of its stored tensors, for example float8
+        with scales, or of the weights that `quantization` makes of them.
         """
         if self.folder is None or not self.has_weights:
             return specs_of(self.target)

@@ -162,9 +162,9 @@ class Outputs:
 
 
 class Shown:
-    """Decides what to return next of a growing output, according to `output_kind`.
+    """Reduces a growing output to what its user gets next, according to `output_kind`.
 
-    `before` is the part of the first sample that was already returned, if any.
+    `before` is the part of the first sample that the user already has, if any.
     """
 
     def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):
@@ -177,7 +177,10 @@ class Shown:
         return outputs.has_grown and is_last
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """Return what to show now of `output`, the whole output so far; None to show nothing."""
+        """Return what the user gets now, or None for nothing.
+
+        `output` is the whole output so far.
+        """
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
         if self._kind is RequestOutputKind.FINAL_ONLY:

@@ -19,15 +19,14 @@ TEXT = -1  # the result of `_kind` for a token that has text and is not a byte t
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
-    The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt. Bytes
-    that are not UTF-8 become U+FFFD. A character that several tokens spell is added with the last
-    of them. With a byte-level tokenizer, a U+FFFD may be an incomplete character, so it is added
-    only when another token follows. `context` are the last tokens of the prompt (see
-    `prompt_context`).
+    The text of an output is what its tokens add to the text of the prompt. `context` holds the last
+    tokens of the prompt (see `prompt_context`). Bytes that are not UTF-8 become U+FFFD. If several
+    tokens spell a character, it is added with the last of them. A byte-level tokenizer also decodes
+    an incomplete character to U+FFFD. Such a U+FFFD is added only when another token follows.
 
-    A token ends the output if it is at least the `min_tokens`-th token and a stop text ends in the
-    text that the token adds. Stop texts that were complete before do not count. If several stop
-    texts end there, the one that begins first counts. If several begin there, the longest counts.
+    Stop texts are ignored until the output has `min_tokens` tokens. From then on, a token ends the
+    output if a stop text ends in the text that the token adds. If several stop texts end there, the
+    one that begins first counts. If several begin there, the longest counts.
     """
 
     def __init__(
@@ -133,8 +132,9 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
     """Return the last tokens of a prompt, with which the tokens of its output are decoded.
 
     They matter because SentencePiece decoders omit the space before the first text that they
-    decode. The list is empty if the prompt ends inside a character. It is also empty if the prompt
-    ends with U+FFFD, because this looks the same.
+    decode. With SentencePiece, byte tokens at the end of the prompt are left out. With other
+    tokenizers, the list is empty if the prompt ends inside a character, or with U+FFFD. The two
+    cases look the same, because an incomplete character is decoded to U+FFFD.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately
@@ -179,9 +179,9 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return token sequences that spell each word at the start of a text and after a space.
 
-    A sequence that ends with a shorter sequence is left out, because forbidding the shorter
-    sequence forbids both. This also removes sequences with a second space, which come from
-    tokenizers that add a space before a text.
+    If one sequence ends with another, only the shorter is returned, because forbidding it forbids
+    both. So if a tokenizer adds a space before every text itself, sequences with two spaces are
+    left out.
 
     Raises:
         ValueError: a word has no tokens.
@@ -216,9 +216,10 @@ class _ByteRun:
 class _GrowingText:
     """Computes `tokenizer.decode` of tokens that arrive one at a time, in linear time.
 
-    A token is decoded after the last few tokens, to which it adds the same text as to all previous
-    tokens. SentencePiece's byte tokens are an exception: one invalid byte changes the characters of
-    the whole run of byte tokens around it. Therefore this class tracks these runs.
+    Each token is decoded together with only the last few tokens before it. Earlier tokens do not
+    change the text that it adds. SentencePiece's byte tokens are an exception: one invalid byte
+    changes the characters of the whole run of byte tokens around it. Therefore this class tracks
+    these runs.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):
@@ -232,7 +233,8 @@ class _GrowingText:
     def num_stable(self) -> int:
         """The number of characters that no later token can change.
 
-        The characters of a run of bytes at the end do not count, because they may be undone.
+        If the text ends with a run of byte tokens, the run's characters are not counted: an invalid
+        byte would turn all of them into U+FFFD.
         """
         if self._run is None or not self._run.is_valid:
             return len(self.characters)

@@ -115,7 +115,7 @@ def params_each(given: Any, count: int) -> list[SamplingParams]:
     """Return the sampling parameters of each of `count` prompts.
 
     Raises:
-        ValueError: `given` is neither one for all nor one for each.
+        ValueError: `given` has another length than `count`, or a value is not a SamplingParams.
     """
     all_params = one_each("sampling_params", given, count)
     if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:

@@ -8,8 +8,8 @@ WORD = 2**32
 def folded_seed(seed: int) -> int:
     """Return a 32-bit seed for a seed of up to 64 bits.
 
-    Seeds in 0..2**32 - 1 are unchanged. NumPy's `SeedSequence` mixes the two 32-bit words of other
-    seeds, which may be negative.
+    Seeds in 0..2**32 - 1 are unchanged. Any other seed, such as a negative one, is taken modulo
+    2**64, and NumPy's `SeedSequence` mixes its two 32-bit words.
     """
     high, low = divmod(int(seed) % WORD**2, WORD)
     # A third word, because `derived_seed` uses two.

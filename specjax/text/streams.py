@@ -34,7 +34,7 @@ class OutputStream:
         return self.outputs is not None and self._shown.is_due(self.outputs)
 
     async def read(self) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the parts of growing outputs that `shown` selects, until the last."""
+        """Yield the growing output, in the form that `output_kind` sets, until it is complete."""
         while not self.is_finished:
             output = self._shown.of(await self.take())
             if output is not None:

@@ -92,9 +92,9 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character that replaces spaces in token names, if `decode` may strip spaces.
+        """The character that replaces a space in token names, as in SentencePiece.
 
-        None for other tokenizers.
+        `decode` of such a tokenizer may strip spaces. None for all other tokenizers.
         """
         found = self.tokenizer.pre_tokenizer
         steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]
@@ -223,7 +223,8 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a checkpoint.
 
-    They are the ids in generation_config.json (in config.json if it has none) and the tokenizer's.
+    They are the ids in generation_config.json, or in config.json if the former has none, and the id
+    of the tokenizer's end-of-sequence token.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

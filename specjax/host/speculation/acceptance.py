@@ -1,10 +1,11 @@
 """Estimates acceptance rates by position, from counts of accepted and rejected drafts.
 
 A draft is verified only if all drafts before it were accepted. So the counts estimate conditional
-rates c_i, from which the other figures follow:
+rates c_i. The other figures follow from these rates, for i = 1..K and k = 0..K:
 
-    c_i = P(draft i accepted | drafts 1..i-1 accepted),   i = 1..K
-    rates_i = c_1 ... c_i                            AL(k) = 1 + rates_1 + ... + rates_k
+    c_i     = P(draft i accepted | drafts 1..i-1 accepted)
+    rates_i = c_1 * ... * c_i
+    AL(k)   = 1 + rates_1 + ... + rates_k
 
 AL(k), the mean acceptance length, is the mean number of tokens that a request gains in a round of k
 drafts. `rates` are unconditional, as in a profile (vLLM #32374) and in vLLM's metrics. Old counts
@@ -29,10 +30,15 @@ _OFFSET_WEIGHT = 20.0
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of a round for one request: the numbers of usable drafts and of accepted drafts.
+    """The outcome of a round for one request.
 
-    Drafts after the end of an output are not usable. Drafts after the first rejected draft are not
-    verified (see `depth`).
+    A draft after the end of the output is not usable, and does not count. Drafts after the first
+    rejected draft are not verified (see `depth`).
+
+    Attributes:
+        num_drafts: number of usable drafts.
+        num_accepted: number of accepted drafts.
+        group: the request's group (see `Request.group`).
     """
 
     num_drafts: int
@@ -71,10 +77,11 @@ class _Counts:
 class Acceptance:
     """Learns acceptance rates from outcomes of rounds, for all requests together and by group.
 
-    The prior log-odds of a position are the log-odds of the position before it plus a learned
-    offset. The offset changes little when acceptance rises or falls as a whole. So the rates of
-    later positions stay useful, even if these positions are seldom drafted. The prior rate of a
-    group is the rate of all requests.
+    Each rate starts at a prior rate, and follows its counts as they grow. The prior rate of a group
+    is the rate of all requests at the same position. For all requests, the prior rate of a position
+    comes from the rate of the position before it: a learned offset is added to that rate's
+    log-odds. The offset changes little when acceptance rises or falls as a whole. So the rates of
+    later positions stay useful, even if these positions are seldom drafted.
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):

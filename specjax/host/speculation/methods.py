@@ -44,8 +44,8 @@ def profile_policy(
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
     """Return a policy that learns rates and times while serving.
 
-    The first times of rounds are `cost`. If `cost` is None, the engine measures the times when it
-    starts.
+    The policy starts with the times `cost`. If `cost` is None, the engine measures the times when
+    it starts.
     """
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 

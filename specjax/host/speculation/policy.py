@@ -34,9 +34,9 @@ class DecodeLoad:
     Attributes:
         num_sequences: number of sequences ready to decode.
         num_context: number of tokens before the round, summed over sequences.
-        max_tokens: the step's token budget. Sequences that do not fit into it wait. None for no
-            budget.
-        members: number of sequences by (group, maximum number of useful drafts).
+        max_tokens: the step's token budget, or None for no budget. Sequences that do not fit wait.
+        members: number of sequences for each pair (group, maximum number of useful drafts).
+            Requests of a group (`Request.group`) have similar acceptance rates.
     """
 
     num_sequences: int
@@ -221,8 +221,8 @@ class GoodputPolicy:
     ):
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
-        In the first `warm_up_rounds` rounds with drafts, the acceptance rates are the priors of
-        `acceptance`.
+        During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
+        `acceptance` has now, while rates are already being learned.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
@@ -275,10 +275,10 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Return the current K, which is first replaced by `best` in two cases.
+        """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
-        Either `best` is clearly better than the current K, or the current K has not been the best
-        for many rounds.
+        `best` replaces the current K if it is clearly better, or if the current K has not been the
+        best for many rounds in a row.
         """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
@@ -322,7 +322,8 @@ class GoodputPolicy:
     def learned(self) -> Profile | None:
         """Return a profile with the learned rates and times; None if times are not learned.
 
-        The times are the times that rounds of all shapes take without context.
+        The times are estimates for rounds without context, for every batch size and K. The time
+        that each context token adds is stored separately.
         """
         if not self._learns_cost:
             return None
@@ -368,7 +369,8 @@ class GoodputPolicy:
         """Return the K to try in the next round, or `best` if no try is due.
 
         A K is tried if its time is so uncertain that its goodput may be the best. If no K was tried
-        for `PROBE_EVERY` rounds, the neighbour of `best` with the fewest rounds is tried.
+        for `PROBE_EVERY` rounds, the neighbour of `best` that was used in the fewest rounds is
+        tried. `n` is the number of sequences.
         """
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
         if self._learns_cost and tried:

@@ -4,11 +4,16 @@ A round of B requests and K drafts runs B (K + 1) tokens through the target. Its
 points (batch size, K), either from a profile or from replays of the compiled steps. Between points,
 the time is interpolated linearly. The estimated time never falls as requests or drafts are added.
 
-Times of served rounds correct the known times. The log ratio of a served time to the known time is
-modelled as the sum of three terms: a term that all points of a batch size share (e.g. the host's
-time), a term of the point alone, and noise. The estimate is the posterior mean of this
-random-effects model. So the estimate for a point that was served several times follows its served
-times. For a point that was never served, it follows the known time and the shared term.
+Times of served rounds correct the known times. The logarithm of (served time / known time) is
+modelled as a sum of three terms:
+
+- a term that all points of a batch size share, for example because of the host's time,
+- a term of the point alone,
+- noise.
+
+The estimate is the posterior mean of this random-effects model. For a point that was served several
+times, it follows the served times. For a point that was never served, it is the known time,
+corrected by the shared term.
 """
 
 import math
@@ -31,8 +36,8 @@ Points = Mapping[int, Column]  # by batch size
 class StepCost:
     """Estimates times of rounds, and learns from observed times.
 
-    The times of all batch sizes and Ks are assumed to drift together, for example because of clock
-    rates, other users or longer texts. So a K that has not run lately is judged like the other Ks.
+    All times may drift together, for example because of clock rates, other users or longer texts.
+    So each observed time also corrects the times of batch sizes and Ks that have not run lately.
     """
 
     def __init__(
@@ -72,8 +77,9 @@ class StepCost:
     def add(self, batch_size: int, k: int, ms: float) -> None:
         """Set the measured time of a round. It does not include the time for context tokens.
 
-        `batch_size` must be one of `batches`, and `k` one of `ks`. At Ks that were not measured for
-        a batch size, the time grows with K as it does at the largest measured batch size.
+        `batch_size` must be one of `batches`, and `k` one of `ks`. If other Ks were not measured
+        for this batch size, their times are estimated: times are assumed to grow with K by the same
+        factors as at the largest measured batch size.
         """
         self._measured.setdefault(batch_size, {})[k] = ms
         whole = self._measured[max(self._measured)]
@@ -149,7 +155,8 @@ class StepCost:
     def _elsewhere(self, row: "_Row") -> float:
         """Return the prior mean of the log ratio that all Ks of a batch size share.
 
-        It is estimated from all batch sizes except the batch size of `row`.
+        The ratio is a served time divided by the known time. The mean is estimated from all batch
+        sizes except the batch size of `row`.
         """
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
