@@ -25,6 +25,7 @@ from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent, page_windows
 from specjax.device.parallel import specs_of
 from specjax.device.placement import default_device
+from specjax.device.weights.stored import dequantise
 from specjax.host.windows import window_pages
 from specjax.inspect.gpus import GPU, GPUS
 from specjax.serving.assembly import Plan, make_plan
@@ -283,12 +284,12 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
 
 def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, Any]:
     """Describe the drafter, with the bytes of its weights in each dtype."""
-    leaves = jax.tree.leaves(setup.drafter_params)
+    plain = jax.eval_shape(partial(dequantise, dtype=jnp.float32), setup.drafter_params)
     return {
         "checkpoint": "the target's own" if config.model is None else str(config.model),
         "method": config.method,
         "num_speculative_tokens": config.num_speculative_tokens,
-        "num_parameters": sum(x.size for x in leaves if _is_float(x)),
+        "num_parameters": sum(x.size for x in jax.tree.leaves(plain) if _is_float(x)),
         "loaded_bytes": {dtype: setup.drafter_weights(dtype) for dtype in DTYPES},
         "aux_layers": list(setup.drafter.aux_layers),
     }

@@ -98,10 +98,9 @@ def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPr
             "chat_template is refused; start with --trust-request-chat-template",
             "chat_template",
         )
-    usual = settings.default_chat_template_kwargs or {}
-    variables = {**usual, **(request.chat_template_kwargs or {})}
-    if (effort := getattr(request, "reasoning_effort", None)) is not None:
-        variables.setdefault("reasoning_effort", effort)
+    options = ChatOptions(reasoning_effort=getattr(request, "reasoning_effort", None))
+    asked = options.variables(request.chat_template_kwargs)
+    variables = {**(settings.default_chat_template_kwargs or {}), **asked}
     if request.documents is not None:
         variables["documents"] = request.documents
     prompts = render_conversations(

@@ -1,5 +1,6 @@
 """Weights of 4 bits and of 8-bit integers, by the tools and tables of their formats."""
 
+import json
 import re
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from support.refusals import refusal
 
 from specjax import SamplingParams
 from specjax.checkpoint.quantised.registry import FORMATS
+from specjax.cli import main
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
@@ -133,6 +135,14 @@ def test_the_same_tokens_with_and_without_drafts(folders_of):
         with make_llm(folder, method, dtype="float32") as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
+
+
+def test_info_counts_the_parameters_of_a_packed_drafter(folders_of, capsys):
+    counts = []
+    for folder in folders_of("qwen3_5_text", "awq"):
+        assert main(["info", str(folder), "--method", "mtp", "--k", "1", "--json"]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["drafter"]["num_parameters"])
+    assert counts[0] == counts[1]
 
 
 def test_what_is_unpacked_is_said(folders_of):

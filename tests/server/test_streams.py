@@ -111,6 +111,21 @@ def test_a_chat_is_the_rendered_prompt(server):
     assert all(len(entry["top_logprobs"]) == 2 for entry in streamed)
 
 
+def test_a_requests_effort_comes_before_the_servers(simulated):
+    template = "{{ reasoning_effort }}{{ messages[0].content }}"
+    given = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "temperature": 0}
+    usual = {"default_chat_template_kwargs": {"reasoning_effort": "high"}}
+    with served(simulated, chat_template=template, **usual) as server:
+        for fields, text in ({}, "high?"), ({"reasoning_effort": "low"}, "low?"):
+            answer = server.post(CHAT, given | fields | {"return_token_ids": True}).json
+            assert server.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json == {
+                "prompt": text
+            }
+        other = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
+        for fields in {"reasoning_effort": ""}, other:
+            assert server.post(CHAT, given | fields).error == (400, "reasoning_effort")
+
+
 def test_a_client_that_leaves_frees_its_request_within_a_step(server):
     with held(server.llm) as let_go:
         with opened(server, LONG) as one:
