@@ -25,6 +25,7 @@ _MODULES = {
     "bench simulate": "specjax.bench.simulate",
     "profile": "specjax.bench.profile",
     "profile show": "specjax.bench.profile_show",
+    "quantize": "specjax.commands.quantize",
     "train": "specjax.train.recipes",
     "info": "specjax.commands.info",
     "info --check": "specjax.commands.check",
@@ -102,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("serve", serve_arguments.add_arguments, serve_arguments.DESCRIPTION)
     add("bench", bench.add_arguments, bench.DESCRIPTION)
     add("profile", bench.add_profile_arguments, bench.PROFILE_DESCRIPTION)
+    add("quantize", _add_quantize, "Write a plain checkpoint with its weights in 8 or 4 bits.")
     add("train", train.add_arguments, "Train a model or a drafter.")
     add("info", _add_info, "Describe a checkpoint and the memory that it needs.")
     return parser
@@ -151,6 +153,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
     arguments.add_quantization(parser)
     arguments.add_devices(parser)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=arguments.MODEL_HELP)
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    arguments.add_quantization(parser, required=True)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:

@@ -67,12 +67,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_quantization(parser: Any) -> None:
+def add_quantization(parser: Any, *, required: bool = False) -> None:
     """Declare the argument for quantising a plain checkpoint."""
     parser.add_argument(
         "--quantization",
         choices=tuple(BITS),
-        help="round the weights of a plain checkpoint while loading; default: leave them",
+        required=required,
+        help="the numbers to which the weights of a plain checkpoint are rounded",
     )
 
 

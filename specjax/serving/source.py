@@ -21,7 +21,7 @@ from specjax.device.drafters.registry import (
     shape_drafter,
 )
 from specjax.device.loading import Log, no_log
-from specjax.device.models.config_fields import quantisation
+from specjax.device.models.config_fields import check_plain
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import (
@@ -102,11 +102,8 @@ def open_model(
         hf, is_complete = read_config(folder), has_weights(folder)
         target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)
         target = on(target)
-        if quantization is not None and (found := quantisation(hf))[1]:
-            raise ValueError(
-                f"quantization={quantization!r} needs a plain checkpoint, but {hf.origin} has "
-                f"{found[0]}: its weights are quantised already, and stay as they are; leave it out"
-            )
+        if quantization is not None:
+            check_plain(hf, quantization)
         known = stored_dtype(hf), hf, folder, is_complete
         return ModelSource(target, *known, quantization=quantization)
     if params is None:

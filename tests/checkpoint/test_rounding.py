@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
+from support.logits import causal_logits, hf_logits
 from support.refusals import refusal
 
 from specjax import LLM, SamplingParams
@@ -14,7 +15,13 @@ from specjax.checkpoint.demo import TARGET, demo_folder
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.rounding import round_matrices
 from specjax.checkpoint.stored_tensor import StoredTensor
-from specjax.device.models.registry import describe_checkpoint, load_weights, read_config
+from specjax.cli import main
+from specjax.device.models.registry import (
+    describe_checkpoint,
+    load_model,
+    load_weights,
+    read_config,
+)
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.packed import Packed
@@ -27,6 +34,7 @@ from specjax.serving.source import open_model
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 from support.quantised import FORMS, compressed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("small_test")
@@ -80,7 +88,10 @@ def test_projections_are_quantised_and_routers_are_not(checkpoints, kind, bits, 
     made = load_weights(folder, model, FLOAT32, log=lines.append, quantization=bits)
     weights = jax.tree.leaves(made, is_leaf=is_weight)
     assert {type(x) for x in weights if is_weight(x)} - {type(made.embedding)} >= expected
-    assert f"matrices are quantised to {bits}; the largest relative error is" in lines[0]
+    assert (
+        f"{folder}: " in lines[0]
+        and f"matrices are quantised to {bits}; the largest relative error is" in lines[0]
+    )
     assert ("stay plain" in lines[0]) == (bits == "int4")  # 192 inputs, and experts
     limits = {"fp8": 0.04, "int8": 0.02, "int4": 0.15}
     for old, new in zip(*map(jax.tree.leaves, (plain, dequantise(made, FLOAT32))), strict=True):
@@ -133,3 +144,22 @@ def test_what_cannot_be_quantised_is_refused(checkpoints, rewrite_tensors):
     name, bad = "model.layers.1.mlp.up_proj.weight", checkpoints.copy(folder)
     rewrite_tensors(bad / "model.safetensors", lambda old: old | {name: old[name] / 0})
     refusal(lambda: load_weights(bad, value, FLOAT32, quantization="int8"), name, "NaN or inf")
+
+
+@pytest.mark.parametrize("bits", TOOLS)
+def test_a_written_folder(checkpoints, tmp_path, capsys, bits):
+    """transformers has our logits; specjax draws the tokens of `quantization`."""
+    source = checkpoints.with_letters(checkpoints.target("llama", **WIDE).folder)
+    assert main(["quantize", str(source), str(tmp_path), "--quantization", bits]) == 0
+    assert f"quantised to {bits}; the largest" in capsys.readouterr().out
+    assert (tmp_path / "tokenizer.json").exists()
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
+    np.testing.assert_allclose(hf_logits(hf, tokens), causal_logits(tmp_path, tokens), atol=1e-4)
+    model = describe_checkpoint(source, read_config(source))
+    made = load_weights(source, model, FLOAT32, quantization=bits)
+    jax.tree.map(np.testing.assert_array_equal, made, load_model(tmp_path, FLOAT32)[1])
+    again = ["quantize", str(source), str(tmp_path), "--quantization", bits]
+    assert main(again) == 2 and "has weights; name a new folder" in capsys.readouterr().err
+    assert main([again[0], str(tmp_path), f"{tmp_path}/x", *again[3:]]) == 2
+    assert "quantised already" in capsys.readouterr().err

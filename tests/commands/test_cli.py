@@ -21,7 +21,7 @@ from specjax.serving.source import open_model
 
 HELPED = [
     *([], ["generate"], ["bench"], ["bench", "simulate"], ["profile"], ["profile", "show"]),
-    *(["train"], ["info"], ["serve"]),
+    *(["train"], ["info"], ["serve"], ["quantize"]),
 ]
 
 

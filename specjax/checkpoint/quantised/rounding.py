@@ -27,13 +27,18 @@ from specjax.checkpoint.stored_tensor import Readable
 _KEPT = "float16", "bfloat16"  # dtypes that the scales of groups share with the weights
 
 
-class Part(NamedTuple):
-    """One of the tensors that store a quantised matrix. See `Readable`."""
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors that store a quantised matrix."""
 
-    path: Path
+    path: Path  # of the plain matrix
     dtype: np.dtype
     shape: tuple[int, ...]
-    read: Callable[[], Any]
+    compute: Callable[[], Any]
+
+    def read(self) -> Any:
+        """Return the tensor."""
+        return self.compute()
 
 
 @dataclass(eq=False)
@@ -101,10 +106,10 @@ class RoundedFiles(NamedTuple):
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a line about what was quantised, and how exactly."""
+        """Return words about what was quantised, and how exactly."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
-        line = f"{self.files.folder}: {len(errors)} matrices are quantised to {quantization}"
+        line = f"{len(errors)} matrices are quantised to {quantization}"
         if errors:
             line += f"; the largest relative error is {errors[worst]:.2%}, of {worst}"
         if self.plain:

@@ -217,6 +217,16 @@ def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
         )
 
 
+def check_plain(hf: HFConfig, quantization: str) -> None:
+    """Raise a ValueError if a checkpoint that is to be quantised is so already."""
+    name, given = quantisation(hf)
+    if given:
+        raise ValueError(
+            f"quantization={quantization!r} needs a plain checkpoint, but {hf.origin} has {name}: "
+            "its weights are quantised already, and stay as they are; leave it out"
+        )
+
+
 def quantisation(hf: HFConfig) -> tuple[str, Any]:
     """Return the name and the value of the config's field about quantised weights.
 

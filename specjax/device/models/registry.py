@@ -16,11 +16,17 @@ from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.kv_scales import is_kv_scale
 from specjax.checkpoint.quantised.registry import read_format, refuse_quantised
+from specjax.checkpoint.quantised.rounding import RoundedFiles
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
 from specjax.checks import did_you_mean
 from specjax.device.loading import Log, keep_name, load_params, no_log
 from specjax.device.models import arcee, deepseek_v3, gemma, glm4_moe, gpt_oss, llama, qwen3_5
-from specjax.device.models.config_fields import QUANTISATION, check_fields, quantisation
+from specjax.device.models.config_fields import (
+    QUANTISATION,
+    check_fields,
+    check_plain,
+    quantisation,
+)
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.tensor_names import (
@@ -137,7 +143,7 @@ def load_weights(
         files = made.files
     params = load_params(files, specs, dtype, placement=placement, ignore=partial(is_unused, model))
     if made is not None:
-        log(made.describe(str(quantization)))
+        log(f"{folder}: {made.describe(str(quantization))}")
     if read_format(quantisation(hf)[1]) and files.tensors == stored.tensors:
         log(
             f"{folder}: config.json says that weights are quantised, but no tensor is; they are "
@@ -218,6 +224,20 @@ def stored_specs(folder: Path, model: Model, quantization: str | None = None) ->
     if quantization is not None:
         files = rounded(specs, files, quantization, np.dtype(np.float32)).files
     return as_stored(specs, files, keep_name)
+
+
+def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
+    """Return the files of a plain checkpoint that `quantization` quantises; see `rounded`.
+
+    Raises:
+        ValueError: the checkpoint is quantised.
+        CheckpointError: its model is not supported.
+    """
+    hf = read_config(folder)
+    check_plain(hf, quantization)
+    files = find_scales(open_checkpoint(folder), hf, np.dtype(np.float32))
+    specs = named_specs(describe_checkpoint(folder, hf), files.shapes())
+    return rounded(specs, files, quantization, np.dtype(np.float32))
 
 
 def find_scales(files: TensorFiles, hf: HFConfig, dtype: np.dtype) -> TensorFiles:

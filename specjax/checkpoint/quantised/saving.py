@@ -1,0 +1,125 @@
+"""Writes a quantised checkpoint in the format of compressed-tensors."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.checkpoint import safetensors_file
+from specjax.checkpoint.quantised.bits import BITS
+from specjax.checkpoint.quantised.format import Converted
+from specjax.checkpoint.quantised.packed import PackedTensor
+from specjax.checkpoint.quantised.rounding import RoundedFiles
+from specjax.checkpoint.quantised.scaled import INT8, ScaledTensor
+from specjax.checkpoint.save import FILE
+from specjax.checkpoint.stored_tensor import Readable
+from specjax.checkpoint.writing import naming
+
+_FORMATS = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
+_END = ".weight"
+
+
+def save_rounded(
+    folder: Path, made: RoundedFiles, config: Mapping[str, Any], quantization: str
+) -> None:
+    """Write tensors and config.json to `folder`. Tensors are read and written one at a time.
+
+    Args:
+        made: the result of `round_matrices`.
+        config: the config of the plain checkpoint.
+        quantization: a key of `BITS`.
+
+    Raises:
+        ValueError: `folder` has weights.
+        OSError: there is no space or no permission; the error names the folder.
+    """
+    check_empty(folder)
+    text = json.dumps({**config, "quantization_config": _config(made, quantization)}, indent=2)
+    tensors = {name: x for entry in made.files.tensors.items() for name, x in _parts(*entry)}
+    layout = {name: (x.dtype, x.shape) for name, x in tensors.items()}
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            weights = Path(temporary, FILE)
+            arrays = ((name, np.asarray(x.read())) for name, x in tensors.items())
+            safetensors_file.write(weights, layout, arrays)
+            Path(temporary, "config.json").write_text(text + "\n")
+            for name in FILE, "config.json":
+                os.replace(Path(temporary, name), folder / name)
+
+
+def check_empty(folder: Path) -> None:
+    """Raise a ValueError if a folder has weights, or is a file."""
+    if folder.is_file() or any(folder.glob("*.safetensors*")) or any(folder.glob("*.bin*")):
+        raise ValueError(f"{folder} is a file or has weights; name a new folder")
+
+
+class _Shape:
+    """The tensor that has the shape of a packed matrix. See `Readable`."""
+
+    dtype, shape = np.dtype(np.int64), (2,)
+
+    def __init__(self, matrix: PackedTensor | ScaledTensor):
+        self.path, self._sizes = matrix.path, matrix.shape
+
+    def read(self) -> np.ndarray:
+        """Return the shape."""
+        return np.array(self._sizes, np.int64)
+
+
+def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Readable]]:
+    """Yield the tensors that store a tensor, with their names."""
+    match tensor:
+        case ScaledTensor(weight=weight) if weight.dtype == INT8 and len(weight.shape) == 2:
+            # The tool and vLLM expect packed numbers unless activations have 8 bits as well.
+            words = weight.shape[0], -(-weight.shape[1] // 4)
+            yield f"{name}_packed", Converted(weight, _words, np.dtype(np.int32), words)
+            yield f"{name}_scale", tensor.scales
+            yield f"{name}_shape", _Shape(tensor)
+        case ScaledTensor():
+            yield name, tensor.weight
+            yield f"{name}_scale", tensor.scales
+        case PackedTensor():
+            yield f"{name}_packed", tensor.weight
+            yield f"{name}_scale", tensor.scales
+            yield f"{name}_shape", _Shape(tensor)
+        case _:
+            yield name, tensor
+
+
+def _words(numbers: Any) -> np.ndarray:
+    """Return words i32, each of four numbers plus 128, from numbers i8[O, I]."""
+    codes = np.asarray(numbers).view(np.uint8) ^ 0x80
+    return np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+
+
+def _config(made: RoundedFiles, quantization: str) -> dict[str, Any]:
+    """Return the `quantization_config`. It ignores all modules whose matrices are plain."""
+    bits = BITS[quantization]
+    plain = {
+        name.removesuffix(_END)
+        for name, tensor in made.files.tensors.items()
+        if name.endswith(_END) and len(tensor.shape) == 2 and name not in made.matrices
+    }
+    if f"lm_head{_END}" not in made.matrices:
+        plain.add("lm_head")  # a tied head is a module without a tensor
+    weights = {
+        "num_bits": int(np.dtype(bits.dtype).itemsize * 8) if bits.group is None else 4,
+        "type": "float" if quantization == "fp8" else "int",
+        "symmetric": True,
+        "strategy": "channel" if bits.group is None else "group",
+        "group_size": bits.group,
+        "dynamic": False,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[quantization],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(plain),
+    }
