@@ -3,9 +3,9 @@
     out[n, o] = sum_i x[n, i] values[o, i] scales[o // rows, i // columns]
 
 where a block has `rows` x `columns` numbers, as in checkpoints of DeepSeek and Qwen (128 x 128). A
-matrix with one scale per output has blocks of 1 x I. The matrix is stored as in checkpoints, [O,
-I]. Numbers with adjacent i are then adjacent in memory, as a tensor core needs them: each of its
-input registers holds several numbers with adjacent i.
+matrix with one scale per output has blocks of 1 x I. The matrix is stored as in checkpoints,
+[O, I]. Numbers with adjacent i are then adjacent in memory, as a tensor core needs them: each of
+its input registers holds several numbers with adjacent i.
 """
 
 from typing import Any
