@@ -95,9 +95,9 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """A block of `BLOCK_ROWS` consecutive rows of one group.
+    """A block of `BLOCK_ROWS` consecutive rows, of which only the first rows may belong to `group`.
 
-    If the group ends within the block, the block's last rows belong to other groups or are padding.
+    The last block of a group extends past the group's end.
     """
 
     group: jax.Array  # i32[]

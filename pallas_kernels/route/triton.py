@@ -1,10 +1,10 @@
-"""A Triton kernel for routes. One program computes all rows.
+"""A Triton kernel for routes, which is a single program.
 
-If possible, a row is held by only one warp. Scores are mapped to sortable integers, called keys. To
-choose an expert, the kernel takes the maximum key of a row. It then replaces this key by one of the
-lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an expert at
-most once, so an entry's place within its expert is the number of earlier rows that chose the same
-expert.
+A row is held by only one warp if this is possible. Scores are mapped to sortable integers, called
+keys. To choose an expert, the kernel takes the maximum key of a row. It then replaces this key by
+one of the lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an
+expert at most once, so an entry's place within its expert is the number of earlier rows that chose
+the same expert.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,8 @@ def spread(
 
     `function` takes a list of arrays, and may cut each of them along one axis. `cut_axes` has this
     axis for each array; None for no axis. Before `function` runs, an array is spread along another
-    axis, so that no device has the whole array.
+    axis whose size is divisible by the number of devices, if there is one. So no device needs the
+    whole array.
 
     `num_parts` is the size of the result's first axis, along which the result is spread. It is 0 if
     the result is not divided; each device then has the result.
