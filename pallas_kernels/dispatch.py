@@ -83,7 +83,7 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
 def why_not(name: str) -> str | None:
     """Return why kernels of the kind `name` cannot run on this device with the installed jax.
 
-    None if they can run.
+    If they can run, return None.
     """
     if not has_backend(name):
         remedy = "; pip install jax-triton" if name == "triton" else ""

@@ -13,8 +13,9 @@ class PageFormat(NamedTuple):
     Attributes:
         dtype: the dtype of stored numbers.
         largest: the largest stored number.
-        has_token_scales: if true, each token has its own scales, which are set when the token is
-            written. If false, each layer has scales, which are given; None means that all are 1.
+        has_token_scales: if true, each token has its own scales, which are computed when the token
+            is written. If false, each layer has scales, which the caller provides, or None if all
+            are 1.
         min_capability: the first compute capability with an instruction that converts to `dtype`.
     """
 
@@ -59,11 +60,13 @@ def why_no_kernel(pool: Any, capability: tuple[int, int] | None) -> str | None:
 def check_scales(pool: Any, scales: Any, name: str, parts: tuple[int, ...]) -> None:
     """Check the scales of a pool [L, pages, page_size, *parts, ...].
 
-    `name` is the pool's name in errors. `parts` are the axes of a token's entry whose indices have
-    separate scales. A layer has one scale for each index into the first of them.
+    `name` is the pool's name in errors. `parts` are the sizes of the axes whose indices have
+    separate scales. Scales of tokens are f32[L, pages, page_size, *parts], and scales of layers are
+    f32[L, parts[0]].
 
     Raises:
-        ValueError: the pool needs scales, or has no such scales.
+        ValueError: scales are missing, are given for a pool that has none, or have another shape or
+            dtype.
     """
     stored = page_format(pool.dtype)
     if stored is None:

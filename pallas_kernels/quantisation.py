@@ -9,7 +9,10 @@ from pallas_kernels.page_formats import PageFormat, page_format
 
 
 def token_scales(x: jax.Array, stored: PageFormat) -> jax.Array:
-    """Return the scales [...] of x f32[..., n], by which max |x| becomes the largest number."""
+    """Return a scale [...] for each vector of x f32[..., n].
+
+    The scale is max |x| divided by the format's largest number, or 1 if the vector is zero.
+    """
     largest = jnp.max(jnp.abs(x), axis=-1)
     return jnp.where(largest == 0, 1.0, largest / stored.largest)
 
@@ -26,17 +29,18 @@ def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax
 
 
 def zero_of(dtype: Any) -> float | int:
-    """Return 0 as kernels write it for masked elements of an array of `dtype`."""
+    """Return 0 in the type of an array's `dtype`, as kernels need it for masked elements."""
     return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
 def as_stored(
     x: jax.Array, dtype: Any, layer_scales: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return x [..., n] as a pool of `dtype` stores it, and the scales f32[...] that it sets.
+    """Return x [..., n] in the form in which a pool of `dtype` stores it, and its new scales.
 
-    The scales are None unless the pool's format has scales of tokens. `layer_scales` are given
-    scales, which can be broadcast to [...]; None if all are 1.
+    If the pool's format has scales of tokens, the new scales f32[...] are computed from x. In all
+    other cases, the new scales are None. If the format has scales of layers, x is divided by
+    `layer_scales`, which can be broadcast to [...], or stored unscaled if they are None.
     """
     stored = page_format(dtype)
     if stored is None:

@@ -128,7 +128,8 @@ def barrier(values: Any) -> Any:
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
     """Return `a * b + c` for f32 arrays of one shape, as one fused multiply-add.
 
-    First c is rounded to f32. Then the product and the sum are rounded together, once.
+    c is rounded to f32 before the addition, even if c is a product. The sum of c and the unrounded
+    a * b is rounded once.
 
     A compiler may or may not fuse a product into the sum that follows. If the sum has two products,
     the compiler may fuse either of them. This function always compiles to the same instruction.
@@ -172,10 +173,11 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
 def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Return float8_e4m3fn or int8 numbers as bf16. With the backend "pallas", NaN becomes 480.
 
-    The assembly converts four numbers at a time. Moved to their places in bf16, the bits of a
-    float8 number mean 2^-120 times the number. The lower seven bits of an integer are written into
-    the last bits of the bf16 number 128, which makes 128 plus these bits. The integer is the
-    difference from 128, or from 256 if its sign bit is set.
+    With this backend, assembly converts four numbers at a time. The bits of a float8 number are
+    moved to the places of sign, exponent and mantissa in a bf16 number. The result is multiplied by
+    2^120, the ratio of the two formats' scales. For int8, the lower seven bits are written into the
+    last bits of the bf16 number 128, which gives 128 plus these bits. Then 128 is subtracted, or
+    256 if the sign bit is set.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)
@@ -224,7 +226,8 @@ _OF_INT8 = """{
 def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Return the lower and the upper four bits of each byte, minus 8, as bf16 or f32.
 
-    In bf16, four bits in the last bits of 128 make 128 plus their number.
+    The assembly for bf16 writes four bits into the last bits of the number 128, which gives 128
+    plus these bits. Then it subtracts 136.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
         low, high = (part.astype(jnp.float32) - 8 for part in _halves(x))
@@ -263,10 +266,10 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
-    """Return bf16 numbers of bytes, four at a time.
+    """Return bytes as bf16 numbers, four at a time, after a shift to the right by `shift` bits.
 
-    `code` converts the number in the last bits of both halves of the register `a`. The registers
-    `constants` have constants.
+    `code` is assembly that converts two bytes, which are the low bytes of both halves of the
+    register `a`. It may use registers whose names and values are in `constants`.
     """
     sets = "\n".join(f"mov.b32 {name}, {value:#x};" for name, value in constants.items())
     (found,) = plt.elementwise_inline_asm(

@@ -1,8 +1,8 @@
-"""The products with one matrix of 8-bit numbers per head, with a scale per block.
+"""The products of each head's rows with the head's own matrix of 8-bit numbers.
 
-    out[n, h, o] = sum_i x[n, h, i] values[h, o, i] scales[h, o / rows, i / columns]
+    out[n, h, o] = sum_i x[n, h, i] values[h, o, i] scales[h, o // rows, i // columns]
 
-where a block has `rows` x `columns` numbers, as in `scaled_matmul`.
+Each block of `rows` x `columns` numbers of a matrix has one scale, as in `scaled_matmul`.
 """
 
 import jax

@@ -1,14 +1,17 @@
-"""Samples one token per row of logits, with noise that is a function of seed and position.
+"""Samples one token per row of logits.
 
-    token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
+    token = argmax_v (logits_v / T + g_v)
+    g_v = -log(-log u_v), where u_v is uniform in (0, 1)
 
-where u is uniform in (0, 1). This samples from softmax(logits / T) (the Gumbel-max trick). At
-temperature 0 the token is the plain argmax. Ties go to the first token. A row without a possible
-token gives -1. The noise is counter-based: a token's noise does not depend on the row, the batch,
-or the number of other tokens drawn. One call of threefry makes the noise of two tokens.
+This samples from softmax(logits / T) (the Gumbel-max trick). At temperature 0 the token is the
+plain argmax. Ties go to the first token. A row without a possible token gives -1.
 
-XLA puts the sampling in a branch of a conditional, and launches a kernel for every small array in
-the computation of the noise. The Triton version reads the logits once, and launches two kernels.
+The noise g_v is counter-based: it is a function of the request's seed, the stream, the counters
+(for example the token's position) and v. It does not depend on the row, the batch, or the number of
+other tokens drawn.
+
+In plain JAX, the noise is computed inside a conditional, where XLA launches a kernel for every
+small array. The Triton version reads the logits once, and launches two kernels.
 """
 
 import jax
@@ -44,8 +47,9 @@ def draw_tokens(
         temperature: f32[B]; 0 for the argmax. Other values are raised to at least MIN_TEMPERATURE.
         seeds: u32[B], a seed per request.
         stream: selects one of the independent sources of noise under a seed.
-        counters: arrays i32[B], which also key the noise. The first array is for each request's
-            first row, and its values increase by one per row, like a token's position.
+        counters: arrays i32[B], which also key the noise. They hold the values for each request's
+            first row. In every further row of a request, the first array's value is one higher,
+            like a token's position. The other values are the same in all rows of a request.
         token_ids: i32[V], the columns' token ids, which are distinct. The noise is keyed by these
             ids, and the returned tokens are such ids. None if the ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.

@@ -108,9 +108,10 @@ def gumbel_noise(
 def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) -> jax.Array:
     """Return the random bits u32[V] of V tokens under a random key (see `gumbel_noise`).
 
-    One call of threefry gives the bits of two tokens. In group g of 64 tokens, call 32 g + i gives
-    the bits of the group's tokens i and 32 + i. So 32 adjacent calls use the logits of two runs of
-    32 adjacent tokens, which a GPU reads in whole cache lines.
+    One call of the hash threefry gives the bits of two tokens. The tokens are divided into groups
+    of 64. In group g, call 32 g + i gives the bits of the group's tokens i and 32 + i. So the 32
+    threads of a warp can make one call each, and read the logits of two runs of 32 adjacent tokens,
+    which are whole cache lines.
     """
     num_groups = -(-num_tokens // (2 * PAIRED))
     calls = jnp.arange(num_groups * PAIRED, dtype=jnp.uint32)

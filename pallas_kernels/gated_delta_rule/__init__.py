@@ -1,34 +1,42 @@
 """The gated delta rule, with one state per request that is updated lazily (Yang et al. 2024).
 
-For every value head with state S [D_v, D_k], a token decays the state, reads it, writes it, and
-reads the output:
+Every value head has a state S [D_v, D_k]. Each token decays the state, adds a correction u to it,
+and reads the output o:
 
-    S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
+    S <- e^g S
+    u = beta (v - S k)
+    S <- S + u k^T
+    o = S q
 
-with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). The output is o. If there
-is a norm weight w, the output is w rmsnorm(o) silu(z). q, k and v are a causal depthwise
-convolution of raw inputs over the last W tokens, followed by silu. Then q and k are l2-normalised
-per head, and q is scaled by D_k^-1/2. Value head j reads key head j // (H_v / H_k).
+The gates g and beta are computed from two projections of the token, a and b:
+
+    g = -exp(log_decay) softplus(a + decay_bias)
+    beta = sigmoid(b)
+
+q, k and v are a causal depthwise convolution of raw inputs over the last W tokens, followed by
+silu. Then q and k are l2-normalised per head, and q is scaled by D_k^-1/2. Value head j uses q and
+k of key head j // (H_v / H_k). If there is a norm weight w, the result is w rmsnorm(o) silu(z),
+where z is another projection of the token. Otherwise, the result is o.
 
 A request's cache is one state, and ring buffers for its last tokens. The state lags behind: it
-includes all tokens except the last `pending` tokens. These are accepted, but the step that ran them
-did not know this yet. It left their e^g, k and u in the rings.
+includes all accepted tokens except the last `pending` ones. When these tokens ran, it was not known
+yet whether they would be accepted. So their e^g, k and u were only written to the rings.
 
 A call first folds the pending tokens into the state, S <- e^g S + u k^T, and writes the state once.
-Then it runs the T new tokens on a copy of the state, and leaves their e^g, k and u for the next
-call, which knows the number of accepted tokens. So one state is read and written, regardless of the
-number of verified tokens. Rejected tokens need no rollback: their columns are overwritten. The
-convolution reads the raw inputs of the W - 1 tokens before the new tokens.
+Then it runs the T new tokens on a copy of the state, and writes their e^g, k and u to the rings.
+The next call knows the number of accepted tokens. So one state is read and written, regardless of
+the number of verified tokens. Rejected tokens need no rollback: their columns are overwritten.
 
 Folding and verification round their results in the same order: e^g S is rounded, then u k^T is
 added by one fused multiply-add. So a state has the same bits for any division of its tokens into
 steps.
 
 The token at position p is in column p mod n of a ring of n columns, so n consecutive tokens are in
-different columns. The readers and writers of a ring determine n:
+different columns. Let M be the maximum number of new tokens in a call that verifies drafts. It is
+also the maximum number of pending tokens. The readers and writers of a ring determine n:
 
-- Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
-  read the W - 1 tokens before the new tokens, and write the new tokens, which are at most M.
+- Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. The
+  convolution reads the W - 1 tokens before the new tokens, while up to M new tokens are written.
 - k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
   pending tokens, which precede the new tokens.
 - u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
@@ -70,15 +78,16 @@ def gated_delta_rule(
             token it has q | k | v before the convolution, output gate z, write gate b and decay a.
         weights: see `DeltaRuleWeights`.
         cache: the old cache, which is updated in place if the caller donated it.
-        layer: i32[], the layer of the cache.
-        slots: i32[B], the requests' slots, which are distinct; out of range for a padding row.
+        layer: i32[], the index of the layer in the cache.
+        slots: i32[B], the requests' slots, which are distinct; out of range for a padding request.
         positions: i32[B, T], absolute positions, consecutive within a request; -1 for padding rows,
             which follow the real rows. The slot of a request without real rows is left unchanged.
-        pending: i32[B], how many of the last accepted tokens the state does not include; at most M.
-        folds: whether to fold the new tokens into the state, too. This is for prompts, whose tokens
-            cannot be rejected. Afterwards no tokens are pending, and columns that no later call may
-            read are filled with NaN. A long prompt is computed in chunks, by matrix products (the
-            WY form). Without `folds`, a request has at most M real rows.
+        pending: i32[B], how many of the last accepted tokens the state does not include; at most
+            the cache's `max_pending`, M.
+        folds: true for prompts, whose tokens cannot be rejected. Then the new tokens are folded
+            into the state, too, and no tokens are pending afterwards. Columns of the rings that no
+            later call may read are filled with NaN. A long prompt is computed in chunks, by matrix
+            products (the WY form). If false, a request has at most M real rows.
         eps: eps of the output norm.
         kernels: implementation to use, see `dispatch.run`.
 

@@ -107,10 +107,12 @@ def gated_delta_rule_reference(
 def _read_pending(
     cache: DeltaRuleCache, layer: jax.Array, slots: jax.Array, starts: jax.Array, pending: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new tokens.
+    """Return q, k, v, e^g, beta and u of the M tokens before the new tokens.
 
-    Tokens that are not pending get values that leave every state unchanged. q, v and beta are zero:
-    pending tokens need no output, and their u is known.
+    M is the maximum number of pending tokens. e^g and beta are [B, M, H_v]; the others have one
+    more axis. For pending tokens, e^g, k and u come from the rings. q, v and beta are zero, because
+    pending tokens need no output and their u is known. The other tokens have e^g = 1, and zeros
+    otherwise, which leave every state unchanged.
     """
     heads, max_pending = cache.heads, cache.max_pending
     places = starts[:, None] + jnp.arange(-max_pending, 0)[None]
@@ -269,12 +271,15 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     """Return the states after T tokens, and the tokens' outputs f32[B, T, H_v, D_v].
 
     The results are equivalent to T calls of `advance`, but are computed in chunks by matrix
-    products (the WY form; paper, section 3.3).
+    products (the WY form; paper, section 3.3). For a chunk whose tokens are the rows of Q, K and V:
 
-    With G the running sum of g inside a chunk, A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1) and
-    U = (I + A)^-1 beta (V - e^G K S^T):
+        G_i = g_1 + ... + g_i
+        A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1)
+        U = (I + A)^-1 beta (V - e^G K S^T)
+        O = e^G Q S^T + tril(e^(G_i - G_j) Q K^T) U
+        S <- e^(G_end) S + U^T e^(G_end - G) K
 
-        O = e^G Q S^T + tril(e^(G_i - G_j) Q K^T) U        S <- e^(G_end) S + U^T e^(G_end - G) K
+    beta and powers of e scale rows, and G_end is the G of the chunk's last token.
     """
     batch, length, num_heads, value_dim = tokens.v.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
@@ -313,8 +318,11 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
     """Return (I + A)^-1, where A = `lower` [..., n, n] is strictly lower triangular.
 
-    n must be a power of two. Pairs of inverted diagonal blocks are merged until one block is left.
-    The corner of the inverse of [[P, 0], [C, Q]] is -Q^-1 C P^-1.
+    n must be a power of two. The diagonal blocks of I + A are inverted, starting with blocks of
+    size 1. Each step merges the inverses of adjacent blocks P and Q, with the block C below P:
+
+        [P 0]^-1   [P^-1            0   ]
+        [C Q]    = [-Q^-1 C P^-1    Q^-1]
 
     A batched triangular solve would touch fewer elements. But on the CPU, XLA calls BLAS for every
     matrix in such a solve, and may hang there.

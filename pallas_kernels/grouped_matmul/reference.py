@@ -29,9 +29,11 @@ def from_to(
     x: jax.Array,
     products: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Return `products` of rows of x, in the order that `grouped_matmul` describes.
+    """Gather rows of x, multiply them by their groups' matrices, and scatter the products.
 
-    `products` takes rows that are sorted by group.
+    `products` takes rows that are sorted by group, and returns their products. Its argument is
+    x[sources], and its n-th product becomes row targets[n] of the result. If `sources` is None, its
+    argument is x. If `targets` is None, its products are returned in their order.
     """
     out = products(x if sources is None else x[sources])
     if targets is None:
@@ -93,7 +95,10 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """A block of `BLOCK_ROWS` rows, whose first rows belong to one group."""
+    """A block of `BLOCK_ROWS` consecutive rows, of which only the first rows may belong to `group`.
+
+    The last block of a group extends past the group's end.
+    """
 
     group: jax.Array  # i32[]
     start: jax.Array  # i32[], the first row

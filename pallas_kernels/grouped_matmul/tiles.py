@@ -42,10 +42,11 @@ class Tile(NamedTuple):
 
 
 def fitting(configs: Any, num_rows: int, num_groups: int) -> Any:
-    """Return the value of `configs` for `num_rows` rows in `num_groups` groups.
+    """Return the value of `configs` that fits `num_rows` rows in `num_groups` groups.
 
-    A key is the upper limit of twice the average number of rows per group, so that a popular
-    group's rows fit in one block; None is for all other sizes.
+    The keys of `configs` are limits in ascending order. The result belongs to the first limit that
+    is at least twice the average number of rows per group. The factor of two lets the rows of a
+    popular group fit in one block. The key None is last, and fits all sizes.
     """
     fits = [
         max_rows
@@ -75,8 +76,8 @@ def multiply_tiles(
         group_sizes: see `grouped_matmul`, which also explains `sources` and `targets`.
 
     Raises:
-        UnsupportedError: there are too many groups, or an array is too large for 32-bit offsets and
-            too small for 64-bit offsets.
+        UnsupportedError: there are too many groups, or an array has more than 2^31 numbers in at
+            most 2^32 bytes. Triton's signed 32-bit offsets are too small for such an array.
     """
     x, num_groups = operands[0], len(group_sizes)
     num_rows = x.shape[0] if sources is None else sources.shape[0]

@@ -1,11 +1,14 @@
 """The product of each row with its group's matrix in MXFP4 (OCP Microscaling, 2023).
 
-    out[targets[n], o] = sum_i x[sources[n], i] numbers[g, o, i] 2^(exponents[g, i / 32, o] - 127)
+    out[targets[n], o] = sum_i x[sources[n], i] matrix[g, o, i]
+    matrix[g, o, i] = numbers[g, o, i] 2^(exponents[g, i // 32, o] - 127)
 
-where g is the group of row n, and a number is a float of 4 bits (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4, 6
-or the negative of one of these. Two numbers share a byte. The inputs are divided into runs of 64:
-byte j of a run has the numbers of inputs j (in the lower bits) and j + 32. The last run may be
-padded. `grouped_matmul` explains groups, sources and targets.
+where g is the group of row n. `grouped_matmul` explains groups, sources and targets. A number is a
+float of 4 bits (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative of one of these.
+
+Two numbers share a byte. The inputs are divided into runs of 64. Byte j of a run has the number of
+its input j in the lower bits, and the number of its input j + 32 in the upper bits. The last run is
+padded if it has only 32 inputs.
 """
 
 import jax

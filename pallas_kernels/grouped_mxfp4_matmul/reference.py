@@ -19,7 +19,10 @@ def grouped_mxfp4_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_mxfp4_matmul`. One used matrix at a time is unpacked, and no unused one."""
+    """See `grouped_mxfp4_matmul`. Matrices with rows are unpacked one at a time.
+
+    Matrices without rows are not unpacked.
+    """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
         matrix = unpacked(values[group], exponents[group], x.dtype)

@@ -79,7 +79,10 @@ def _product_kernel(
     blocks_per_step = config.block_depth // BLOCK
 
     def scales_of(step):
-        """Return the scales of a step's blocks; any past the depth, where the numbers are 0."""
+        """Return the scales of the blocks in a step of the loop over the depth.
+
+        Scales past the depth are arbitrary, because the numbers there are 0.
+        """
         found = []
         for i in range(blocks_per_step):
             at = jnp.broadcast_to(step * blocks_per_step + i, tile.columns.shape)
@@ -89,7 +92,7 @@ def _product_kernel(
         return found
 
     def add(step, scales, total):
-        """Return `total` plus the products with the numbers of a step's blocks."""
+        """Return `total` plus the products with a step's blocks, which have these scales."""
         for run in range(blocks_per_step // 2):
             first = step * config.block_depth // 2 + run * BLOCK
             byte = (first + jnp.arange(BLOCK))[None]

@@ -1,9 +1,10 @@
 """The product of each row with its group's matrix of 8-bit numbers that have a scale per block.
 
-    out[targets[n], o] = sum_i x[sources[n], i] values[g, o, i] scales[g, o / rows, i / columns]
+    out[targets[n], o] = sum_i x[sources[n], i] matrix[g, o, i]
+    matrix[g, o, i] = values[g, o, i] scales[g, o // rows, i // columns]
 
-where g is the group of row n.
-`grouped_matmul` explains groups, sources and targets, and `scaled_matmul` explains blocks.
+where g is the group of row n. `grouped_matmul` explains groups, sources and targets, and
+`scaled_matmul` explains blocks.
 """
 
 import jax

@@ -17,7 +17,10 @@ def grouped_scaled_matmul_reference(
     *,
     block: tuple[int, int],
 ) -> jax.Array:
-    """See `grouped_scaled_matmul`. One used matrix at a time is dequantised, and no unused one."""
+    """See `grouped_scaled_matmul`. Matrices with rows are dequantised one at a time.
+
+    Matrices without rows are not dequantised.
+    """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
         own = values[group], scales[group]

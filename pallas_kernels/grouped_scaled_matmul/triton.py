@@ -108,13 +108,16 @@ def product_kernel(
     config: GroupedMatmulTuning,
     interpret: bool,
 ):
-    """Return a tile f32[rows, columns] of the product with the tile's matrix of several."""
+    """Return a tile f32[rows, columns] of the product of x with the matrix of `tile.group`."""
     depth = x_ref.shape[1]
     is_column = tile.columns < values_ref.shape[1]
     is_scaled_after = block[1] >= depth
 
     def scales_of(i):
-        """Return the scales of the tile's columns; 0 past the depth."""
+        """Return the scales of the tile's columns in step i of the loop over the depth.
+
+        They are 0 past the depth.
+        """
         at = jax.lax.div(i * config.block_depth, jnp.int32(block[1]))
         of_columns = jax.lax.div(tile.columns, jnp.int32(block[0]))
         places = tile.group, of_columns, jnp.broadcast_to(at, of_columns.shape)

@@ -47,8 +47,9 @@ def latent_attention(
             A row at -1 is padding, and its result is 0.
         rank: the number of latent dimensions in an entry.
         scale: multiplies the scores.
-        scales: f32, for a pool of 8-bit numbers: [L, 2] of a layer's latents c and rotated parts r
-            (None if all are 1), or [L, pages, page_size, 2] if the format has scales of tokens.
+        scales: f32, the scales of a pool of 8-bit numbers. In formats with scales of tokens, they
+            are [L, pages, page_size, 2], one for the latent c and one for the rotated part r. In
+            formats with scales of layers, they are [L, 2], or None if all are 1.
         kernels: implementation to use, see `dispatch.run`.
 
     Pages past a request's last position do not affect the result: they may contain NaN.

@@ -245,7 +245,11 @@ def _attention_kernel(
 
 
 def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
-    """Write the rows' outputs, or a split's partial results if there are several outputs."""
+    """Write the outputs of rows, or the partial results for one split of their context.
+
+    Partial results are written if there are several `out_refs`. They are the sums of latents before
+    the division, the maximum score, and the sum of weights.
+    """
     request, row, split = where
     rows = row[:, None]
     if len(out_refs) == 1:
@@ -261,9 +265,10 @@ def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, the weighted sum of the results of parts of its context.
+    """Write one row of the output, combined from the results [rank] for parts of its context.
 
-    The weight of a part's result [rank] follows from the maximum of the part's scores.
+    A part's result is weighted by 2^(m - M), where m is the part's maximum score, and M is the
+    maximum of all parts. Scores are multiplied by log2(e).
     """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]

@@ -1,12 +1,15 @@
 """The product with a matrix of 4-bit numbers that have a scale per group of inputs.
 
-    out[n, o] = factors[o] sum_i x[n, i] (numbers[o, i] - zeros[i / group, o]) scales[i / group, o]
+    out[n, o] = factors[o] sum_i x[n, i] (numbers[o, i] - zeros[g, o]) scales[g, o]
 
-where a number is an integer from 0 to 15 (without zeros, 8 is subtracted) or a float of E2M1, which
-has no zeros. Factors are 1 if there are none. Two codes of numbers share a byte. The inputs are
-divided into runs of 2 H, where H is the `half` of a `FourBits`: byte j of a run has the codes of
-inputs j (in the lower bits) and j + H. So the lower halves of a run's bytes belong to adjacent
-inputs of one group, and so do the upper halves. The last run is padded.
+where g = i // group. A number is an integer from 0 to 15, or a float (E2M1). If integers have no
+zeros, 8 is subtracted. Floats have no zeros, and nothing is subtracted. Factors are 1 if there are
+none.
+
+The 4-bit codes of two numbers share a byte. The inputs are divided into runs of 2 H, where H is the
+`half` of a `FourBits`. Byte j of a run has the code of its input j in the lower bits, and the code
+of its input j + H in the upper bits. So the lower bits of a run's bytes belong to adjacent inputs
+of one group, and so do the upper bits. The last run is padded.
 """
 
 from typing import Any

@@ -38,7 +38,10 @@ class FourBits(NamedTuple):
         return (runs[..., 0, :] | (runs[..., 1, :] << 4)).reshape(*others, -1)
 
     def numbers(self, values: jax.Array, depth: int) -> jax.Array:
-        """Return the numbers f32[O, depth] of packed values [O, bytes]; integers less 8."""
+        """Return the numbers f32[O, depth] of packed values [O, bytes].
+
+        8 is subtracted from integers, but not from floats.
+        """
         runs = values.reshape(len(values), -1, self.half)
         codes = jnp.concatenate([runs & 15, runs >> 4], axis=-1).reshape(len(values), -1)
         if self.is_float:

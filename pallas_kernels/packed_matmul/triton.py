@@ -1,8 +1,8 @@
 """The product with packed numbers on tensor cores.
 
 One program computes a tile of the result, over a part of the depth. It widens numbers in registers,
-which is exact, multiplies the tile, and applies the scales of a group to the group's product. If
-several programs share the depth, XLA sums their results in order.
+which is exact. Then it multiplies one group of inputs at a time, and applies the group's scales to
+the product. If several programs share the depth, XLA sums their results in order.
 """
 
 from functools import partial, reduce
@@ -57,7 +57,8 @@ def packed_matmul_triton(
     """See `packed_matmul`.
 
     Raises:
-        UnsupportedError: the dtype of x, or the size of a group.
+        UnsupportedError: the dtype of x or the size of a group is not supported, or the matrix is
+            too large.
     """
     num_rows, depth = x.shape
     num_columns, dtype = len(values) - first, dtype or x.dtype
@@ -132,7 +133,7 @@ def _kernel(
     starts = (0,) if form.group % (2 * half) == 0 else (0, half)
 
     def of_groups(ref, run, other):
-        """Return the scales or zeros of the run's groups; `other` past the depth."""
+        """Return the scales or zeros of the run's groups, or `other` for groups past the depth."""
         found = []
         for start in starts:
             at = jax.lax.div((first_run + run) * 2 * half + start, jnp.int32(form.group))
@@ -142,7 +143,7 @@ def _kernel(
         return found
 
     def numbers_of(run):
-        """Return the numbers [columns, half] in the lower and in the upper bits, less zeros."""
+        """Return the numbers [columns, half] in the lower and the upper bits, minus zero points."""
         byte = (first_run + run) * half + jnp.arange(half)[None]
         mask = is_column[:, None] & (byte < num_bytes)
         stored = load(values_ref.at[outputs[:, None], byte], mask=mask, other=0)

@@ -2,15 +2,19 @@
 
 For query row t of request b at absolute position p = positions[b, t]:
 
-    out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
+    out[b, t, h] = sum_j w_j V_j[h // G]
+    w_j = softmax_j(f(q[b, t, h] . K_j[h // G] / sqrt(D)))
 
-over o - window < j <= p, where o is origins[b, t], or p without origins. Token j of request b is in
-page `page_table[b, j // page_size]` at offset `j % page_size`. G = H / H_kv query heads share a key
-head. f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator
-has one more term, exp(sinks[h]), so that all weights of a row may be small. K and V are the
-contents of the pool. A pool of 8-bit numbers (see `page_formats`) is multiplied by its scales. The
-pool already contains the new tokens' keys and values. T is the length of a chunk in prefill, K + 1
-in verification, and 1 in plain decoding.
+over o - window < j <= p, where o is origins[b, t], or p without origins. G = H / H_kv query heads
+share a key head. K and V are the keys and values in the pool, which already contains the new
+tokens. Token j of request b is in page `page_table[b, j // page_size]` at offset `j % page_size`.
+
+f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator has one
+more term, exp(sinks[h]), so the weights sum to less than 1. A pool of 8-bit numbers (see
+`page_formats`) is multiplied by its scales.
+
+T is the length of a chunk in prefill, the number of drafts plus one in verification, and 1 in plain
+decoding.
 """
 
 import jax
@@ -46,17 +50,18 @@ def paged_attention(
         page_table: i32[B, P], the pages of each request in order; -1 where no page is assigned.
         positions: i32[B, T], the last position that each row attends to, usually its own position.
             A row at -1 is padding, and its result is 0.
-        window: the number of tokens that a row attends to, up to and including its origin; None
-            for all tokens.
+        window: the number of tokens that a row attends to, up to and including its origin; None for
+            all tokens.
         origins: i32[B, T], the last position of each row's window; None for `positions`.
         soft_cap: c, the bound of scores' absolute values; None for no bound.
-        scales: f32, for a pool of 8-bit numbers: [L, 2] of a layer's keys and values (None if all
-            are 1), or [L, pages, page_size, 2, H_kv] if the format has scales of tokens.
+        scales: f32, the scales of a pool of 8-bit numbers. In formats with scales of tokens, they
+            are [L, pages, page_size, 2, H_kv], for keys and values. In formats with scales of
+            layers, they are [L, 2], or None if all are 1.
         sinks: [H], for each head an additional score that has no value; None for no sinks.
         kernels: implementation to use, see `dispatch.run`.
 
-    Pages past a request's last position or before its first row's window do not affect the
-    result, so they may contain NaN.
+    Pages past a request's last position or before its first row's window do not affect the result,
+    so they may contain NaN.
 
     Raises:
         ValueError: arguments are inconsistent or a scale is missing; the message names them.

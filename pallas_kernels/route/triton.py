@@ -1,9 +1,10 @@
-"""A Triton kernel for routes. One program computes all rows, and a warp has whole rows if it can.
+"""A Triton kernel for routes, which is a single program.
 
-Scores are mapped to sortable integers, called keys. To choose an expert, the kernel takes the
-maximum key of a row. It then replaces this key by one of the lowest keys, which encodes the rank of
-the choice. No sort is needed: a row chooses an expert at most once, so an entry's place within its
-expert is the number of earlier rows that chose the same expert.
+A row is held by only one warp if this is possible. Scores are mapped to sortable integers, called
+keys. To choose an expert, the kernel takes the maximum key of a row. It then replaces this key by
+one of the lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an
+expert at most once, so an entry's place within its expert is the number of earlier rows that chose
+the same expert.
 """
 
 from collections.abc import Callable
@@ -163,9 +164,10 @@ def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return how many rows chose each expert: among all rows, and among the rows before each row.
 
-    The counts are [pieces, 1, LANES] and [pieces, N, LANES] (see `_over_experts`). Rows are
-    counted as bits of words, which takes one sum over rows. A cumulative sum would exchange the
-    rows of all warps.
+    The counts are [pieces, 1, LANES] and [pieces, N, LANES] (see `_over_experts`). Each expert has
+    words of 32 bits, with one bit for each row that chose the expert, and counts are numbers of
+    bits that are 1. A word is a sum over rows. A cumulative sum would take longer, because all
+    warps would exchange their rows.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
@@ -179,7 +181,8 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 def _sortable(x: jax.Array) -> jax.Array:
     """Map floats x f32 to keys i32 that have the same order.
 
-    The keys exceed the lowest keys, which are reserved, even if their low 16 bits are replaced.
+    The lowest keys encode ranks (see the module). The results are above these keys, and stay above
+    them if their low 16 bits are replaced.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)

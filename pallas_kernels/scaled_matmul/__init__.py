@@ -1,6 +1,6 @@
 """The product with a matrix of 8-bit numbers that have a scale per block.
 
-    out[n, o] = sum_i x[n, i] values[o, i] scales[o / rows, i / columns]
+    out[n, o] = sum_i x[n, i] values[o, i] scales[o // rows, i // columns]
 
 where a block has `rows` x `columns` numbers, as in checkpoints of DeepSeek and Qwen (128 x 128). A
 matrix with one scale per output has blocks of 1 x I. The matrix is stored as in checkpoints,

@@ -148,7 +148,7 @@ def _kernel(
     is_scaled_after = block[1] >= depth
 
     def scales_of(tile):
-        """Return the scales of the tile's columns; 0 past the depth."""
+        """Return the scales of the tile's columns for a tile of the depth; 0 past the depth."""
         at = jax.lax.div((first_tile + tile) * config.block_depth, jnp.int32(block[1]))
         places = jax.lax.div(outputs, jnp.int32(block[0])), jnp.broadcast_to(at, outputs.shape)
         mask = is_column & (at < scales_ref.shape[1])

@@ -1,4 +1,7 @@
-"""The candidates of a row: its logits that are not below a lower bound of the row's threshold."""
+"""The candidates of a row: the logits that the row's threshold may keep.
+
+They are the logits that are not below a known lower bound of the threshold.
+"""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -12,7 +15,10 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """The candidates of a row. The place of the i-th candidate of tile t is t * `room` + i."""
+    """The candidates of a row, in arrays with `room` places for each tile.
+
+    The i-th candidate of tile t is at place t * `room` + i.
+    """
 
     logits: Any
     tokens: Any

@@ -2,12 +2,18 @@
 
 The host plans each step and sends its inputs as packed integer arrays. No value returns to Python
 within a step: until the step's results are read, only the device knows the number of accepted
-drafts. Shapes use these letters. `f32`, `i32`, `u32` and `bool` are dtypes. An array without a
-dtype has the model's dtype.
+drafts.
+
+A step runs chunks of prompts (prefill), or a round of speculative decoding, which drafts tokens and
+verifies them. A row is one token position of one request. A request is resident while it owns a
+slot, which is its index in arrays of the engine's state.
+
+Shapes use these letters. `f32`, `i32`, `u32` and `bool` are dtypes. An array without a dtype has
+the model's dtype.
 
     B   number of requests in a step, including padding
     S   number of slots, which is the maximum number of resident requests
-    T   rows per request in a step: the tokens of a chunk, or the last token, drafts and padding
+    T   rows per request: the tokens of a chunk; or in a round, the last token, drafts and padding
     N   total number of rows, B T; the rows of a request are adjacent
     K   number of drafts per request
     R   results per request: K + 1 in a round, 1 at the end of a chunk

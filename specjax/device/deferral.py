@@ -1,10 +1,11 @@
 """Deferred observation: the drafter observes several rounds without drafts in one program.
 
-A round without drafts needs no result from the drafter, and reading the drafter's weights takes as
-long for one row as for many. So `defer` only keeps the target's features for the round's rows.
-Later another program, `observe_deferred`, updates the drafter with these features. The host runs
-that program before any other use of the drafter's cache, and before the buffer of kept rows is
-full.
+After a round, a drafter observes the target's features (hidden states) for the round's rows, and
+updates its cache. If a round has no drafts, no result of this update is needed soon. Reading the
+drafter's weights takes as long for one row as for many. So `defer` only keeps the features. Later
+another program, `observe_deferred`, updates the drafter with the features of several rounds. The
+host runs that program before any other use of the drafter's cache, and before the buffer of kept
+rows is full.
 """
 
 from dataclasses import replace

@@ -85,7 +85,8 @@ class StepModel(NamedTuple):
         """Return how many rounds without drafts the drafter may observe together.
 
         Each round has `batch` requests. The result is 0 if the drafter must observe every round
-        when it ends.
+        when it ends. This is so if the drafter cannot defer, or if the buffer is too small for two
+        rounds.
         """
         count = self.max_deferred_rows // batch
         while count * batch % self.row_multiple:

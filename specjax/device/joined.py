@@ -1,7 +1,8 @@
-"""Runs prefill chunks and a decode round in one pass of the target, so its weights are read once.
+"""Runs prefill chunks and a decode round in one pass of the target.
 
-A short chunk takes about as long as reading the weights, and so does a small round. If requests
-arrive continuously, most steps have both chunks and a round.
+The target's weights are then read once instead of twice. This matters because a short chunk and a
+small round each take about as long as reading the weights. If requests arrive continuously, most
+steps have both chunks and a round.
 """
 
 from dataclasses import replace
@@ -44,8 +45,8 @@ def joined_step(
     Args:
         chunks: the inputs of the chunks, which are padded to `width` tokens per prompt.
         round_: the inputs of the round, whose requests have no chunk and draft `k` tokens each.
-        chunk_variant: the `Variant` of the chunks: request options that are compiled.
-        variant: the `Variant` of the round.
+        chunk_variant: the request options that are compiled for the chunks.
+        variant: the request options that are compiled for the round.
 
     Returns:
         The state, and a pair: the outputs of the chunks, and the outputs of the round.

@@ -63,9 +63,10 @@ def load_params(
     rename: Callable[[str], str] = keep_name,
     ignore: Callable[[str], bool] = ignore_none,
 ) -> Any:
-    """Return a tree of arrays in `dtype`, one for each `TensorSpec` of the tree `specs`.
+    """Return the tree `specs` with an array in `dtype` in the place of each `TensorSpec`.
 
-    Matrices of quantised tensors keep the numbers that are stored; see `as_stored`.
+    Quantised weights are an exception if a class of weights can multiply them: they keep the
+    numbers and scales that the files store (see `as_stored`).
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
@@ -147,8 +148,9 @@ def lay_out(
 def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """Return the divided array that a spec describes, in newly allocated memory.
 
-    `array` is the whole model's array. It may also be divided like the result; it then passes
-    through the host, where it loses what the devices pad it with.
+    `array` is the array of the whole model, or already the divided array. A whole array that is
+    spread over several devices is divided on these devices. Other arrays pass through the host. If
+    `array` is divided, its padding is removed there, and the result is padded again.
     """
     devices = devices_of([array])
     if devices and array.shape == spec.whole.shape:
@@ -159,7 +161,10 @@ def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Shar
 
 
 def copy_to(array: Any, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    """Return a copy of an array, which is on one device or on all devices of `sharding`."""
+    """Return a copy of `array` in `dtype`, with this sharding.
+
+    `array` is on devices of this process, or on all devices of `sharding`.
+    """
     if devices := devices_of([array]):
         return move(_cast_afar(dtype, devices)([automatic(array)]), sharding)
     own = jax.device_put(own_part(array), own_sharding(sharding), may_alias=False)
@@ -195,7 +200,7 @@ def _join(
 def _join_afar(
     spec: TensorSpec, dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return a function that joins parts on the devices over which they are spread."""
+    """Return a jitted function that joins a spec's tensors, which are spread over `devices`."""
     cuts: tuple[Cut | None, ...] = (None,) * len(spec.names)
     num_parts = 0
     if isinstance(spec, DividedSpec):
@@ -208,7 +213,7 @@ def _join_afar(
 def _divide_afar(
     spec: DividedSpec, dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return a function that divides a whole model's array on the devices over which it is."""
+    """Return a jitted function that divides a whole model's array, which is on `devices`."""
 
     def divide(arrays: Sequence[jax.Array]) -> jax.Array:
         return spec.join([*spec.whole.split(arrays[0]).values()], dtype)
@@ -220,7 +225,10 @@ def _divide_afar(
 def _cast_afar(
     dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return a function that gives all devices the array that is spread over them."""
+    """Return a jitted function that casts an array, which is spread over `devices`.
+
+    Each device gets the whole result.
+    """
     return spread(lambda arrays: arrays[0].astype(dtype), devices, [None], 0)
 
 
@@ -228,7 +236,7 @@ def _cast_afar(
 def _join_each(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return a function that joins the parts [devices, ...] of each device, on that device."""
+    """Return a jitted function that joins parts [devices, ...]; each device joins its own."""
     return jax.jit(jax.vmap(partial(spec.join, dtype=dtype)), out_shardings=sharding)
 
 

@@ -71,9 +71,10 @@ class Placement:
         return put(tree, self.sharding())
 
     def copy(self, tree: Any) -> Any:
-        """Return a copy of arrays that are placed on another mesh with as many devices.
+        """Copy `tree` to the devices of this placement; return the copy.
 
-        An array that occurs twice in `tree` is copied once.
+        The arrays of `tree` are on another mesh with the same number of devices. An array that
+        occurs twice in `tree` is copied once.
         """
         copies: dict[int, jax.Array] = {}
 
@@ -93,7 +94,7 @@ def is_divided(x: Any) -> bool:
 
 
 def divided_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and sharding of a divided array [devices, ...], on no particular devices."""
+    """Return the shape of a divided array [devices, ...], with a sharding that names no devices."""
     mesh = AbstractMesh((shape[0],), (AXIS,))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, DIVIDED))
 
@@ -109,7 +110,10 @@ def on_one(x: jax.Array) -> jax.Array:
 
 
 def own_sharding(sharding: Sharding) -> Sharding:
-    """Return the sharding of the part of an array that the devices of this process have."""
+    """Return the sharding of this process's part of an array.
+
+    `sharding` is the sharding of the whole array. The part is on the devices of this process.
+    """
     if sharding.is_fully_addressable:
         return sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
@@ -126,10 +130,10 @@ def place_numbers(sharding: Sharding) -> list[int]:
 
 
 def own_part(x: Any) -> Any:
-    """Return the part of an array that the devices of this process have, without a copy.
+    """Return this process's part of an array, without a copy.
 
-    The part of a `DIVIDED` array is [devices of this process, ...]. NumPy arrays, and arrays of no
-    other process, are returned themselves.
+    The part of a `DIVIDED` array is [devices of this process, ...]. A NumPy array is returned
+    itself, and so is an array that is only on devices of this process.
     """
     if getattr(x, "is_fully_addressable", True):
         return x
@@ -139,7 +143,7 @@ def own_part(x: Any) -> Any:
 
 
 def with_other_parts(own: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the array with this sharding whose part in this process is `own`, without a copy.
+    """Return the array with this sharding, of which `own` is this process's part, without a copy.
 
     The other processes make the same call with their parts.
     """
@@ -157,9 +161,10 @@ def _of_shards(shape: tuple[int, ...], sharding: Sharding, x: jax.Array) -> jax.
 
 
 def put(own: Any, sharding: Sharding) -> Any:
-    """Return a tree of arrays with this sharding. In each process, `own` has its parts of them.
+    """Return a tree of arrays with this sharding.
 
-    NumPy arrays in `own` must not be modified later.
+    `own` is a tree of this process's parts of the arrays. NumPy arrays in `own` must not be
+    modified later.
     """
     placed = jax.device_put(own, own_sharding(sharding))
     return jax.tree.map(lambda x: with_other_parts(x, sharding), placed)

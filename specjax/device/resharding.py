@@ -1,7 +1,7 @@
 """Moves a trainer's arrays, which are spread over several devices, to the devices of an engine.
 
-Nothing passes through the host. The trainer's devices compute the arrays of the engine, of which
-each engine's device takes a part, and the parts are then copied from device to device.
+Nothing passes through the host. First, the trainer's devices compute the engine's arrays. Then the
+part of an array that an engine's device needs is copied to it from a trainer's device.
 """
 
 import math
@@ -20,8 +20,8 @@ _PARTS, _COPIES = "parts", "copies"  # the axes of the trainer's devices
 def devices_of(arrays: Sequence[Any]) -> tuple[Device, ...]:
     """Return the devices over which all of the arrays are spread, in the order of their mesh.
 
-    Return () if an array is on one device, in host memory or spread over processes, or if the
-    arrays have other devices.
+    Return () if the arrays are not all spread over the same devices. Also return () if an array is
+    on one device, in host memory, or spread over processes.
     """
     found = {_devices(array) for array in arrays}
     return found.pop() if len(found) == 1 else ()
@@ -45,8 +45,10 @@ def spread(
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """Return `function`, jitted for arrays that are spread over `devices`.
 
-    `cut_axes` has the axis of each array along which `function` cuts it, if any. The array is first
-    spread along another axis, so that no device has the whole array.
+    `function` takes a list of arrays, and may cut each of them along one axis. `cut_axes` has this
+    axis for each array; None for no axis. Before `function` runs, an array is spread along another
+    axis whose size is divisible by the number of devices, if there is one. So no device needs the
+    whole array.
 
     `num_parts` is the size of the result's first axis, along which the result is spread. It is 0 if
     the result is not divided; each device then has the result.
@@ -75,9 +77,11 @@ def spread(
 
 
 def automatic(array: jax.Array) -> jax.Array:
-    """Return the array on a mesh whose programs JAX may divide as it likes.
+    """Return the array on a mesh of the same devices whose axes have JAX's type `Auto`.
 
-    JAX has another kind of mesh, in which functions must say how results are divided.
+    In programs on such a mesh, JAX chooses how results are divided. A trainer's mesh may have axes
+    of the type `Explicit`, for which functions must say how results are divided. An array without a
+    mesh is returned unchanged.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
@@ -92,7 +96,7 @@ def automatic(array: jax.Array) -> jax.Array:
 def move(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Return a copy with the given sharding, copied from device to device.
 
-    Each part of the result must be a part of `array` that one device has.
+    Each device's part of the result must lie within a part of `array` that one device has.
     """
     held = {}
     for shard in array.addressable_shards:

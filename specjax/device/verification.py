@@ -244,13 +244,18 @@ def block_acceptance(
     """Return p_i f32[B, K+1] for i = 0..K, and h_i f32[B, K] for i = 1..K.
 
     h_i is the probability that the test of the first i drafts succeeds (algorithm 2 in Sun et al.
-    2024). Let p(v) be the target's distribution, and q(v) the drafter's:
+    2024):
 
-        p_0 = 1                                     p_i = min(p_{i-1} p(d_i) / q(d_i), 1)
-        S_i = sum_v max(p_i p(v) - q(v), 0)         h_i = S_i / (S_i + 1 - p_i)
+        p_0 = 1
+        p_i = min(p_{i-1} p(d_i) / q(d_i), 1)
+        S_i = sum_v max(p_i p(v) - q(v), 0)
+        h_i = S_i / (S_i + 1 - p_i)
 
-    In S_i, the distributions are for the token after draft i. h_i = p_i after a request's last
-    draft, and where p(v) leaves no token after draft i, since then no draft can follow.
+    d_i is the i-th draft. p is the target's distribution, and q is the drafter's. In p_i, they are
+    for the token d_i; in S_i, they are for the token after d_i.
+
+    If no draft can follow draft i, h_i = p_i. This is so after a request's last draft, and if p
+    leaves no token after draft i.
     """
     k, num_columns = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]
@@ -339,8 +344,9 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    Their key contains the position where the step starts. With only the draft's position as key,
-    the next step could use a draw that has already affected the outcome of this step (in `Block`).
+    They are a function of the request's seed and of the position where the step starts. If they
+    were a function of the draft's position instead, the next step could use a draw that has already
+    affected the outcome of this step (in `Block`).
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -85,7 +85,7 @@ class Vocabulary:
     def argmax(self, x: jax.Array) -> jax.Array:
         """Return the first token i32[...] that has the maximum of x [..., V].
 
-        -1 if no token is possible (see `draw_tokens.argmax`).
+        If no token is possible (see `draw_tokens.argmax`), return -1.
         """
         return argmax(x)
 

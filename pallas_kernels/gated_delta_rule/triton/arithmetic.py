@@ -34,10 +34,11 @@ def _rounded(a):
 
 
 def invert_unit_lower(lower, i):
-    """Return the result of `reference.invert_unit_lower` for one matrix, whose row numbers are `i`.
+    """Return (I + A)^-1 for one matrix A = `lower` [n, n]. `i` are the row numbers i32[n].
 
-    Each step replaces the matrix X of inverted blocks by X - X C X, where C contains the corners of
-    all pairs of blocks. This merges all pairs at once.
+    `reference.invert_unit_lower` explains the method. X holds the inverses of the diagonal blocks,
+    and is zero elsewhere. Each step replaces X by X - X C X, where C holds the corners of all pairs
+    of blocks. This merges all pairs at once.
     """
     i, j = i[:, None], i[None]
 

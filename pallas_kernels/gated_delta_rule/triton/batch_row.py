@@ -30,9 +30,10 @@ class BatchRow(NamedTuple):
     def is_live(self, num_slots):
         """Return whether this is a request rather than padding.
 
-        Starts and layers are never below 0. Checking them makes the compiler load all scalars
-        together before a branch on this result. Otherwise the compiler would move a load that only
-        one side of the branch needs into that side, where the program would wait for memory again.
+        The conditions on the start and the layer are always true. They make the compiler load all
+        scalars together, before a branch on this result. Otherwise, the compiler would move the
+        load of a scalar into the only side of the branch that needs it. The program would then wait
+        for memory a second time.
         """
         is_request = (self.count > 0) & (self.start >= 0) & (self.layer >= 0)
         return is_request & (self.slot >= 0) & (self.slot < num_slots)

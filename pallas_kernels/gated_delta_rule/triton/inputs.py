@@ -1,8 +1,8 @@
-"""Computes the state-independent part of a decode step, before the kernel that runs the states.
+"""Computes the state-independent part of a decode step, in a kernel before the recurrence.
 
 A program processes some tokens, for one key head and its value heads. All tokens run in the same
-loop body, so a token runs the same machine code at any place in a step. Programs run in any order:
-no program reads a column of a ring that another program writes (see
+loop body, so a token's result has the same bits at any place in a step. Programs may run in any
+order, because no program reads a column of a ring that another program writes (see
 `pallas_kernels.gated_delta_rule`).
 """
 
@@ -20,7 +20,10 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 class Inputs(NamedTuple):
-    """Values of the new tokens that later steps do not need, in f32. Padding rows are undefined."""
+    """Values of the new tokens in f32, which only the current step needs.
+
+    The values of padding rows are undefined.
+    """
 
     q: Any  # [B, T, H_k, D_k]
     v: Any  # [B, T, H_v, D_v]

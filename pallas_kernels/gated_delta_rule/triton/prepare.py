@@ -21,10 +21,10 @@ from pallas_kernels.triton_call import load, triton_call
 
 
 class Chunks(NamedTuple):
-    """State-independent f32 arrays for a prompt's N chunks of C tokens.
+    """State-independent f32 arrays for the N chunks of a prompt, with C tokens per chunk.
 
-    The notation is as in `reference.recur_chunks`, with T = (I + A)^-1. The arrays take
-    4 (3 D_k + D_v + C) bytes per token and value head.
+    `reference.recur_chunks` explains the letters, except for T = (I + A)^-1. For each token and
+    value head, the arrays take 4 (3 D_k + D_v + C) bytes.
     """
 
     u: Any  # [B, H_v, N C, D_v], T beta V

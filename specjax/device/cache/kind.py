@@ -31,10 +31,10 @@ class CacheSizes(NamedTuple):
 class CacheKind(Protocol):
     """One kind of cache, as a hashable value that holds no arrays.
 
-    Its methods take and return the cache's arrays, whose first axis is the layer. In serving,
-    `Rows.mix` calls the method `cached`. In training, most classes of rows call `causal` or
-    `unrolled`, which have gradients and do not take the cache's arrays. The argument `inputs` of
-    these three methods holds a layer's projections of the rows.
+    Its methods take and return the cache's arrays, whose first axis is the layer. Three methods run
+    a layer; their argument `inputs` holds the layer's projections of the rows. In serving, `cached`
+    is called. In training, `causal` or `unrolled` is usually called. These two have gradients, and
+    do not take the cache's arrays.
     """
 
     @property
@@ -112,7 +112,7 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """In training, return one more drafting step's output, and `kept` with the step's entry.
+        """Return the output of one more drafting step in training, and `kept` with its entry.
 
         A drafting step makes one more draft after every row of the sequences. `kept` holds the
         entries of the previous steps; it is () at first.
@@ -145,7 +145,10 @@ class PagesOnly:
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """The scales, "k" or "v", that a checkpoint has for the parts of `layer_scales`."""
+        """Which scales of a checkpoint are used for the two `layer_scales` of a layer.
+
+        "k" are the scales of keys, and "v" are the scales of values.
+        """
         return "k", "v"
 
     @property

@@ -1,4 +1,4 @@
-"""Divides cache kinds by how their layers store pages."""
+"""Divides cache kinds if some of their layers store pages in another way than others."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,13 @@ def divide_kinds(
     kept_layers: tuple[int, ...],
     layer_scales: tuple[tuple[float, float], ...],
 ) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
-    """Return kinds whose layers store pages in the same way, and each layer's index into them.
+    """Return cache kinds and each layer's index into them.
+
+    All layers of a returned kind store pages in the same way.
 
     Args:
-        kinds: the cache kinds of a model, in an order that is kept. New kinds are last.
+        kinds: the cache kinds of a model. In the result, they have the same order, and new kinds
+            follow them.
         layer_kinds: each layer's index into `kinds`.
         kept_layers: layers whose pages keep the model's dtype.
         layer_scales: the scales of each layer's pages; () if all are 1.

@@ -81,7 +81,7 @@ class LatentAttention(PagesOnly):
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """See `PagesOnly`: latents and key parts are scaled like keys."""
+        """("k", "k"): a checkpoint's scales of keys are used for latents and for key parts."""
         return "k", "k"
 
     @property
@@ -92,9 +92,10 @@ class LatentAttention(PagesOnly):
     def plain_width(self) -> float:
         """The estimated number of rows in a chunk above which the plain form is faster.
 
-        It does not depend on the context's length. For each context token and head, the plain form
-        saves operations in every row, and adds work that does not depend on the rows: it projects
-        the token up, lays out its key and value, and adds outputs in f32.
+        It does not depend on the context's length, because the cost of both forms is proportional
+        to this length. For each token of the context, the plain form needs fewer operations per row
+        and head. But it also needs operations that do not depend on the number of rows: it projects
+        the token up, lays out its keys and values, and adds outputs in f32.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim
@@ -151,11 +152,12 @@ class LatentAttention(PagesOnly):
     def unrolled(
         self, length: int, kept: tuple, inputs: ProjectedLatents
     ) -> tuple[jax.Array, tuple]:
-        """Return the output [N, H, D_v] of one more drafting step, and `kept` with this step.
+        """Return the output [N, H, D_v] of one more drafting step, and `kept` with its entry.
 
-        `kept` is a tuple with the keys and values (k, v) of each step so far. Step 0 has the rows
-        of the sequences. Row t of a later step is one more draft after row t of step 0. It attends
-        to rows 0 to t of step 0, and to row t of every later step up to its own, in one softmax.
+        `kept` is a tuple with the keys and values (k, v) of each step so far. The rows of step 0
+        are the tokens of the sequences. Row t of a later step is one more draft after token t. It
+        attends to rows 0 to t of step 0, and to row t of every later step up to its own, in one
+        softmax.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))

@@ -35,7 +35,8 @@ def init_pages(
         scale_shape: shape of the scales of a token's entry.
         dtype: dtype of plain numbers.
         stored: the format of 8-bit numbers; None for plain numbers.
-        layer_scales: for each layer, its scales [scale_shape[0]]; () if all are 1.
+        layer_scales: scales of each layer, for formats with scales of layers; () if all are 1. A
+            layer has scale_shape[0] scales.
     """
     if stored is None:
         return Pages(jnp.zeros((*places, *token_shape), dtype))

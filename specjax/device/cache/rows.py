@@ -17,17 +17,19 @@ class CachedRows:
     """T rows for each of B requests, concatenated; row b*T + t belongs to request b.
 
     Rejected tokens need no rollback. Their keys and values are past the request's length: no row
-    reads them, and later rows at these positions overwrite them. A recurrent state lacks the last
-    `pending` accepted tokens. Before the rows run, the state is updated with these tokens. If
-    `folds` is true, the rows belong to a prompt and cannot be rejected. The state is then updated
-    with the rows, too, so that no tokens are pending afterwards.
+    reads them, and later rows at these positions overwrite them.
+
+    A recurrent state lacks the last `pending` accepted tokens. Before the rows run, the state is
+    updated with these tokens. If `folds` is true, the rows belong to a prompt and cannot be
+    rejected. The state is then updated with the rows, too, so that no tokens are pending
+    afterwards.
 
     If `writes` is false, the rows' keys and values are already in the pages and are not written
-    again: pages are shared, and another program may round differently. If `attends` is false, only
-    keys and values are computed.
+    again. Other requests may share the pages, and this program may round keys and values
+    differently. If `attends` is false, only keys and values are computed.
 
-    Layers with one of the `windows` have separate pages. In their table, -1 also marks pages that
-    were freed because they are behind the window of every row.
+    `windows` are the attention windows of layers that have separate pages. In their page tables, -1
+    also marks pages that were freed because they are behind the window of every row.
     """
 
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row

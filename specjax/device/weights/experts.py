@@ -55,10 +55,10 @@ class ExpertMatrices(ExpertWeights):
 def expert_matrices(
     names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int], **axis: str
 ) -> ExpertMatrices:
-    """Return the matrices as `TensorSpec`s, for experts whose projections are stored separately.
+    """Return `ExpertMatrices` of experts whose projections are separate tensors.
 
-    The projections of an expert are merged into one matrix. For the keyword arguments, see
-    `experts`.
+    The projections of an expert are merged into one matrix. A `TensorSpec` takes the place of the
+    array. `checkpoint.spec.experts` explains the arguments.
     """
     return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 
@@ -66,8 +66,9 @@ def expert_matrices(
 def fused_expert_matrices(
     name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False, **axis: Any
 ) -> ExpertMatrices:
-    """Return the matrices as a `TensorSpec`, for experts that are all stored in one tensor.
+    """Return `ExpertMatrices` of experts that are all stored in one tensor.
 
-    `fused_experts` explains the arguments.
+    A `TensorSpec` takes the place of the array. `checkpoint.spec.fused_experts` explains the
+    arguments.
     """
     return ExpertMatrices(fused_experts(name, num_experts, num_in, num_out, is_swapped, **axis))

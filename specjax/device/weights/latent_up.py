@@ -11,7 +11,11 @@ from specjax.device.weights.weight import Weight, weight
 
 
 class LatentProjection(Weight):
-    """A matrix [R, D_n + D_v] for each of H heads, which gives the head's keys and its values."""
+    """A matrix [R, D_n + D_v] for each of H heads, by which keys and values follow from latents.
+
+    R is the width of a latent. D_n is the width of a head's key without its rotated part, and D_v
+    is the width of a head's value.
+    """
 
     @property
     def value_dim(self) -> int:
@@ -37,9 +41,9 @@ class LatentProjection(Weight):
 @weight
 @dataclass(frozen=True)
 class LatentUp(LatentProjection):
-    """The matrices as one array, stored transposed.
+    """The matrices of all heads as one array [H (D_n + D_v), R].
 
-    The first D_n columns give the head's keys, and the other columns give its values.
+    The first D_n rows of a head give its keys, and its other rows give its values.
     """
 
     values: jax.Array  # [H (D_n + D_v), R]
@@ -74,6 +78,9 @@ class LatentUp(LatentProjection):
 
 
 def latent_up(name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> Any:
-    """Return a `LatentUp`, as the `TensorSpec` of a tensor [H (D_n + D_v), R] of all heads."""
+    """Return a `LatentUp` whose array is the `TensorSpec` of the tensor `name`.
+
+    The tensor is [H (D_n + D_v), R], for all heads.
+    """
     shape = num_heads * (key_dim + value_dim), rank
     return LatentUp(stored([name], shape, rows="heads"), num_heads, key_dim)

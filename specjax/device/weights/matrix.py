@@ -98,8 +98,8 @@ class Dense(Matrix):
     def on(self, platform: str) -> Matrix:
         """See `Weight`.
 
-        Arrays on several devices stay unchanged. NumPy arrays also stay unchanged: the weights are
-        NumPy arrays while an engine sleeps.
+        A weight on several devices is returned unchanged. So is a weight in host memory (a NumPy
+        array), as in an engine that sleeps.
         """
         values = self.values
         if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
@@ -163,7 +163,9 @@ def dense(
     rows: str | None = None,
     columns: str | Sections | None = None,
 ) -> Any:
-    """Return a `Dense`, as a `TensorSpec`, that merges projections [out, in] of one input.
+    """Return a `Dense` that merges projections [out, in] of one input.
+
+    A `TensorSpec` takes the place of its array.
 
     Args:
         names: the names of the tensors, which hold one projection each.

@@ -58,7 +58,10 @@ class _PackedSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class _NumbersSpec(_PackedSpec):
-    """The spec of the numbers, from blocks u8[E, out, in / 32, 16] of neighbours in a byte."""
+    """The `TensorSpec` of the 4-bit numbers.
+
+    The file tensor is [E, out, in / 32, 16]: blocks of 32 numbers, with adjacent numbers in a byte.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,7 +70,7 @@ class _NumbersSpec(_PackedSpec):
         return num_experts, num_out, BLOCK * -(-num_blocks // 2)
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. Blocks are joined in pairs, and the last one with zeros."""
+        """See `TensorSpec`. Blocks are joined in pairs; a single last block is joined with 0."""
         (stored,) = parts
         stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
         first, second = stored[:, :, ::2], stored[:, :, 1::2]
@@ -77,7 +80,7 @@ class _NumbersSpec(_PackedSpec):
 
 @dataclass(frozen=True)
 class _ExponentsSpec(_PackedSpec):
-    """The spec of the exponents of scales, from u8[E, out, in / 32]."""
+    """The `TensorSpec` of the exponents of scales. The file tensor is u8[E, out, in / 32]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +108,10 @@ class _ExponentsSpec(_PackedSpec):
 
 
 def packed_experts(spec: TensorSpec) -> Any:
-    """Return the specs of experts that stay packed, given the `MXFP4Spec` of unpacked ones."""
+    """Return `MXFP4Experts` with `TensorSpec`s in the places of arrays.
+
+    `spec` is the `MXFP4Spec` by which the same experts would be unpacked.
+    """
     (blocks, scales), shapes = spec.names, spec.file_shapes
     numbers: Any = _NumbersSpec((blocks,), shapes[:1], dtype="uint8")
     exponents: Any = _ExponentsSpec((scales,), shapes[1:], dtype="uint8")

@@ -21,7 +21,9 @@ from specjax.device.weights.weight import weight
 class Packed(Matrix):
     """A matrix [in, out] as 4-bit numbers u8[out, bytes]; see `packed_matmul`.
 
-    If groups of inputs are not consecutive, the inputs are in the order `order`.
+    Inputs that share a scale must be adjacent in the array. If they are not adjacent in the model,
+    the array holds the inputs in another order: input i of the array is input order[i] of the
+    model.
     """
 
     scales: jax.Array = field(kw_only=True)  # [groups, out]
@@ -70,7 +72,7 @@ class Packed(Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _Spec(TensorSpec):
-    """The spec of an array of a matrix of packed numbers. `file_shapes` are [out, in]."""
+    """The `TensorSpec` of an array of a `Packed`. `file_shapes` are the weights' [out, in]."""
 
     form: PackedForm
 
@@ -103,7 +105,11 @@ class _Spec(TensorSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class _CodesSpec(_Spec):
-    """The spec of the codes. They are unpacked and packed again on the device."""
+    """The `TensorSpec` of the 4-bit codes.
+
+    On the device, the codes are unpacked from the file's layout, and packed again in the layout of
+    `packed_matmul`.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,7 +117,7 @@ class _CodesSpec(_Spec):
         return self.num_out, self.packing.width(self.form.num_in)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """See `TensorSpec.read`. The last array is the order, if there is one."""
+        """See `TensorSpec.read`. If inputs are reordered, the last array is their order."""
         tensors = [find(name) for name in self.names]
         order = [] if tensors[0].order is None else [tensors[0].order]
         return [tensor.weight.read() for tensor in tensors] + order
@@ -197,9 +203,10 @@ class _OrderSpec(_Spec):
 
 
 def packed_specs(given: Mapping[str, Any], tensors: Sequence[PackedTensor]) -> Packed:
-    """Return the specs of the matrix that merges `tensors`, which have one form.
+    """Return the `Packed` that merges `tensors`, with `TensorSpec`s in the places of arrays.
 
-    `given` has the fields of a `TensorSpec` for these tensors.
+    All tensors have the same `form`. `given` maps fields of `TensorSpec`, for example `names`, to
+    their values for these tensors.
     """
     form = tensors[0].form
 

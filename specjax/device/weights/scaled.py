@@ -53,9 +53,10 @@ class Scaled(Matrix):
 
 
 def scaled_specs(given: Mapping[str, Any], tensors: Sequence[ScaledTensor]) -> Scaled:
-    """Return the specs of the matrix that merges `tensors`, which have one form.
+    """Return the `Scaled` that merges `tensors`, with `TensorSpec`s in the places of arrays.
 
-    `given` has the fields of a `TensorSpec` for these tensors.
+    All tensors have the same `form`. `given` maps fields of `TensorSpec`, for example `names`, to
+    their values for these tensors.
     """
     blocks = tuple(tensor.block for tensor in tensors)
     values: Any = ValuesSpec(**given, dtype=tensors[0].weight.dtype.name)

@@ -70,10 +70,11 @@ class _ScalesSpec(TensorSpec):
 
 
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
-    """Return the specs of experts whose file tensors are `tensors`.
+    """Return the `ScaledExperts` that are stored as `tensors`, or None if this is not possible.
 
-    None if they have no common form: experts differ in their blocks, parts of an expert differ in
-    the width of their blocks, or a tensor is [E, in, out]. `spec` describes the plain experts.
+    `TensorSpec`s take the places of arrays. `spec` is the `TensorSpec` of the same experts without
+    quantisation. The result is None if experts have different blocks, if the tensors have different
+    dtypes or widths of blocks, or if a tensor is [E, in, out] rather than [E, out, in].
     """
     if not spec.transpose:
         return None

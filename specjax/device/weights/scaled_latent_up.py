@@ -24,7 +24,9 @@ MIN_ROWS = 16  # of a block: see `batched_scaled_matmul.triton.MIN_DEPTH`
 class ScaledLatentUp(LatentProjection):
     """Two matrices for each of H heads, which give its keys and its values.
 
-    The inputs of a product are adjacent in memory: D_n of queries, and R of sums of latents.
+    Products sum over the last axis, so that their inputs are adjacent in memory. This is D_n for
+    keys, which `absorb` multiplies by queries, and R for values, which `project` multiplies by sums
+    of latents.
     """
 
     values: Any  # ([H, R, D_n], [H, D_v, R])
@@ -86,7 +88,10 @@ class _Spec(TensorSpec):
         return self.laid_out((self.num_rows, self.file_shapes[0][1]))
 
     def laid_out(self, sizes: tuple[int, int]) -> tuple[int, ...]:
-        """Return a shape with these sizes for each head, in the order in which it is stored."""
+        """Return the shape of an array that has `sizes`, (rows, columns), for each head.
+
+        The matrices of keys are stored transposed.
+        """
         return self.num_heads, *(sizes if self.first else sizes[::-1])
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
@@ -102,7 +107,7 @@ class _Spec(TensorSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScalesSpec(_Spec):
-    """The spec of their scales f32."""
+    """The `TensorSpec` of the scales f32 of all heads' keys or values."""
 
     stored_rows: int  # that share a scale in the file
     block: tuple[int, int]  # of the engine's array, in the order of the file
@@ -125,9 +130,10 @@ class _ScalesSpec(_Spec):
 
 
 def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
-    """Return the specs of a weight whose file tensor is `tensor`; `x` has the plain spec.
+    """Return the `ScaledLatentUp` that is stored as `tensor`, with `TensorSpec`s for arrays.
 
-    `x` itself if a block has few rows, as with one scale per row: keys are sums over rows.
+    `x` is the same weight without quantisation. Sums in `absorb` run over the rows of keys. So `x`
+    itself is returned unless a multiple of `MIN_ROWS` rows of a head share a scale.
     """
     spec: Any = x.values
     num_rows, depth = spec.file_shapes[0]

@@ -36,13 +36,14 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return specs in which weights of quantised tensors keep the numbers that are stored.
+    """Return `specs` with quantised weights in the forms in which the files store them.
 
-    Weights that are divided over devices stay plain: their tensors are unpacked.
+    All other weights stay unchanged. So do weights that are divided over devices: their tensors are
+    dequantised when they are read.
 
     Args:
-        specs: a tree of `TensorSpec`.
-        files: the result of `Format.join`.
+        specs: a tree of weights, with `TensorSpec`s in the places of arrays.
+        files: the checkpoint's tensors, as `Format.join` returns them.
         rename: see `load_params`.
     """
 
@@ -56,7 +57,10 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
 
 
 def _matrix(x: Dense, found: Sequence[Any]) -> Any:
-    """Return the specs of a matrix; `Mixed` if it merges tensors of several forms."""
+    """Return the matrix `x` in the form in which its tensors `found` are stored.
+
+    If the tensors have different forms, the result is a `Mixed`.
+    """
     spec: Any = x.values
     keys = [(type(one), one.form) if type(one) in FORMS else None for one in found]
     groups = groupby(range(len(keys)), keys.__getitem__)
@@ -76,7 +80,11 @@ def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> li
 
 
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
-    """Return the specs of the columns of adjacent tensors, which have the same form."""
+    """Return a matrix of the tensors `found[i]`, for the adjacent numbers i in `at`.
+
+    These tensors have the same form. `spec` is the `TensorSpec` of the whole matrix without
+    quantisation, and `found` are all its tensors.
+    """
     own = slice(at[0], at[-1] + 1)
     given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}
     given["interleaved"] = spec.interleaved[own]
@@ -88,7 +96,10 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
 
 
 def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
-    """Return the specs of experts; `x` if their tensors have no common form."""
+    """Return the experts `x` in the form in which their tensors `found` are stored.
+
+    If the tensors have no common form, `x` is returned unchanged.
+    """
     spec: Any = x.values
     if spec.is_packed:
         return packed_experts(spec)

@@ -39,5 +39,5 @@ class Table(Weight):
 
 
 def table(names: Sequence[str], size: int, dim: int) -> Any:
-    """Return a `Table` [size, dim], as the `TensorSpec` of the tensors `names`."""
+    """Return a `Table` [size, dim] whose array is the `TensorSpec` of the tensors `names`."""
     return Table(stored(names, (size, dim), rows="vocab"))

@@ -19,9 +19,9 @@ MAX_DOUBLED = 2**30
 class Weight:
     """One or more matrices, by which rows are multiplied.
 
-    A weight is a pytree of the array `values` and of others in `ARRAYS`. In a model's `specs()`, a
-    `TensorSpec` takes the place of an array. If a model is divided over devices, the arrays are one
-    device's parts.
+    A weight is a pytree. Its leaves are the fields that `ARRAYS` lists, which are `values` and
+    often others, such as scales. In a model's `specs()`, a `TensorSpec` takes the place of an
+    array. If a model is divided over devices, the arrays are one device's parts.
     """
 
     values: Any
@@ -91,9 +91,9 @@ def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
 
 
 class _Values(GetAttrKey):
-    """The key of a weight's array in the paths of a tree.
+    """The pytree key of a weight's field `values`.
 
-    The key prints as an empty string, so that the array has the same path as the weight.
+    It prints as an empty string, so that this array has the same path in a tree as its weight.
     """
 
     def __str__(self) -> str:
