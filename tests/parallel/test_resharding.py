@@ -33,7 +33,9 @@ def no_host(monkeypatch):
     read = array._value
 
     def value(self):
-        assert self.size <= 2 or len(self.sharding.device_set) == 1, "it passes through the host"
+        # No assertion: its message would read the array again.
+        if self.size > 2 and len(self.sharding.device_set) > 1:
+            raise RuntimeError("it passes through the host")
         return read.fget(self)
 
     monkeypatch.setattr(array, "_value", property(value))
