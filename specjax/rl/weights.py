@@ -225,8 +225,8 @@ def stage(
     places = paths(current)
     if narrow := [path for path, leaf in places.items() if leaf.dtype.itemsize == 1]:
         raise ValueError(
-            f"the engine keeps {_listed(narrow)} in 8 or 4 bits, as its checkpoint does, and takes "
-            f"no {name}; build it from a checkpoint in bfloat16"
+            f"the engine keeps {_listed(narrow)} in 8 or 4 bits and takes "
+            f"no {name}; build it from a checkpoint in bfloat16, without quantization"
         )
     has_paths = any(tensor in places for tensor in given)
     specs: dict[str, Any] = paths(
