@@ -128,13 +128,12 @@ def barrier(values: Any) -> Any:
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
     """Return `a * b + c` for f32 arrays of one shape, as one fused multiply-add.
 
-    c is rounded to f32 before the addition, even if c is a product. The sum of c and the unrounded
-    a * b is rounded once.
+    Only the sum is rounded; the product a * b is not. If c is itself a product in the program, it
+    is rounded to f32 before.
 
-    A compiler may or may not fuse a product into the sum that follows. If the sum has two products,
-    the compiler may fuse either of them. This function always compiles to the same instruction.
-    Interpret mode lacks the instruction; there an optimisation barrier ensures that c is rounded
-    first.
+    A compiler may or may not fuse a product into the sum that follows, so results would depend on
+    it. This function always compiles to the same instruction. Interpret mode lacks the instruction.
+    There, an optimisation barrier keeps the compiler from fusing the product in c.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)

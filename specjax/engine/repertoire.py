@@ -165,9 +165,9 @@ class Repertoire:
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan, whose requests have `all_demands`.
 
-        It is the first known variant that does all the work that the requests need, and that is
-        compiled in the plan's shape. If none is compiled, it is the first that does this work. If
-        there is none, it is the variant with exactly this work.
+        A variant is a set of extra work on logits, such as log-probabilities. Variants that do all
+        that the requests need are tried in this order: one whose programs are compiled in the
+        plan's shape, any one that an earlier request needed, and a new one.
         """
         self._look()
         asked = self.asked_by(all_demands)

@@ -187,9 +187,10 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
-    """Pack the inputs of a round (see `batch.pack`) of the artificial requests in the first slots.
+    """Return the packed inputs of a round whose times are measured; see `batch.pack`.
 
-    `num_pages` holds the number of pages for each page table. Requests have consecutive pages.
+    The round has `batch` artificial requests, in the first slots and on consecutive pages.
+    `num_pages` holds the number of pages for each page table.
     """
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k

@@ -293,7 +293,7 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _joining(self) -> list[int]:
-        """Return the token counts of the waiting sequences that free slots and pages can hold."""
+        """Return the token count of each waiting sequence that fits in the free slots and pages."""
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:

@@ -99,10 +99,13 @@ class WindowPages:
             self._end[slot] = end
 
     def slide(self, slot: int, page: int, points: Collection[int]) -> None:
-        """Free the pages that a slot no longer reads. Its next tokens are in page `page` or later.
+        """Free the pages that a request no longer reads, because its window has moved on.
 
-        `points` are numbers of pages after which other sequences may continue. A freed page stays
-        cached only if it is needed to continue at one of these points.
+        Args:
+            slot: the request's slot.
+            page: index of the page of the request's next token.
+            points: indices of pages at whose ends a later request may start from the prefix cache.
+                A freed page stays cached only if such a request would read it.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

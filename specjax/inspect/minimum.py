@@ -104,7 +104,7 @@ def minimum_bytes(
 
     The leaves of `params` and `drafter_params` are arrays or shapes. `page_format` is the format of
     the target's and the drafter's 8-bit pages; None for pages of `dtype`. `is_deferred` says
-    whether a later program observes the step's rows.
+    whether the drafter's caches get the step's tokens by a later program.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width

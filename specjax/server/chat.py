@@ -122,10 +122,10 @@ def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPr
 
 
 def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without unknown keys, which are logged.
+    """Return messages without unknown keys, and log the names of these keys.
 
-    Clients that send back the server's answers, as the earlier messages of a conversation, also
-    send further keys of these answers.
+    A client may send the server's own answers as earlier messages. They have further keys, which
+    templates do not need.
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:

@@ -9,7 +9,7 @@ from specjax.vllm_names import METHODS, PAGE
 
 
 class Refusing:
-    """Base class of engines. Errors for methods that only vLLM has name an alternative."""
+    """Base class of engines. A method that only vLLM has raises an error with an alternative."""
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

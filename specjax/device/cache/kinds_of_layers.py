@@ -1,4 +1,4 @@
-"""Divides cache kinds if some of their layers store pages in another way than others."""
+"""Splits a cache kind into two if only some of its layers have 8-bit pages."""
 
 from dataclasses import replace
 from typing import Any

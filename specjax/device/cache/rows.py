@@ -97,10 +97,10 @@ class RowInputs(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JoinedRows:
-    """The rows of several `parts` in one array.
+    """The rows (tokens) of prefill chunks and of a round, concatenated for one forward pass.
 
-    Only operations on the cache treat the parts separately. No part may read rows that another part
-    writes.
+    `parts` are the rows of each. Attention and recurrent layers, which use the cache, run once per
+    part. All other layers run once. No part may read tokens that another part writes.
     """
 
     parts: tuple[CachedRows, ...]

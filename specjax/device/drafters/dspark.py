@@ -1,8 +1,8 @@
 """DSpark (2026): a DFlash block whose drafts are corrected one after the other.
 
-    rows      as in DFlash, but row j gives the token at n + j + 1, so K drafts need K rows
-    drafts    drawn from logits_j + W_2 W_1[previous token], where logits_j are DFlash's logits and
-              W_2 W_1 is a matrix of low rank
+    rows      as in DFlash, but row 0 already gives a draft. So K drafts need K rows, not K + 1
+    drafts    drawn from logits_j + W_2 W_1[previous token]. logits_j are DFlash's logits of row j.
+              W_1 [V, r] and W_2 [V, r] are weights
 
 A confidence head in the checkpoint is not loaded, because the engine chooses K from the acceptance
 that it measures.
