@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
     from specjax.following import follow
     from specjax.llm import LLM
-    from specjax.outputs import CompletionOutput, Logprob, RequestOutput
+    from specjax.outputs import ChatMessage, CompletionOutput, Logprob, RequestOutput, ToolCall
     from specjax.ray.llm import RayLLM
     from specjax.sampling_params import (
         RequestOutputKind,
