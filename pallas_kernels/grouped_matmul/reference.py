@@ -95,7 +95,7 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """A block of `BLOCK_ROWS` consecutive rows, of which only the first rows may belong to `group`.
+    """A block of `BLOCK_ROWS` consecutive rows. Rows of `group` come first, then rows of others.
 
     The last block of a group extends past the group's end.
     """

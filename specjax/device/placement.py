@@ -143,7 +143,7 @@ def own_part(x: Any) -> Any:
 
 
 def with_other_parts(own: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the array with this sharding, of which `own` is this process's part, without a copy.
+    """Return the array with this sharding, without a copy. `own` is this process's part of it.
 
     The other processes make the same call with their parts.
     """

@@ -56,7 +56,7 @@ class JsonArguments:
 
 
 class JsonObjects:
-    """Reads a region of JSON objects, each of which is a call.
+    """Reads tool calls that are written as JSON objects, one object per call.
 
     The name and the arguments of a call are the values of two keys. The objects may be items of a
     list, or follow each other. Arguments are not parsed, but passed on as text. If they are a JSON

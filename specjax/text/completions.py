@@ -1,7 +1,9 @@
 """Builds the outputs that users see, of finished and of unfinished requests."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from specjax.host.request import Request, TextWatch
 from specjax.host.sequence import Sequence
@@ -157,8 +159,12 @@ class Outputs:
             samples[0].scheduled_ts,
             min(first, default=None),
             max(last, default=None),
-            [pair for sample in samples for pair in sample.rounds] if self.is_finished else (),
+            [*chain.from_iterable(map(_rounds_of, samples))] if self.is_finished else (),
         )
+
+
+def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
+    return zip(sample.rounds[::2], sample.rounds[1::2], strict=True)
 
 
 class Shown:

@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(eq=False)
 class Rounded:
-    """A plain matrix [..., O, I], and what is known of its rounding."""
+    """A plain matrix [..., O, I], with the bits and the errors of its rounding."""
 
     name: str
     source: Readable

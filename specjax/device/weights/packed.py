@@ -1,7 +1,7 @@
 """Weights of projections as 4-bit numbers with a scale per group of inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,13 +12,14 @@ from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.weights.matrix import Dense, Matrix
+from specjax.device.weights.matrix import Dense
+from specjax.device.weights.quantised import Quantised
 from specjax.device.weights.weight import weight
 
 
 @weight
 @dataclass(frozen=True)
-class Packed(Matrix):
+class Packed(Quantised):
     """A matrix [in, out] as 4-bit numbers u8[out, bytes]; see `packed_matmul`.
 
     Inputs that share a scale must be adjacent in the array. If they are not adjacent in the model,
@@ -32,21 +33,6 @@ class Packed(Matrix):
     order: jax.Array | None = field(kw_only=True)  # i32[in], see `PackedTensor.order`
     num_in: int = field(kw_only=True)
     form: FourBits = field(kw_only=True)
-    kernels: str = field(default="auto", kw_only=True)
-
-    @property
-    def num_out(self) -> int:
-        """See `Matrix`."""
-        return self.values.shape[0]
-
-    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """See `Matrix`."""
-        y = self._multiply(x.reshape(-1, x.shape[-1]), dtype, 0)
-        return y.reshape(*x.shape[:-1], self.num_out)
-
-    def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
-        """See `Matrix`."""
-        return self._multiply(x, None, first)
 
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
@@ -54,10 +40,6 @@ class Packed(Matrix):
         if self.order is not None:
             matrix = matrix[jnp.argsort(self.order)]
         return Dense(matrix, self.parts)
-
-    def with_kernels(self, kernels: str) -> "Packed":
-        """See `Weight`."""
-        return replace(self, kernels=kernels)
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         if self.order is not None:

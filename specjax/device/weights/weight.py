@@ -17,7 +17,7 @@ MAX_DOUBLED = 2**30
 
 
 class Weight:
-    """One or more matrices, by which rows are multiplied.
+    """One or more matrices. Layers multiply rows by them.
 
     A weight is a pytree. Its leaves are the fields that `ARRAYS` lists, which are `values` and
     often others, such as scales. In a model's `specs()`, a `TensorSpec` takes the place of an

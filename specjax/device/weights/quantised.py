@@ -1,0 +1,37 @@
+"""What matrices of quantised numbers share, in every storage format."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from specjax.device.weights.matrix import Matrix
+
+
+@dataclass(frozen=True)
+class Quantised(Matrix):
+    """A matrix [in, out] whose array `values` is [out, ...], multiplied by a kernel."""
+
+    kernels: str = field(default="auto", kw_only=True)
+
+    @property
+    def num_out(self) -> int:
+        """See `Matrix`."""
+        return self.values.shape[0]
+
+    def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """See `Matrix`."""
+        y = self._multiply(x.reshape(-1, x.shape[-1]), dtype, 0)
+        return y.reshape(*x.shape[:-1], self.num_out)
+
+    def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
+        """See `Matrix`."""
+        return self._multiply(x, None, first)
+
+    def with_kernels(self, kernels: str) -> "Quantised":
+        """See `Weight`."""
+        return replace(self, kernels=kernels)
+
+    def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
+        """Return the product of rows x [N, in] with the columns from `first` on."""
+        raise NotImplementedError
