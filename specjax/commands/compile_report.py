@@ -69,6 +69,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         page_size=args.page_size,
         kv_cache_dtype=args.kv_cache_dtype,
         tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives or "auto",
     )
 
@@ -129,7 +130,9 @@ def _about(report: StepReport) -> Iterator[str]:
     yield _line("layers", f"{compiled} of {report.num_layers}")
     yield _line("GEMMs", request.gemm)
     if request.tensor_parallel_size > 1:
-        yield _line("GPUs", f"{request.tensor_parallel_size}; all figures are of each of them")
+        experts = "; each has whole experts" if request.enable_expert_parallel else ""
+        each = f"{request.tensor_parallel_size}{experts}; all figures are of each of them"
+        yield _line("GPUs", each)
         yield _line("collectives", request.collectives)
 
 

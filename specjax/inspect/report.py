@@ -59,6 +59,7 @@ class StepRequest:
         page_size: the number of tokens per page.
         kv_cache_dtype: dtype of the target's and the drafter's pages, see `LLM`.
         tensor_parallel_size: the number of GPUs over which the model is divided.
+        enable_expert_parallel: whether each of these GPUs has whole experts.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
     """
 
@@ -73,6 +74,7 @@ class StepRequest:
     page_size: int = 16
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     collectives: str = "auto"
     target: str = "h200"
 
@@ -115,19 +117,21 @@ class StepRequest:
         return fields
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `step.decode_step`."""
+    def models(self) -> dict[str, Any]:
+        """The arguments of `step.open_parts`, except the number of devices."""
         return {
             "model": str(self.model),
-            "batch": self.batch,
-            "k": self.k,
-            "context": self.context,
             "speculation": self.speculation,
             "num_layers": self.num_layers,
-            "page_size": self.page_size,
             "dtype": DTYPE,
-            "kv_cache_dtype": self.kv_cache_dtype,
+            "divides_experts": self.enable_expert_parallel,
         }
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `step.decode_step`."""
+        sizes = {name: getattr(self, name) for name in ("batch", "k", "context", "page_size")}
+        return {**self.models, **sizes, "kv_cache_dtype": self.kv_cache_dtype}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -333,13 +337,7 @@ def in_layer(launch: Launch) -> bool:
 
 
 def _open(request: StepRequest) -> step.Parts:
-    parts = step.open_parts(
-        str(request.model),
-        request.speculation,
-        request.num_layers,
-        DTYPE,
-        request.tensor_parallel_size,
-    )
+    parts = step.open_parts(**request.models, num_devices=request.tensor_parallel_size)
     _fit(request, parts)
     return parts
 

@@ -59,6 +59,7 @@ def decode_step(
     speculation: Mapping[str, Any] | None = None,
     num_layers: int | None = None,
     dtype: str = "bfloat16",
+    divides_experts: bool = False,
     make_program: Callable[[int, int], Program] = _round,
     mesh: Mesh | None = None,
     **others: Any,
@@ -69,14 +70,14 @@ def decode_step(
     enough room for them.
 
     Args:
-        model, speculation, num_layers, dtype: as for `open_parts`.
+        model, speculation, num_layers, dtype, divides_experts: as for `open_parts`.
         make_program: the function that makes the round's program. `make_program(batch, k)` returns
             a program that takes parameters, state and packed inputs.
         mesh: the devices over which the model is divided; None for one device.
         others: further arguments of `fit_engine`.
     """
     num_devices = 1 if mesh is None else mesh.size
-    parts = open_parts(model, speculation, num_layers, dtype, num_devices)
+    parts = open_parts(model, speculation, num_layers, dtype, num_devices, divides_experts)
     config = fit_engine(parts.target, batch, k, context, dtype, **others)
     static = _static(parts, config)
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
@@ -117,6 +118,7 @@ def open_parts(
     num_layers: int | None,
     dtype: str,
     num_devices: int = 1,
+    divides_experts: bool = False,
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
@@ -128,12 +130,15 @@ def open_parts(
         num_layers: the number of the target's first layers to use; None for all layers.
         dtype: the dtype of weights and states.
         num_devices: the number of devices over which the weights are divided.
+        divides_experts: whether each of several devices has whole experts.
 
     Raises:
-        ValueError: the files do not describe a model, or the model has fewer than `num_layers`
-            layers.
+        ValueError: the files do not describe a model, the model has fewer than `num_layers` layers,
+            or experts are to be divided but the model has none.
     """
-    source = open_model(model, takes_configs=True, num_devices=num_devices)
+    source = open_model(
+        model, takes_configs=True, num_devices=num_devices, divides_experts=divides_experts
+    )
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     if speculation is not None:
