@@ -117,6 +117,11 @@ class Cut:
             x[start : start + count] = y[place : place + count]
             place += size
 
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of each device's part of a file tensor with this shape."""
+        size = sum(padded for _, _, padded in self._ranges(0))
+        return *shape[: self.axis], size, *shape[self.axis + 1 :]
+
     def _ranges(self, device: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start, count, size) for each section.
 
@@ -227,6 +232,9 @@ def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int
     Returns:
         A tree with a `DividedSpec` for each array that is divided. All other arrays, which every
         device has whole, keep their specs from `whole`.
+
+    Raises:
+        ValueError: the shares do not divide an array into arrays of `local`.
     """
     leaves, tree = jax.tree.flatten(local)
     specs = map(partial(_divide, shares=shares, count=num_devices), jax.tree.leaves(whole), leaves)
@@ -238,6 +246,8 @@ def _divide(
 ) -> TensorSpec:
     cuts = tuple(_cut(whole, i, shares) for i in range(len(whole.names)))
     groups = shares.get(whole.stacked_as or "")
+    if groups is None:
+        _check_shapes(whole, local, cuts, count)
     if not any(cuts) and groups is None:
         return whole
     own = {one.name: getattr(whole, one.name) for one in fields(TensorSpec)}
@@ -251,6 +261,20 @@ def _divide(
     padding = [(None,) * (size * groups.size - len(one)) for one in held]
     taken = tuple((*one, *rest) for one, rest in zip(held, padding, strict=True))
     return replace(divided, taken=taken)
+
+
+def _check_shapes(
+    whole: TensorSpec, local: TensorSpec, cuts: tuple[Cut | None, ...], count: int
+) -> None:
+    each = zip(whole.names, whole.file_shapes, local.file_shapes, cuts, strict=True)
+    for name, shape, expected, cut in each:
+        found = shape if cut is None else cut.local_shape(shape)
+        if found != expected:
+            raise ValueError(
+                f"tensor_parallel_size={count}: the model that each device runs has {name} of the "
+                f"shape {list(expected)}, but `shares` and `cuts` divide the whole {list(shape)} "
+                f"into {list(found)}; correct these in the Model's class, or use one device"
+            )
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
