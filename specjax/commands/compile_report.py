@@ -164,11 +164,8 @@ def _launches(report: StepReport) -> Iterator[str]:
         kept = f"the last {later.num_steps} steps or fewer, together"
         moved = f"{later.num_launches} kernels, {as_size(later.num_bytes)}"
         yield _line("  observed later", f"{kept}: {moved}")
-    num_asked = sum(one.times for one in report.asked)
-    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
-    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
-    yield _line("kernels", str(num_asked))
-    yield _line("bytes moved in addition", as_size(moved))
+    if not report.request.is_plain:
+        yield from _asked(report)
     for kind, layers in report.layers.items():
         spread = str(layers.minimum)
         if layers.minimum != layers.maximum:
@@ -177,6 +174,14 @@ def _launches(report: StepReport) -> Iterator[str]:
         for one in layers.kernels:
             size = as_size(one.num_read + one.num_written)
             yield f"  {size:>10}  {describe(one)}"
+
+
+def _asked(report: StepReport) -> Iterator[str]:
+    num_asked = sum(one.times for one in report.asked)
+    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
+    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
+    yield _line("kernels", str(num_asked))
+    yield _line("bytes moved in addition", as_size(moved))
 
 
 def _collectives(report: StepReport) -> Iterator[str]:

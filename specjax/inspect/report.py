@@ -111,8 +111,7 @@ class StepRequest:
         drafter = self.drafter
         if drafter is None and self.method in METHODS and METHODS[self.method].needs_shape:
             drafter = OWN_SHAPE
-        maximum = max(self.k, 1)
-        fields = {"method": self.method, "model": drafter, "num_speculative_tokens": maximum}
+        fields = {"method": self.method, "model": drafter, "num_speculative_tokens": max(self.k, 1)}
         SpeculativeConfig.of(fields)
         return fields
 
@@ -128,18 +127,22 @@ class StepRequest:
         }
 
     @property
+    def is_plain(self) -> bool:
+        """Whether an engine compiles this step without optional work; see `Variant`."""
+        return self.tensor_parallel_size > 1 and self.collectives != "graph"
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of `step.decode_step`."""
-        sizes = {name: getattr(self, name) for name in ("batch", "k", "context", "page_size")}
-        return {**self.models, **sizes, "kv_cache_dtype": self.kv_cache_dtype}
+        names = "batch", "k", "context", "page_size", "kv_cache_dtype", "is_plain"
+        return self.models | {name: getattr(self, name) for name in names}
 
     @property
     def options(self) -> dict[str, Any]:
         """XLA's options, as an engine sets them."""
-        options = {**GPU_OPTIONS, **GEMMS[self.gemm]}
-        if self.tensor_parallel_size > 1:
-            options |= collective_options(self.collectives)
-        return options
+        is_divided = self.tensor_parallel_size > 1
+        own = collective_options(self.collectives) if is_divided else {}
+        return {**GPU_OPTIONS, **GEMMS[self.gemm], **own}
 
 
 @dataclass(frozen=True)
@@ -429,8 +432,8 @@ def _by_kind(launches: Sequence[Launch], parts: step.Parts) -> dict[str, Layers]
         mine = [by_layer[i] for i, one in enumerate(kinds) if one == kind]
         counts = [sum(one.times for one in layer) for layer in mine]
         usual = Counter(counts).most_common(1)[0][0]
-        typical = mine[counts.index(usual)]
-        found[kind] = Layers(len(mine), min(counts), max(counts), tuple(typical))
+        typical = tuple(mine[counts.index(usual)])
+        found[kind] = Layers(len(mine), min(counts), max(counts), typical)
     return found
 
 

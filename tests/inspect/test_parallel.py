@@ -78,6 +78,7 @@ def test_a_step(reports, name):
         ]
     )
     assert report.is_one_command_buffer == (name == "graph")
+    assert not report.uncaptured_conditionals
     assert report.is_state_in_place and 1 <= report.verify.ratio < 1.08
     weights = report.memory["argument"] - report.state_bytes
     half = (LAYERS * 60_817_408 + 128256 * DIM) * 2 // 2  # of projections and embedding, in bf16
