@@ -19,8 +19,9 @@ from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.latent_up import LatentUp
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
-from specjax.device.weights.mxfp4_experts import packed_experts
+from specjax.device.weights.mxfp4_experts import mxfp4_specs
 from specjax.device.weights.packed import packed_specs
+from specjax.device.weights.packed_experts import packed_experts
 from specjax.device.weights.scaled import scaled_specs
 from specjax.device.weights.scaled_experts import scaled_experts
 from specjax.device.weights.scaled_latent_up import scaled_latent_up
@@ -31,6 +32,12 @@ FORMS: dict[type, Callable[[Any, Any], Any]] = {
     ScaledTensor: scaled_specs,
     PackedTensor: packed_specs,
     PackedPart: packed_specs,
+}
+# The same for experts. The result is None if the tensors have no common form.
+EXPERTS: dict[type, Callable[[Any, Any], Any]] = {
+    ScaledTensor: scaled_experts,
+    PackedTensor: packed_experts,
+    PackedPart: packed_experts,
 }
 
 
@@ -118,9 +125,10 @@ def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
     """
     spec: Any = x.values
     if spec.is_packed:
-        return replace(packed_experts(spec), axis=x.axis)
-    are_scaled = all(isinstance(one, ScaledTensor) for one in found)
-    made = scaled_experts(spec, found) if are_scaled else None
+        return replace(mxfp4_specs(spec), axis=x.axis)
+    (kind, *others) = {type(one) for one in found}
+    make = None if others else EXPERTS.get(kind)
+    made = None if make is None else make(spec, found)
     return x if made is None else replace(made, axis=x.axis)
 
 
