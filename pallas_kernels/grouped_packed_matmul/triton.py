@@ -3,6 +3,7 @@
 `multiply_packed` explains what a program does.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from pallas_kernels.grouped_matmul.tiles import (
 )
 from pallas_kernels.packed_matmul.four_bits import FourBits
 from pallas_kernels.packed_matmul.tile import PackedTile, multiply_packed
-from pallas_kernels.packed_matmul.triton import DTYPES, check_form
+from pallas_kernels.packed_matmul.triton import DTYPES, MIN_HALF, check_form
 
 # Keys are explained in `fitting`. The depth of a tile is at least a run.
 BFLOAT16 = {
@@ -30,10 +31,18 @@ BFLOAT16 = {
 FLOAT32 = {16: GroupedMatmulTuning(16, 32, 64, 4, 2), None: GroupedMatmulTuning(64, 32, 64, 4, 2)}
 
 
-def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """Return the tile sizes for `num_rows` rows in `num_groups` groups."""
+def choose_config(
+    num_rows: int, num_groups: int, dtype: Any, form: FourBits
+) -> GroupedMatmulTuning:
+    """Return the tile sizes for `num_rows` rows in `num_groups` groups.
+
+    Tiles are smaller if few inputs share a scale: more scales and products are in registers then.
+    """
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
-    return fitting(configs, num_rows, num_groups)
+    config = fitting(configs, num_rows, num_groups)
+    if form.half > MIN_HALF:
+        return config
+    return replace(config, block_columns=min(64, config.block_columns), block_depth=64)
 
 
 def grouped_packed_matmul_triton(
@@ -61,7 +70,7 @@ def grouped_packed_matmul_triton(
     if x.dtype not in DTYPES:
         raise UnsupportedError(f"x must have a dtype of {', '.join(DTYPES)}; got {x.dtype}")
     check_form(form)
-    config = config or choose_config(num_rows, num_groups, x.dtype)
+    config = config or choose_config(num_rows, num_groups, x.dtype, form)
     optional = {"zeros": zeros, "factors": factors}
     given = {name: one for name, one in optional.items() if one is not None}
     options = {"form": form, "config": config, "interpret": interpret}

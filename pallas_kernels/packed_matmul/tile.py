@@ -88,21 +88,20 @@ def multiply_packed(
             products.append(dot(x, part, trans_b=True, precision="highest"))
         return products if len(starts) == 2 else [products[0] + products[1]]
 
-    def of_step(function, step, *others):
-        runs = [step * tile.unroll + i for i in range(tile.unroll)]
-        return [function(*given) for given in zip(runs, *others, strict=True)]
+    def runs_of(step):
+        return [step * tile.unroll + i for i in range(tile.unroll)]
 
     def accumulate(step, carry):
         total, scales = carry
-        following = of_step(scales_of, step + 1)  # on their way while this step is computed
-        for products, of_runs in zip(of_step(products_of, step, scales), scales, strict=True):
-            for product, scale in zip(products, of_runs, strict=True):
+        following = [scales_of(run) for run in runs_of(step + 1)]  # loaded while this step runs
+        for run, of_run in zip(runs_of(step), scales, strict=True):
+            for product, scale in zip(products_of(run, of_run), of_run, strict=True):
                 product = product if are_powers else product * scale.astype(jnp.float32)[None]
                 total = total + product
         return total, following
 
     zero = jnp.zeros((len(tile.sources), len(outputs)), jnp.float32)
-    carry = zero, of_step(scales_of, 0)
+    carry = zero, [scales_of(run) for run in runs_of(0)]
     total, _ = jax.lax.fori_loop(0, tile.num_steps, accumulate, carry)
     if "factors" not in optional:
         return total

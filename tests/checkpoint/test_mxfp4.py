@@ -13,6 +13,7 @@ from support.refusals import refusal
 from specjax import SamplingParams
 from specjax.checkpoint.mxfp4 import mxfp4_experts
 from specjax.device.models.registry import load_model, save_model
+from specjax.device.placement import Placement
 from specjax.device.weights.mxfp4_experts import mxfp4_specs
 from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.stored import dequantise
@@ -115,12 +116,23 @@ def test_logits_are_those_of_the_model_that_they_stand_for(packings):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+def test_parts_of_several_devices_stay_packed(packings):
+    """Half of the inner columns each."""
+    lines, loaded, placement = [], [], Placement.on(*jax.devices()[:2])
+    for folder in packings:
+        loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
+    assert {type(layer.mlp.down) for layer in loaded[0].layers} == {PackedExperts} and not lines
+    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
+
+
 def test_the_same_tokens_with_and_without_drafts(packings):
+    """Drafts on two devices, which have half of the experts each."""
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
     made = []
-    for method in None, "ngram":
-        with make_llm(packings[0], method, dtype="float32") as llm:
+    devices = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    for method, more in (None, {}), ("ngram", devices):
+        with make_llm(packings[0], method, dtype="float32", **more) as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
 

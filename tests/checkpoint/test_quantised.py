@@ -17,9 +17,11 @@ from specjax.cli import main
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.packed import Packed
+from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
@@ -32,7 +34,10 @@ AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 from support.quantised import FORMS, folders  # noqa: E402
 
 FLOAT32 = np.dtype(np.float32)
-WIDE = {"hidden_size": 128, "intermediate_size": 192}
+SIZES = {
+    "llama": {"hidden_size": 128, "intermediate_size": 192},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,9 @@ def kinds_of(params):
         ("qwen3_5_text", "modelopt", "bfloat16", Packed),
         ("deepseek_v3", "awq", "bfloat16", Packed),
         ("deepseek_v3", "int-tensor", "float32", Scaled),  # experts and latents, too
+        ("qwen3_moe", "awq", "float32", PackedExperts),
+        ("qwen3_moe", "nvfp4", "bfloat16", PackedExperts),
+        ("qwen3_moe", "gptq", "float32", PackedExperts),
         ("llama", "gptq", "float32", Packed),
         ("llama", "gptq-order", "float32", Packed),
         ("qwen3_5_text", "gptq-v2", "float32", Packed),
@@ -72,23 +80,27 @@ def kinds_of(params):
 def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, dtype, expected):
     """Bit for bit. The bytes are known before loading."""
     loaded = []
-    for folder in folders_of(kind, form, **(WIDE if kind == "llama" else {})):
+    for folder in folders_of(kind, form, **SIZES.get(kind, {})):
         model, params = load_model(folder, np.dtype(dtype))
         if kind in ("qwen3_5_text", "deepseek_v3"):
             config = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
             params = params, load_drafter(folder, config, model, np.dtype(dtype))[1]
         loaded.append(params)
     assert expected in kinds_of(loaded[0]) and kinds_of(loaded[1]).isdisjoint({Packed, Scaled})
+    assert expected != PackedExperts or ExpertMatrices not in kinds_of(loaded[0])
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], dtype), loaded[1])
     if not isinstance(loaded[0], tuple):
         bytes_ = sum(x.nbytes for x in jax.tree.leaves(loaded[0]))
-        assert weight_bytes(open_model(folders_of(kind, form, **(
-            WIDE if kind == "llama" else {}))[0]).specs, dtype) == bytes_  # fmt: skip
+        source = open_model(folders_of(kind, form, **SIZES.get(kind, {}))[0])
+        assert weight_bytes(source.specs, dtype) == bytes_
 
 
 @pytest.mark.parametrize(
     "kind, form",
-    [("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq"), ("qwen2", "modelopt")],
+    [
+        *(("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq")),
+        *(("qwen2", "modelopt"), ("qwen3_moe", "pack-64")),
+    ],
 )
 def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, form):
     narrow, plain = folders_of(kind, form)

@@ -41,6 +41,7 @@ THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
             | {"qk_nope_head_dim": 32, "v_head_dim": 16},
         ),
         ("qwen3_moe", "fp8", 4, {"moe_intermediate_size": 64, "head_dim": 16}),
+        ("qwen3_moe", "awq", 2, {"moe_intermediate_size": 64, "head_dim": 16}),
     ],
 )
 def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, form, count, config):
