@@ -1,7 +1,6 @@
 """The endpoint /v1/chat/completions."""
 
 import logging
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from specjax.messages.chat import ChatOptions, Response
 from specjax.outputs import CompletionOutput, RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.server.answers import Answer
-from specjax.server.bodies import read_body
+from specjax.server.bodies import read_body, shown_names
 from specjax.server.errors import APIError
-from specjax.server.jobs import Job, check_job
+from specjax.server.jobs import Job, check_job, new_id
 from specjax.server.logprobs import chat_logprobs, prompt_logprobs
 from specjax.server.messages import SampleMessage
 from specjax.server.parameters import read_params
@@ -62,7 +61,7 @@ async def create_chat(request: Request) -> ASGIApp:
         SampleMessage(response.parser(), has_reasoning=has_reasoning) for _ in range(params.n)
     ]
     form = ChatForm(service, body, samples)
-    name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    name = new_id("chatcmpl", body)
     job = Job(name, model, [prompt], response.params, body, form, "messages", asked)
     await check_job(service, job)
     return Answer(service, job)
@@ -129,8 +128,7 @@ def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:
-        shown = ", ".join(sorted(key[:40] for key in unknown)[:10])
-        _LOG.warning("messages have unknown keys, ignored: %s", shown)
+        _LOG.warning("messages have unknown keys, ignored: %s", shown_names(unknown))
     return [{key: one[key] for key in one if key in MESSAGE_KEYS} for one in messages]
 
 

@@ -1,6 +1,5 @@
 """The endpoint /v1/completions."""
 
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from specjax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from specjax.server.answers import Answer
 from specjax.server.bodies import read_body
 from specjax.server.errors import APIError
-from specjax.server.jobs import Job, check_job
+from specjax.server.jobs import Job, check_job, new_id
 from specjax.server.logprobs import completion_logprobs, prompt_logprobs
 from specjax.server.parameters import read_params
 from specjax.server.service import Service
@@ -45,7 +44,7 @@ async def create_completion(request: Request) -> ASGIApp:
     if body.echo:
         params = replace(params, prompt_logprobs=params.prompt_logprobs or body.logprobs)
     form = CompletionForm(service, body, prompts, params.n, is_only_echo=is_only_echo)
-    name = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    name = new_id("cmpl", body)
     job = Job(name, model, prompts, params, body, form, "prompt", asked)
     await check_job(service, job)
     return Answer(service, job)
