@@ -1,4 +1,4 @@
-"""`device="simulated"`: the tests' own simulated device, which checks all it reads, does the same."""
+"""`device="simulated"` does what the simulated device of the tests does, which checks its reads."""
 
 from dataclasses import dataclass
 from typing import Any
