@@ -23,6 +23,7 @@ ROUTES = [
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat, methods=["POST"]),
     Route("/v1/models", doors.list_models),
+    Route("/v1/models/{name:path}", doors.show_model),
     Route("/tokenize", doors.tokenize, methods=["POST"]),
     Route("/detokenize", doors.detokenize, methods=["POST"]),
     Route("/health", doors.health),
