@@ -13,6 +13,7 @@ its memory must not grow after the first quarter of the time.
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import socket
@@ -38,8 +39,9 @@ MAX_GROWTH = 24.0  # MiB by which the median of memory may grow after the first 
 MAX_TOKENS = 64
 NONSENSE = (
     b"GET / nonsense\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n",  # and then it leaves
-    *({"prompt": "a", "temperature": -1}, {"prompt": [[]]}, {"messages": "no"}, {"prompt": "a" * 5000}),
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n",  # without a body
+    *({"prompt": "a", "temperature": -1}, {"prompt": [[]]}, {"prompt": "a" * 5000}),
+    {"messages": "no"},
     *({"prompt": "a", "structured_outputs": {"regex": "(a"}}, {"prompt": "a", "n": 10**9}),
 )  # fmt: skip
 EVENT, FINISH = re.compile(rb"data: (\{.*\})\n\n"), re.compile(rb'"finish_reason":"(\w+)"')
@@ -90,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def run(settings: argparse.Namespace, pages: int | None) -> tuple[list[Any], list[str]]:
     """Start a server and run a load. Return the rows of its table, and the faults."""
     command = [sys.executable, "-m", "specjax.cli", "serve", MODEL, "--drafter", DRAFTER]
-    sizes = (
-        SIZES | {"port": PORT, "device": settings.device} | ({"num-pages": pages} if pages else {})
-    )
+    sizes = SIZES | {"port": PORT, "device": settings.device}
+    if pages is not None:
+        sizes["num-pages"] = pages
     command += [f"--{name}={value}" for name, value in sizes.items()]
     command += ["--disable-uvicorn-access-log", "--uvicorn-log-level=error", "--k=2"]
     started = time.perf_counter()
@@ -176,36 +178,34 @@ async def send(rng: random.Random, way: str, load: Load) -> None:
     """Send a request, and read its answer to the end unless the client leaves."""
     is_stream, n, limit = rng.random() < 0.7, rng.choice([1, 1, 1, 2]), rng.randint(1, MAX_TOKENS)
     question = f"What is {rng.randint(1, 99)} + 4? " * rng.randint(1, 12)
-    body: dict[str, Any] = {
-        "max_tokens": limit,
-        "n": n,
-        "seed": rng.randint(0, 9),
-        "stream": is_stream,
-    }
+    body: dict[str, Any] = {"max_tokens": limit, "n": n, "seed": rng.randint(0, 9)}
     path = rng.choice(["/v1/completions", "/v1/chat/completions"])
-    body |= {"prompt": question} if path == "/v1/completions" else {"messages": [
-        {"role": "user", "content": question}]}  # fmt: skip
+    if path == "/v1/completions":
+        body["prompt"] = question
+    else:
+        body["messages"] = [{"role": "user", "content": question}]
     if is_stream:
-        body["stream_options"] = {"include_usage": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     connection = socket.socket()
     if way == "reads slowly":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", PORT))
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
-    begin, received, patience = time.perf_counter(), b"", rng.expovariate(1.0)
+    begin, received, num_reads = time.perf_counter(), b"", 0
+    most_reads = rng.randint(0, 3) if way == "leaves" else math.inf
+    size = 256 if way == "reads slowly" else 65536
     writer.write(request(path, body))
     try:
-        while part := await asyncio.wait_for(
-            reader.read(256 if way == "reads slowly" else 65536), 300
-        ):
+        if not most_reads:
+            await asyncio.sleep(rng.random() / 10)
+        while num_reads < most_reads and (part := await asyncio.wait_for(reader.read(size), 300)):
+            num_reads += 1
             if b"data: " not in received and b"data: " in received + part:
                 load.seconds_to_first.append(time.perf_counter() - begin)
             received += part
             if way == "reads slowly":
                 await asyncio.sleep(0.02)
-            elif way == "leaves" and time.perf_counter() - begin > patience:
-                break
     finally:
         writer.transport.abort() if way == "leaves" else writer.close()
     assert not received or received.startswith(b"HTTP/1.1 200"), received[:300]

@@ -43,7 +43,7 @@ async def create_chat(request: Request) -> ASGIApp:
     """
     service: Service = request.app.state.service
     body = await read_body(request, ChatRequest, service.limits)
-    service.admission.check(body.n or 1)  # before any work on texts
+    service.admission.check(1)  # before any work on texts
     model = service.check_model(body.model)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(

@@ -28,7 +28,7 @@ async def create_completion(request: Request) -> ASGIApp:
     """
     service: Service = request.app.state.service
     body = await read_body(request, CompletionRequest, service.limits)
-    service.admission.check(body.n or 1)  # before any work on texts
+    service.admission.check(1)  # before any work on texts
     model = service.check_model(body.model)
     prompts = await service.in_thread(lambda: read_prompts(service, body), body, "prompt")
     # With max_tokens=0, an echo has only the prompt: the one token that is generated is dropped.

@@ -186,6 +186,7 @@ def test_a_request_beyond_the_queue_is_refused_and_openai_retries_it(simulated):
             until(lambda: simulated.engine.has_work)
             answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3})
             assert answer.error == (429, None) and answer.headers["retry-after"] == "1"
+            assert server.post(COMPLETIONS, {"prompt": "a", "n": 10**9}).error == (400, "n")
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=3)
             threading.Timer(0.5, let_go, [10_000]).start()
             (choice,) = client.completions.create(model="tiny", prompt="a", max_tokens=3).choices
