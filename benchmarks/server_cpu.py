@@ -36,7 +36,7 @@ LOOP, OUTPUTS, ENGINE = "event loop", "texts and outputs", "engine and device"
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=300, help="per stream; default: %(default)s")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)

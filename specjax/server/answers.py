@@ -219,7 +219,8 @@ class Answer:
     def _usage(self) -> Usage:
         prompt, completion = self._numbers["prompt"], self._numbers["completion"]
         cached = CachedTokens(self._numbers["cached"])
-        return Usage(prompt, prompt + completion, completion, cached)
+        details = self._job.form.token_details()
+        return Usage(prompt, prompt + completion, completion, cached, details)
 
     def _metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | msgspec.UnsetType:
         if len(outputs) > 1 or self._job.params.n > 1 or outputs[0].metrics is None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -57,8 +58,10 @@ async def create_chat(request: Request) -> ASGIApp:
         lambda: _prepare(service, body, params), body, "messages"
     )
     has_reasoning = body.include_reasoning is not False
+    decode = partial(service.tokenizer.decode, skip_special_tokens=False)
     samples = [
-        SampleMessage(response.parser(), has_reasoning=has_reasoning) for _ in range(params.n)
+        SampleMessage(response.parser(), decode, has_reasoning=has_reasoning)
+        for _ in range(params.n)
     ]
     form = ChatForm(service, body, samples)
     name = new_id("chatcmpl", body)
@@ -173,7 +176,7 @@ class ChatForm:
         """See `AnswerForm`."""
         for sample in output.outputs:
             message = self._samples[sample.index]
-            delta = message.feed(sample.text or "")
+            delta = message.feed(sample.text or "", sample.token_ids)
             choice = ChatDelta(sample.index, delta, self._logprobs(sample))
             choice.token_ids = self._token_ids(sample.token_ids)
             if sample.finish_reason is None:
@@ -190,7 +193,7 @@ class ChatForm:
         """See `AnswerForm`."""
         for sample in output.outputs:
             message, reason = self._samples[sample.index].parse(
-                sample.text or "", sample.finish_reason
+                sample.text or "", sample.token_ids, sample.finish_reason
             )
             choice = ChatChoice(
                 sample.index, message, self._logprobs(sample), reason, sample.stop_reason
@@ -207,6 +210,12 @@ class ChatForm:
         if output.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return found
+
+    def token_details(self) -> dict[str, int] | UnsetType:
+        """See `AnswerForm`."""
+        counts = [one.num_reasoning_tokens for one in self._samples]
+        known = [count for count in counts if count is not None]
+        return {"reasoning_tokens": sum(known)} if known else UNSET
 
     def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._request.return_token_ids else UNSET

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -122,6 +122,10 @@ class CompletionForm:
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """See `AnswerForm`."""
         return {}
+
+    def token_details(self) -> UnsetType:
+        """See `AnswerForm`."""
+        return UNSET
 
     def _choice(
         self, prompt: int, sample: CompletionOutput, output: RequestOutput

@@ -72,7 +72,7 @@ class Events:
 
         One timer for all events is cheaper than a timeout for each.
         """
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
 
         def check() -> None:
             nonlocal timer
@@ -85,7 +85,7 @@ class Events:
 
         timer = loop.call_later(self._max_stall, check)
         try:
-            async with asyncio.timeout(None) as limit:
+            async with limit:
                 yield
         except TimeoutError:
             if limit.expired():

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import UnsetType
+
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 from specjax.server.errors import APIError
@@ -37,6 +39,10 @@ class AnswerForm(Protocol):
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return further fields of an answer that is not streamed."""
+        ...
+
+    def token_details(self) -> dict[str, int] | UnsetType:
+        """Return the numbers of tokens that `usage.completion_tokens_details` has."""
         ...
 
 
