@@ -69,7 +69,9 @@ class Service:
     @cached_property
     def chat_format(self) -> Callable[[str], ChatFormat]:
         """A function that returns the `ChatFormat` for the text of a chat template."""
-        return lru_cache(maxsize=8)(partial(ChatFormat, self.tokenizer))
+        template = self.settings.read_response_template()
+        made = partial(ChatFormat, self.tokenizer, response_template=template)
+        return lru_cache(maxsize=8)(made)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

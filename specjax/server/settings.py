@@ -3,12 +3,15 @@
 This module imports nothing slow, so that help is instant.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from specjax.checks import check_choice, check_count, check_positive, is_number
+from specjax.messages.formats import FORMATS
+from specjax.messages.template import ResponseTemplate
 
 SPEC_METRICS = ("none", "summary", "detailed")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -71,6 +74,9 @@ class ServerSettings:
     disable_uvicorn_access_log: bool = _flag(False, "do not log a line per HTTP request")
     chat_template: str | None = _flag(
         None, "a file with a chat template, or the name of a template of the checkpoint"
+    )
+    response_template: str | None = _flag(
+        None, "how tool calls and reasoning are written: a format's name, or a JSON file"
     )
     chat_template_content_format: str = _flag("auto", "see LLM.chat")
     default_chat_template_kwargs: Mapping[str, Any] | None = _flag(
@@ -151,6 +157,26 @@ class ServerSettings:
         """
         given = self.chat_template
         return Path(given).read_text() if given and Path(given).is_file() else given
+
+    def read_response_template(self) -> str | Mapping[str, Any] | None:
+        """Return the setting `response_template`: the name of a format, or the file's mapping.
+
+        Raises:
+            ValueError: it is neither, or the file's template is malformed.
+        """
+        given = self.response_template
+        if given is None or given in FORMATS:
+            return given
+        try:
+            template = json.loads(Path(given).read_bytes())
+            ResponseTemplate.of(template)
+        except OSError:
+            names = ", ".join(FORMATS)
+            text = f"--response-template {given} is neither a file nor one of {names}"
+            raise ValueError(text) from None
+        except ValueError as error:
+            raise ValueError(f"--response-template {given}: {error}") from None
+        return template
 
 
 def check_private(name: str, path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 from specjax.host.request import Request, TextWatch
@@ -117,6 +118,10 @@ class Outputs:
         """Return the outputs of `samples`. `prompt` is the text that the user gave, or None."""
         return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
 
+    @cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        return list(self.request.prompt_token_ids)
+
     @property
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
@@ -141,7 +146,7 @@ class Outputs:
         return RequestOutput(
             request.request_id,
             self.prompt,
-            list(request.prompt_token_ids),
+            self._prompt_token_ids,
             prompt_logprobs,
             [completion.output() for completion in self.completions],
             finished=self.is_finished,

@@ -75,6 +75,8 @@ def test_a_port_in_use_and_files_that_others_can_read(capsys, taken, key, tmp_pa
     (["--max-request-seconds", "nan"], "must be a number above 0"),
     (["--k", "3"], "--k goes with --drafter"),
     (["--speculative-config", "[1]"], "--speculative-config must be a JSON object"),
+    (["--response-template", "x"], "neither a file nor one of qwen3_coder"),
+    (["--response-template", __file__], "--response-template"),
     (["--enable-lora"], "enable_lora=True is not supported"),
     (["--load-format", "dummy"], "load_format='dummy' is not supported"),
     (["--host", "no.such.host.invalid"], "cannot be used"),
