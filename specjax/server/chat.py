@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -19,6 +18,7 @@ from specjax.server.jobs import Job, check_job
 from specjax.server.logprobs import chat_logprobs, prompt_logprobs
 from specjax.server.messages import SampleMessage
 from specjax.server.parameters import read_params
+from specjax.server.rounds import RoundReports
 from specjax.server.service import Service
 from specjax.server.wire import (
     ChatChoice,
@@ -165,6 +165,7 @@ class ChatForm:
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._samples = samples
+        self._rounds = RoundReports(service.tokenizer) if request.return_rounds else None
 
     def openings(self, prompt: int) -> Iterator[ChatDelta]:
         """See `AnswerForm`."""
@@ -177,7 +178,7 @@ class ChatForm:
             message = self._samples[sample.index]
             delta = message.feed(sample.text or "")
             choice = ChatDelta(sample.index, delta, self._logprobs(sample))
-            choice.token_ids = self._token_ids(sample.token_ids)
+            self._add_reports(choice, sample)
             if sample.finish_reason is None:
                 yield choice
                 continue
@@ -197,7 +198,7 @@ class ChatForm:
             choice = ChatChoice(
                 sample.index, message, self._logprobs(sample), reason, sample.stop_reason
             )
-            choice.token_ids = self._token_ids(sample.token_ids)
+            self._add_reports(choice, sample)
             yield choice
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -210,8 +211,11 @@ class ChatForm:
             found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return found
 
-    def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self._request.return_token_ids else UNSET
+    def _add_reports(self, choice: ChatDelta | ChatChoice, sample: CompletionOutput) -> None:
+        if self._request.return_token_ids:
+            choice.token_ids = sample.token_ids
+        if self._rounds is not None:
+            choice.rounds = self._rounds.of(sample.index, sample)
 
     def _logprobs(self, sample: CompletionOutput) -> ChatLogprobs | None:
         if sample.logprobs is None:
