@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from specjax.outputs import CompletionOutput
-from specjax.server.wire import Round
+from specjax.server.wire import DraftRound
 from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 
@@ -14,7 +14,7 @@ class RoundReports:
         self._tokenizer = tokenizer
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
 
-    def of(self, index: int, sample: CompletionOutput) -> list[Round]:
+    def of(self, index: int, sample: CompletionOutput) -> list[DraftRound]:
         """Return the rounds that gave the new tokens of the sample with this index."""
         known = self._token_ids[index]
         start = len(known)
@@ -22,7 +22,7 @@ class RoundReports:
         rounds = []
         for num_drafts, num_accepted in zip(sample.rounds[::2], sample.rounds[1::2], strict=True):
             end = start + num_accepted + 1
-            rounds.append(Round(num_drafts, [self._text(known, i) for i in range(start, end)]))
+            rounds.append(DraftRound(num_drafts, [self._text(known, i) for i in range(start, end)]))
             start = end
         return rounds
 

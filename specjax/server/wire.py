@@ -169,7 +169,7 @@ class Usage(Struct):
     completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
-class Round(Struct):
+class DraftRound(Struct):
     """The texts of the tokens that a round gave: its accepted drafts, and then one more token."""
 
     num_drafts: int
@@ -196,7 +196,7 @@ class CompletionChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-    rounds: list[Round] | UnsetType = UNSET
+    rounds: list[DraftRound] | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -250,7 +250,7 @@ class ChatDelta(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    rounds: list[Round] | UnsetType = UNSET
+    rounds: list[DraftRound] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -262,7 +262,7 @@ class ChatChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
-    rounds: list[Round] | UnsetType = UNSET
+    rounds: list[DraftRound] | UnsetType = UNSET
 
 
 class Reply(Struct, kw_only=True):
