@@ -6,6 +6,7 @@ They have the same paths on the site, and links to them lose the `../`.
 from pathlib import Path
 from typing import Any
 
+from flag_tables import fill
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,5 +23,5 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page with its links out of `docs/` adapted to the site."""
-    return markdown.replace("](../", "](")
+    """Return a page with its tables of flags, and its links out of `docs/` adapted to the site."""
+    return fill(markdown).replace("](../", "](")
