@@ -50,12 +50,12 @@ FLAGS = """
 class Settings:
     """All settings of a run."""
 
-    steps: int = 16
+    steps: int = 20
     questions: int = 8  # number per step
     samples: int = 8  # number per question
     minibatches: int = 2  # number per step
-    learning_rate: float = 2e-4
-    imitation_steps: int = 60
+    learning_rate: float = 1e-4
+    imitation_steps: int = 80
     held_out: int = 120  # number of questions
     transport: str = "folder"
     seed: int = 0
