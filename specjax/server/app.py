@@ -14,12 +14,14 @@ from specjax.server import doors
 from specjax.server.chat import create_chat
 from specjax.server.completions import create_completion
 from specjax.server.errors import INTERNAL, TYPES, APIError
+from specjax.server.page import show_page
 from specjax.server.request_ids import RequestIdHeader
 from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.security import KeyCheck
 from specjax.server.service import Service
 
 ROUTES = [
+    Route("/", show_page),
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat, methods=["POST"]),
     Route("/v1/models", doors.list_models),

@@ -19,6 +19,7 @@ from specjax.server.jobs import Job, check_job, new_id
 from specjax.server.logprobs import chat_logprobs, prompt_logprobs
 from specjax.server.messages import SampleMessage
 from specjax.server.parameters import read_params
+from specjax.server.rounds import RoundReports
 from specjax.server.service import Service
 from specjax.server.wire import (
     ChatChoice,
@@ -166,6 +167,7 @@ class ChatForm:
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._samples = samples
+        self._rounds = RoundReports(service.tokenizer) if request.return_rounds else None
 
     def openings(self, prompt: int) -> Iterator[ChatDelta]:
         """See `AnswerForm`."""
@@ -178,7 +180,7 @@ class ChatForm:
             message = self._samples[sample.index]
             delta = message.feed(sample.text or "", sample.token_ids)
             choice = ChatDelta(sample.index, delta, self._logprobs(sample))
-            choice.token_ids = self._token_ids(sample.token_ids)
+            self._add_reports(choice, sample)
             if sample.finish_reason is None:
                 yield choice
                 continue
@@ -198,7 +200,7 @@ class ChatForm:
             choice = ChatChoice(
                 sample.index, message, self._logprobs(sample), reason, sample.stop_reason
             )
-            choice.token_ids = self._token_ids(sample.token_ids)
+            self._add_reports(choice, sample)
             yield choice
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -217,8 +219,11 @@ class ChatForm:
         known = [count for count in counts if count is not None]
         return {"reasoning_tokens": sum(known)} if known else UNSET
 
-    def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self._request.return_token_ids else UNSET
+    def _add_reports(self, choice: ChatDelta | ChatChoice, sample: CompletionOutput) -> None:
+        if self._request.return_token_ids:
+            choice.token_ids = sample.token_ids
+        if self._rounds is not None:
+            choice.rounds = self._rounds.of(sample.index, sample)
 
     def _logprobs(self, sample: CompletionOutput) -> ChatLogprobs | None:
         if sample.logprobs is None:

@@ -15,6 +15,7 @@ from specjax.server.errors import APIError
 from specjax.server.jobs import Job, check_job, new_id
 from specjax.server.logprobs import completion_logprobs, prompt_logprobs
 from specjax.server.parameters import read_params
+from specjax.server.rounds import RoundReports
 from specjax.server.service import Service
 from specjax.server.wire import CompletionChoice, CompletionLogprobs, CompletionRequest
 from specjax.text.prompts import TokensPrompt
@@ -101,6 +102,7 @@ class CompletionForm:
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._prompts = prompts
+        self._rounds = RoundReports(service.tokenizer) if request.return_rounds else None
         self._offsets: dict[int, int] = {}  # of the next token in its choice's text, by index
 
     def openings(self, prompt: int) -> Iterator[CompletionChoice]:
@@ -153,6 +155,8 @@ class CompletionForm:
         if self._request.return_token_ids:
             choice.token_ids = sample.token_ids
             choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
+        if self._rounds is not None:
+            choice.rounds = self._rounds.of(index, sample)
         return choice
 
     def _echoed(self, prompt: int, ids: list[int]) -> str:

@@ -14,6 +14,7 @@ from specjax.server.control import Control
 from specjax.server.errors import APIError
 from specjax.server.monitor import Monitor
 from specjax.server.parameters import of_value
+from specjax.server.rl_metrics import RLMetrics
 from specjax.server.settings import Limits, ServerSettings
 from specjax.text.tokenizer import ChatTokenizer
 
@@ -46,6 +47,8 @@ class Service:
         if settings.rl:
             self.control = Control(llm, self.admission, settings.rl_weights_root)
         self.monitor = Monitor(llm, self.names[0], self.admission)
+        if self.control is not None:
+            self.monitor.registry.register(RLMetrics(self.control, self.monitor.families))
         self._tokenizer: ChatTokenizer | None = None
         self._folder: str | None = None
         try:

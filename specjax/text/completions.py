@@ -67,6 +67,7 @@ class Completion:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error or self._error,
+            rounds=bytes(sequence.rounds),
         )
 
     def text(self) -> str | None:
@@ -169,7 +170,8 @@ class Outputs:
 
 
 def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
-    return zip(sample.rounds[::2], sample.rounds[1::2], strict=True)
+    pairs = zip(sample.rounds[::2], sample.rounds[1::2], strict=True)
+    return (pair for pair in pairs if pair[0])
 
 
 class Shown:
@@ -216,6 +218,7 @@ class Shown:
             token_ids=now.token_ids[num_tokens:],
             text=None if now.text is None else now.text[len(before.text or "") :],
             logprobs=None if now.logprobs is None else now.logprobs[num_tokens:],
+            rounds=now.rounds[len(before.rounds) :],
         )
 
 
