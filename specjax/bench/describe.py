@@ -57,9 +57,12 @@ def step_lines(found: Speculation | None) -> list[str]:
     """Return the times of a step of the engine, if they are known."""
     if found is None:
         return []
-    named = ("Host", found.host_ms), ("Wait", found.wait_ms), ("Device (at most)", found.device_ms)
-    known = [(name, value) for name, value in named if value is not None]
-    return [row(f"{name} per step (ms)", value) for name, value in known]
+    named = {
+        "Host per step (ms)": found.host_ms,
+        "Waiting for the device per step (ms)": found.wait_ms,
+        "Device per round, at most (ms)": found.device_ms,
+    }
+    return [row(name, value) for name, value in named.items() if value is not None]
 
 
 def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:

@@ -175,20 +175,16 @@ def describe_speculation(
         plain: times of plain steps, if they were measured.
     """
     total, k_histogram = Accepted(), Counter[int]()
-    steps = host = wait = seconds = idle = 0.0
+    steps = host = wait = 0.0
     for batch in batches:
         before, after = batch.before, batch.after
         total += Accepted.of_rounds([pair for one in batch.records for pair in one.rounds])
         k_histogram += Counter(after.k_histogram) - Counter(before.k_histogram)
-        num_steps = after.num_steps - before.num_steps
-        steps += num_steps
+        steps += after.num_steps - before.num_steps
         host += _growth("host_ms", before, after)
         wait += _growth("wait_ms", before, after)
-        seconds += batch.seconds
-        # A launch with nothing in flight means that the device had nothing to do before it.
-        depth = _growth("in_flight_depth", before, after)
-        idle += after.host_gap_ms * max(0.0, num_steps - depth)
     steps = max(1.0, steps)
+    rounds = [ms for found in drafting.values() for ms in found]
     is_drafting = total.num_drafts > 0
     return Speculation(
         total=total.as_json() if is_drafting else None,
@@ -199,7 +195,7 @@ def describe_speculation(
         round_over_plain={} if plain is None else round_over_plain(drafting, plain),
         host_ms=host / steps,
         wait_ms=wait / steps,
-        device_ms=max(0.0, 1e3 * seconds - idle) / steps,
+        device_ms=fmean(rounds) if rounds else None,
         synthetic_rates=synthetic_rates,
     )
 

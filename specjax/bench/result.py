@@ -128,8 +128,8 @@ class Speculation:
         round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
         host_ms: host time per step to plan, launch and hand out tokens.
         wait_ms: time per step that the host waited for the device.
-        device_ms: time per step that the device ran, at most: the step's time less the time that
-            the device surely had no step.
+        device_ms: mean time of a round on the device, at most: it counts host time during which
+            the device may have waited.
         synthetic_rates: rates at which drafts were accepted regardless of their tokens.
     """
 
