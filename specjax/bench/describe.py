@@ -115,6 +115,9 @@ def closing_lines(details: Details, model: str) -> list[str]:
         template = f"the chat template, thinking: {data['thinking']}"
     lines: Sequence[str | None] = [
         f"DO NOT TRUST THESE TIMES: {' and '.join(doubts)}" if doubts else None,
+        f"{details.num_compiles} programs were compiled while measuring; warm up with more"
+        if details.num_compiles
+        else None,
         lossless_line(details.lossless),
         "interrupted: the figures are of what was measured" if details.is_interrupted else None,
         *(f"{count} failed: {error}" for error, count in details.failures.items()),

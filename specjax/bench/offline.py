@@ -8,11 +8,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from specjax.bench.datasets.queries import Queries, Query
+from specjax.bench.datasets.queries import Query
 from specjax.bench.devices import set_policies
 from specjax.bench.identity import compare
 from specjax.bench.result import Accepted, Speculation
-from specjax.bench.traffic.record import Record
+from specjax.bench.traffic.record import Record, by_group
 from specjax.engine.metrics import Metrics
 from specjax.host.speculation.policy import Round, StaticPolicy
 from specjax.llm import LLM
@@ -224,35 +224,3 @@ def round_over_plain(drafting: RoundTimes, plain: RoundTimes) -> dict[str, float
             own[k] += sum(milliseconds)  # pyright: ignore[reportArgumentType]
             base[k] += len(milliseconds) * fmean(plain[batch, 0])  # pyright: ignore[reportArgumentType]
     return {str(k): own[k] / base[k] for k in sorted(own)}
-
-
-def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Return the counts of drafts of each group of the data set."""
-    found: defaultdict[str, Accepted] = defaultdict(Accepted)
-    for record in records:
-        if record.rounds:
-            found[record.group] += Accepted.of_rounds(record.rounds)
-        elif sum(record.accepted):
-            found[record.group] += of_histogram(record.accepted, record.num_drafts)
-    return {group: counts.as_json() for group, counts in sorted(found.items())}
-
-
-def of_histogram(accepted: Sequence[int], num_drafts: int) -> Accepted:
-    """Return the counts of rounds of which `accepted[n]` accepted n drafts."""
-    return Accepted(
-        num_drafts=sum(accepted),
-        num_draft_tokens=num_drafts,
-        accepted_per_position=tuple(sum(accepted[i:]) for i in range(1, len(accepted))),
-    )
-
-
-def prompts_for(queries: Queries) -> Sequence[Query]:
-    """Return the prompts, which must have token ids.
-
-    Raises:
-        ValueError: a prompt is empty.
-    """
-    for query in queries.queries:
-        if not query.token_ids:
-            raise ValueError(f"prompt {query.index} of the data set is empty")
-    return queries.queries

@@ -1,10 +1,18 @@
 """What the figures of a benchmark depend on: versions, device, clocks, processor, commit."""
 
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from specjax.bench.environment import describe_environment, describe_processors
+from specjax.bench.environment import (
+    cpu_instructions,
+    cpu_model,
+    describe_environment,
+    describe_processors,
+    describe_versions,
+    num_cpus,
+)
 
 _PATIENCE_SECONDS = 10.0
 _CLOCKS = (
@@ -18,6 +26,26 @@ def describe() -> dict[str, Any]:
     environment = describe_environment()
     clocks = read_clocks() if environment["platform"] == "gpu" else []
     return environment | {"clocks": clocks, "commit": read_commit()}
+
+
+def describe_client() -> dict[str, Any]:
+    """Return the same without JAX's devices, which the server on this machine needs.
+
+    The GPUs are those that nvidia-smi lists, whether the server uses them or not.
+    """
+    names = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    return {
+        "versions": describe_versions(),
+        "platform": "gpu" if names else "cpu",
+        "device_kind": names[0] if names else "cpu",
+        "num_devices": len(names) or 1,
+        "cpu_model": cpu_model(),
+        "cpu_instructions": cpu_instructions(),
+        "num_cpus": num_cpus(),
+        "system": platform.platform(),
+        "clocks": read_clocks() if names else [],
+        "commit": read_commit(),
+    }
 
 
 def read_commit() -> str | None:

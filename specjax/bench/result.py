@@ -184,6 +184,8 @@ class Details:
         arrivals: the law of arrival times, and the p-value of a test of the times against it.
         goodput: limits, share of requests within all of them, and within each.
         timeline: by second: output tokens, running requests, and rounds by K.
+        num_compiles: programs that were compiled while requests waited for them; None if the
+            server does not tell.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.
@@ -202,6 +204,7 @@ class Details:
     goodput: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None
     speculation: Speculation | None = None
+    num_compiles: int | None = None
     failures: dict[str, int] = field(default_factory=dict)
     lossless: dict[str, Any] | None = None
     peers: list[Peer] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """`specjax bench serve`: what clients of a server see at a rate of requests."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specjax.bench.datasets.queries import Query
-from specjax.bench.offline import by_group
 from specjax.bench.peers.peer import compare_outputs
 from specjax.bench.result import (
     Details,
@@ -16,7 +16,7 @@ from specjax.bench.result import (
 )
 from specjax.bench.traffic.arrivals import Arrivals
 from specjax.bench.traffic.drive import Traffic, drive
-from specjax.bench.traffic.endpoint import Endpoint
+from specjax.bench.traffic.endpoint import Endpoint, open_session
 from specjax.bench.traffic.figures import (
     QUEUED,
     arrays,
@@ -28,6 +28,10 @@ from specjax.bench.traffic.figures import (
     totals,
 )
 from specjax.bench.traffic.goodput import goodput
+from specjax.bench.traffic.record import by_group
+from specjax.bench.traffic.scrape import scrape
+
+_POLLING_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,14 @@ def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]
     for record in found.records[:1]:
         if record.error is not None:
             raise ValueError(f"{endpoint.root} does not answer a request: {record.error}")
+    asyncio.run(_compiled(endpoint))
+
+
+async def _compiled(endpoint: Endpoint) -> None:
+    """Wait until the server compiles nothing, if it tells."""
+    async with open_session(endpoint.headers) as session:
+        while (found := await scrape(session, endpoint.root)) and found.is_compiling:
+            await asyncio.sleep(_POLLING_SECONDS)
 
 
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
@@ -84,7 +96,7 @@ def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, A
         "max_concurrent_requests": int(max(seconds["running"], default=0)),
         "rtfx": 0.0,  # of audio
         **vllm_speculation(growth.accepted if growth else None),
-        **statistics(times(complete), dict.fromkeys(names), settings.percentiles),
+        **statistics(times(complete), list(dict.fromkeys(names)), settings.percentiles),
     }
 
 
@@ -106,6 +118,8 @@ def fill(details: Details, settings: LoadSettings, traffic: Traffic) -> None:
         ],
     }
     details.speculation = speculation(traffic)
+    growth = traffic.growth
+    details.num_compiles = growth.num_compiles if growth is not None else None
     details.failures = count_failures([one.error for one in records if one.error])
 
 

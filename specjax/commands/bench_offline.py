@@ -82,7 +82,8 @@ class OfflineRun:
     @contextmanager
     def opened(self) -> Iterator[Offline]:
         """Yield the engine."""
-        with LLM(self.model, **{**self.options, "verbose": True}) as llm:
+        options: dict[str, Any] = {**self.options, "verbose": True}
+        with LLM(self.model, **options) as llm:
             yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
 
     def finish(self, offline: Offline, batch: Batch) -> None:
@@ -118,6 +119,8 @@ class OfflineRun:
             rounds=[dict(one) for one in rounds],
             distributions=distributions(records),
             speculation=self.speculation(batches),
+            num_compiles=batches[-1].after.num_compiles_after_warmup
+            - batches[0].before.num_compiles_after_warmup,
             failures=count_failures([one.error for one in records if one.error]),
             lossless=self.lossless,
         )

@@ -1,4 +1,7 @@
-"""Prometheus metrics with vLLM's names: the engine's counters, and times of requests."""
+"""Prometheus metrics with vLLM's names: the engine's counters, and times of requests.
+
+Counters that vLLM lacks begin with "specjax:".
+"""
 
 import time
 from bisect import bisect_left
@@ -136,12 +139,31 @@ class Monitor(Collector):
             "spec_decode_num_draft_tokens": m.num_draft_tokens,
             "spec_decode_num_accepted_tokens": m.num_accepted_tokens,
         }
+        compiling = GaugeMetricFamily("specjax:num_compiling", "being compiled", labels=labels)
+        compiling.add_metric(values, m.num_compiling)
+        yield compiling
         for name, value in gauges.items():
             family = GaugeMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=labels)
             family.add_metric(values, value)
             yield family
         for name, value in counters.items():
             family = CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=labels)
+            family.add_metric(values, value)
+            yield family
+        rounds = CounterMetricFamily(
+            "specjax:spec_decode_num_rounds", "rounds by K", labels=[*labels, "k"]
+        )
+        for k, count in m.k_histogram.items():
+            rounds.add_metric([*values, str(k)], count)
+        yield rounds
+        own = {
+            "num_steps": m.num_steps,
+            "num_compiles_after_warmup": m.num_compiles_after_warmup,
+            "host_seconds": m.host_ms * m.num_steps / 1e3,
+            "wait_seconds": m.wait_ms * m.num_steps / 1e3,
+        }
+        for name, value in own.items():
+            family = CounterMetricFamily(f"specjax:{name}", name.replace("_", " "), labels=labels)
             family.add_metric(values, value)
             yield family
         labelled = {

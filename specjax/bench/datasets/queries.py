@@ -180,7 +180,7 @@ def _prompt(
         return {"token_ids": tuple(example.token_ids)}
     text = example.text
     if text is None:
-        messages = example.messages or ()
+        messages = list(example.messages or ())
         if tokenizer is not None and uses_template:
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, **settings.template_kwargs

@@ -23,10 +23,10 @@ class Runner:
         if work["num_threads"]:
             torch.set_num_threads(work["num_threads"])
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             work["model"], dtype=getattr(torch, work["dtype"])
-        ).to(device)
-        self._model.eval()
+        )
+        self._model = model.to(device).eval()
         self._device = device
         self._cache: Any = None
         # One width and one cache for all batches, so that a compiled model is compiled once.

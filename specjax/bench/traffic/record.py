@@ -1,6 +1,11 @@
 """What a client saw of one request."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from specjax.bench.result import Accepted
 
 Rounds = tuple[tuple[int, int], ...]  # (drafts, accepted drafts) of each round with drafts
 
@@ -57,3 +62,23 @@ class Record:
         if self.output_len <= 1 or self.latency is None or self.ttft is None:
             return 0.0
         return (self.latency - self.ttft) / (self.output_len - 1)
+
+
+def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Return the counts of drafts of each group of the data set."""
+    found: defaultdict[str, Accepted] = defaultdict(Accepted)
+    for record in records:
+        if record.rounds:
+            found[record.group] += Accepted.of_rounds(record.rounds)
+        elif sum(record.accepted):
+            found[record.group] += of_histogram(record.accepted, record.num_drafts)
+    return {group: counts.as_json() for group, counts in sorted(found.items())}
+
+
+def of_histogram(accepted: Sequence[int], num_drafts: int) -> Accepted:
+    """Return the counts of rounds of which `accepted[n]` accepted n drafts."""
+    return Accepted(
+        num_drafts=sum(accepted),
+        num_draft_tokens=num_drafts,
+        accepted_per_position=tuple(sum(accepted[i:]) for i in range(1, len(accepted))),
+    )

@@ -13,6 +13,7 @@ _TOKENS = "vllm:spec_decode_num_draft_tokens"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _ROUNDS = "specjax:spec_decode_num_rounds"
 _STEPS = "specjax:num_steps"
+_LATE, _COMPILING = "specjax:num_compiles_after_warmup", "specjax:num_compiling"
 _HOST, _WAIT = "specjax:host_seconds", "specjax:wait_seconds"
 
 
@@ -75,6 +76,16 @@ class Counters:
         """The number of rounds by K; empty if the server does not tell."""
         rounds = self.by_label.get(_ROUNDS, {})
         return {k: int(rounds[k]) for k in sorted(rounds, key=int) if rounds[k]}
+
+    @property
+    def num_compiles(self) -> int | None:
+        """The number of programs that requests waited for; None if the server does not tell."""
+        return int(self.totals[_LATE]) if _LATE in self.totals else None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the server says that it compiles."""
+        return self.totals.get(_COMPILING, 0) > 0
 
     def ms_per_step(self, *, is_wait: bool) -> float | None:
         """Return the host's milliseconds per step, or those that it waited for the device."""
