@@ -133,7 +133,7 @@ def make_queries(settings: DatasetSettings, tokenizer: ChatTokenizer | None) -> 
         count=settings.num_prompts,
         random=Random(settings.seed),
         vocabulary=lambda: _ordinary_ids(needed()),
-        count_tokens=lambda text: len(needed().encode(text, add_special_tokens=False)),
+        count_tokens=lambda text: len(needed().encode(text)),  # as vLLM counts
     )
     chosen = _choose(settings, source)
     uses_template = (
