@@ -22,8 +22,7 @@ _MODULES = {
     "generate": "specjax.commands.generate",
     "serve": "specjax.commands.serve",
     "bench": "specjax.bench.speculation",
-    "bench sweep": "specjax.bench.sweep",
-    "bench simulate": "specjax.bench.simulate",
+    **{f"bench {name}": one.module for name, one in bench.SUBCOMMANDS.items()},
     "profile": "specjax.bench.profile",
     "profile show": "specjax.bench.profile_show",
     "quantize": "specjax.commands.quantize",
@@ -35,6 +34,7 @@ _MODULES = {
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEEDS_EXTRA = {
     **{"optax": "train", "orbax": "train", "matplotlib": "plot"},
+    "aiohttp": "bench",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client"), "serve"),
 }
 

@@ -1,4 +1,7 @@
-"""Prometheus metrics with vLLM's names: the engine's counters, and times of requests."""
+"""Prometheus metrics with vLLM's names: the engine's counters, and times of requests.
+
+Counters that vLLM lacks begin with "specjax:".
+"""
 
 import time
 from collections.abc import Iterator
@@ -122,6 +125,8 @@ class Monitor(Collector):
                 "specjax:num_steps": m.num_steps,
                 "specjax:prefix_cache_evictions": m.prefix_cache_evictions,
                 "specjax:num_compiles_after_warmup": m.num_compiles_after_warmup,
+                "specjax:host_seconds": m.host_ms * m.num_steps / 1e3,
+                "specjax:wait_seconds": m.wait_ms * m.num_steps / 1e3,
             }
         )
         finished, refused = m.requests_finished.items(), self._admission.num_refused
