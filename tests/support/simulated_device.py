@@ -24,7 +24,7 @@ from specjax.device.drafters.drafter import Variant
 from specjax.device.layout import Layout
 from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.metrics import Compilations
-from specjax.engine.programs import Prefill
+from specjax.engine.programs import Decode, Prefill
 from specjax.engine.tracing import Program
 from specjax.host.speculation.step_cost import StepCost
 from specjax.host.windows import window_pages
@@ -280,6 +280,22 @@ class SimulatedPrograms:
         self.tally["joined"] += 1
         begun = self._begin(begin, chunks, extension, frozenset(), None)
         return begun, self._out(outputs)
+
+    def _splitround(self, key, drafting, others):
+        k = key.shape.k
+        parts = [(k, drafting, self._rows(k, drafting)), (0, others, self._rows(0, others))]
+        for *_, rows in parts:  # neither may read what the other writes
+            for row in rows.values():
+                self.pools.check_reads(row.slot, row.start, row.tables)
+        outputs = []
+        for num_drafts, _, rows in parts:
+            self._extend_rows(num_drafts, rows)
+        for (num_drafts, round_, rows), batch in zip(parts, key.shape[::2], strict=True):
+            whole = Decode(batch, num_drafts, key.variant)
+            settled = self._settle_rows(whole, rows, round_, frozenset(), None, may_defer=False)
+            outputs.append(self._out(settled))
+        self.tally["split"] += 1
+        return tuple(outputs)
 
     def _propose(self, key, round_):
         self._proposed = self._rows(key.k, round_)
