@@ -75,6 +75,7 @@ class SimulatedPrograms:
         self._num_late = 0
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
+        self._proposed: dict[int, dict] = {}  # rows of rounds between their programs, by K
         self._packings: dict[Program, list[Any]] = {}  # with shapes, of the packed arguments
         self.renew()
 
@@ -298,18 +299,18 @@ class SimulatedPrograms:
         return tuple(outputs)
 
     def _propose(self, key, round_):
-        self._proposed = self._rows(key.k, round_)
+        proposed = self._proposed[key.k] = self._rows(key.k, round_)
         drafts = np.zeros((key.batch, key.k), np.int32)
-        for number, row in self._proposed.items():
+        for number, row in proposed.items():
             drafts[number] = row.drafts
         return Draft(HostArray(drafts))
 
     def _extend(self, key, round_, draft):
-        self._extend_rows(key.k, self._proposed)
+        self._extend_rows(key.k, self._proposed[key.k])
         return Extension()
 
     def _settle(self, key, round_, draft, extension, logits, masks):
-        return self._out(self._settle_rows(key, self._proposed, round_, logits, masks))
+        return self._out(self._settle_rows(key, self._proposed[key.k], round_, logits, masks))
 
     def _processfirst(self, key, inputs, logits):
         return logits | dict(key.processors).keys()

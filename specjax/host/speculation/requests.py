@@ -8,7 +8,7 @@ import numpy as np
 from specjax.host.speculation.acceptance import conditional
 from specjax.host.speculation.contexts import BOUNDS
 
-PRIOR_WEIGHT = 8.0  # weight of the rates of similar requests, in drafts of the request itself
+PRIOR_WEIGHT = 8.0  # weight of the rates of similar requests, in drafts of the request
 MEMORY_ROUNDS = 100.0  # a request's counts are remembered for about this number of its rounds
 _ROOM = 64  # number of requests that are kept in addition to those that are ready
 
@@ -47,7 +47,7 @@ class RequestOutcomes(NamedTuple):
 class RequestRates:
     """Counts accepted and verified drafts by request and position. Older drafts weigh less.
 
-    The rate of a request at a position is the mean of its own counts and of a prior rate, which is
+    The rate of a request at a position is a mean of its counts and of a prior rate, which is
     the rate of similar requests. So a new request has the prior rate.
     """
 

@@ -13,8 +13,8 @@ modelled as a sum of three terms:
 
 The estimate is the posterior mean of this random-effects model. For a point that was served several
 times, it follows the served times. For a point that was never served, it is the known time,
-corrected by the shared term. Rounds of long contexts have points of their own, by bucket of the
-mean length of their requests.
+corrected by the shared term. Rounds of long contexts have separate points, by bucket of the mean
+length of their requests.
 """
 
 import math
@@ -166,7 +166,7 @@ class StepCost:
 
         The known times come from a profile or a measurement. The estimated times are computed from
         the known times and from served rounds. Before any rounds of a bucket were served, its
-        estimates are those of the first bucket.
+        estimates are equal to the first bucket's.
         """
         if place not in self._known:
             base = self._rows[place[0]]
