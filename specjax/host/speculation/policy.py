@@ -240,7 +240,7 @@ class GoodputPolicy:
             return best
         best = self._hold(best, goodput)
         k = self._probe(best, goodput, load)
-        if k != best or load.requests is None or load.splits is None:
+        if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
         own = self._ms(load.num_sequences, best, load.num_context), goodput[best]
         split = self.splitter.choose(load, gains, own, self.cost, self._chunk_ms, self.requests)

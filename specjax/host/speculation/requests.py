@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.host.speculation.acceptance import conditional
-from specjax.host.speculation.contexts import BOUNDS
+from specjax.host.speculation.contexts import context_bucket
 
 PRIOR_WEIGHT = 8.0  # weight of the rates of similar requests, in drafts of the request
 MEMORY_ROUNDS = 100.0  # a request's counts are remembered for about this number of its rounds
@@ -52,7 +52,7 @@ class RequestRates:
     """
 
     def __init__(self, max_drafts: int):
-        self._max_drafts = max_drafts
+        self._max_drafts, self._positions = max_drafts, np.arange(max_drafts)
         self.reset()
 
     def reset(self) -> None:
@@ -69,13 +69,12 @@ class RequestRates:
         `rates_of` returns the rates of the requests of a group and of a bucket of lengths.
         """
         rows = self._find(requests.keys)
-        buckets = np.searchsorted(BOUNDS, requests.lengths, "right").tolist()
         kinds: dict[tuple[Hashable, int], int] = {}
-        pairs = zip(requests.groups, buckets, strict=True)
+        pairs = zip(requests.groups, map(context_bucket, requests.lengths), strict=True)
         kind = [kinds.setdefault(pair, len(kinds)) for pair in pairs]
-        priors = np.array([conditional(rates_of(*pair)) for pair in kinds])[kind]
-        accepted = self._accepted[rows] + PRIOR_WEIGHT * priors
-        return np.cumprod(accepted / (self._verified[rows] + PRIOR_WEIGHT), axis=1)
+        priors = np.array([conditional(rates_of(*pair)) for pair in kinds])
+        accepted = self._accepted[rows] + (PRIOR_WEIGHT * priors)[kind]
+        return (accepted / (self._verified[rows] + PRIOR_WEIGHT)).cumprod(axis=1)
 
     @staticmethod
     def sums(rates: Any, limits: Sequence[int] | None = None) -> np.ndarray:
@@ -84,20 +83,22 @@ class RequestRates:
         `rates` are unconditional, f64[n, K]. `limits` holds the maximum number of drafts of each
         request; None for no limits.
         """
-        sums = np.cumsum(np.pad(np.asarray(rates), ((0, 0), (1, 0))), axis=1)
-        if limits is None:
+        rates = np.asarray(rates)
+        n, k = rates.shape
+        sums = np.zeros((n, k + 1))
+        np.cumsum(rates, axis=1, out=sums[:, 1:])
+        if limits is None or min(limits) >= k:
             return sums
-        counts = np.minimum(np.arange(sums.shape[1]), np.array(limits)[:, None])
+        counts = np.minimum(np.arange(k + 1), np.array(limits)[:, None])
         return np.take_along_axis(sums, counts, axis=1)
 
     def observe(self, outcomes: RequestOutcomes) -> None:
         """Count the outcomes of a round."""
         rows = self._find(outcomes.keys)
         num_drafts, num_accepted = np.array(outcomes[1:])[..., None]
-        position = np.arange(self._max_drafts)
-        keep = np.where(num_drafts > 0, 1 - 1 / MEMORY_ROUNDS, 1.0)
-        is_accepted = position < num_accepted
-        is_verified = position < np.minimum(num_accepted + 1, num_drafts)
+        keep = 1 - (num_drafts > 0) / MEMORY_ROUNDS
+        is_accepted = self._positions < num_accepted
+        is_verified = self._positions < np.minimum(num_accepted + 1, num_drafts)
         self._accepted[rows] = keep * self._accepted[rows] + is_accepted
         self._verified[rows] = keep * self._verified[rows] + is_verified
 
