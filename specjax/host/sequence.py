@@ -8,6 +8,7 @@ from specjax.host.prefix_cache import PageKey
 from specjax.host.request import Matcher, Request, TextWatch
 from specjax.host.residency import Residency
 from specjax.host.speculation.acceptance import DraftOutcome
+from specjax.host.speculation.contexts import context_bucket
 from specjax.outputs import TokenLogprobs
 
 NO_LIMIT = 2**30  # more drafts than any round has
@@ -150,7 +151,8 @@ class Sequence:
         num_accepted = min(num_kept - 1, num_drafts)
         if self.is_finished:  # drafts after the end are not usable
             num_drafts = num_accepted
-        return DraftOutcome(num_drafts, num_accepted, self.request.group)
+        bucket = context_bucket(len(self.token_ids))
+        return DraftOutcome(num_drafts, num_accepted, self.request.group, bucket)
 
     @property
     def is_finished(self) -> bool:
