@@ -117,7 +117,7 @@ class SpeculativeConfig:
 
     @property
     def all_sources(self) -> tuple[str, ...]:
-        """The sources on the host: those of the method, and `sources`."""
+        """The sources on the host, from the method and from `sources`."""
         return *METHODS[self.method].sources, *self.sources
 
     def _check_dynamic(self) -> None:

@@ -58,3 +58,39 @@ def _tokens_of(
                 "a string"
             )
     return list(map(int, tokens))
+
+
+class CorpusMethods:
+    """Methods of an `LLM` that add and remove texts to draft from."""
+
+    engine: Any
+    target: Any
+    tokenizer: ChatTokenizer | None
+    _lock: Any
+    _check_open: Any
+
+    def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
+        """Add texts, or lists of token ids, to draft from: code or documents that outputs quote.
+
+        Outputs do not depend on corpora. A token takes about 350 bytes of host memory.
+
+        Raises:
+            ValueError: the engine does not draft from texts, there is a corpus of this name, or
+                `texts` is not a list of texts or token ids.
+        """
+        tokens = read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
+        with self._lock:
+            self._check_open()
+            for corpora in corpora_of(self.engine):
+                corpora.add(name, tokens)
+
+    def remove_corpus(self, name: str) -> None:
+        """Remove a corpus.
+
+        Raises:
+            ValueError: the engine does not draft from texts, or there is no corpus of this name.
+        """
+        with self._lock:
+            self._check_open()
+            for corpora in corpora_of(self.engine):
+                corpora.remove(name)

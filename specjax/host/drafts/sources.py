@@ -8,8 +8,8 @@ from specjax.config import SpeculativeConfig
 from specjax.host.drafts.text_index import (
     NOTHING,
     Continuation,
-    SuffixLimits,
     RecentTexts,
+    SuffixLimits,
     TextIndex,
 )
 from specjax.host.sequence import Sequence as Sample

@@ -92,7 +92,7 @@ class Suggester:
 
     @property
     def width(self) -> int:
-        """Maximum number of tokens of a path: those of a round in flight, and a round's drafts."""
+        """Maximum number of tokens of a path: of a round in flight, and of the next drafts."""
         return 2 * self.max_drafts + 1 if self.sources else 0
 
     def suggest(

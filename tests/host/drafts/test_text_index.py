@@ -9,8 +9,8 @@ from specjax.host.drafts.text_index import (
     END,
     GRAMS,
     MOST,
-    SuffixLimits,
     RecentTexts,
+    SuffixLimits,
     TextIndex,
 )
 
