@@ -38,9 +38,9 @@ def test_tokens_do_not_depend_on_the_drafts(checkpoints, asynchronous):
         for llm in ours, both:
             m = llm.metrics()
             print(
-                m.num_drafts_per_source,
-                m.num_draft_tokens_per_source,
-                m.num_accepted_tokens_per_source,
+                m.drafts_per_source,
+                m.draft_tokens_per_source,
+                m.accepted_tokens_per_source,
                 m.num_steps,
                 m.mean_acceptance_length,
             )

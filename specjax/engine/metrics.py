@@ -30,7 +30,7 @@ class Metrics:
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
         k_histogram: number of rounds per K.
-        num_drafts_per_source, num_draft_tokens_per_source, num_accepted_tokens_per_source: the
+        drafts_per_source, draft_tokens_per_source, accepted_tokens_per_source: the
             counts of drafts by source: the drafter under its method's name, "suffix", "corpus" or
             "history". Empty unless drafts also come from the host.
         requests_finished: number of finished samples per finish_reason.
@@ -66,9 +66,9 @@ class Metrics:
     acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
-    num_drafts_per_source: dict[str, int]
-    num_draft_tokens_per_source: dict[str, int]
-    num_accepted_tokens_per_source: dict[str, int]
+    drafts_per_source: dict[str, int]
+    draft_tokens_per_source: dict[str, int]
+    accepted_tokens_per_source: dict[str, int]
     prefix_cache_queries: int
     prefix_cache_hits: int
     prefix_cache_evictions: int
@@ -244,9 +244,9 @@ class Recorder:
             acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
             mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
-            num_drafts_per_source={name: of.num_rounds for name, of in sources},
-            num_draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
-            num_accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
+            drafts_per_source={name: of.num_rounds for name, of in sources},
+            draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
+            accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,
             prefix_cache_evictions=sum(pool.num_evictions for pool in pools)

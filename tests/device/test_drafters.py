@@ -50,7 +50,7 @@ def test_rows_that_drafting_adds_to_the_budget_of_a_step():
     for kind, *slots in table.values():
         assert [kind(None).draft_slots(k) for k in (0, 1, 5)] == slots
     assert [NGramDrafter().draft_slots(k) for k in (0, 1, 5)] == [0, 0, 0]
-    assert {*table, "ngram"} == set(METHODS)
+    assert {*table, "ngram", "suffix"} == set(METHODS)
 
 
 @pytest.mark.parametrize("drafter", [NoDrafter(), NGramDrafter()])

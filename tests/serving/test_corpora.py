@@ -24,9 +24,9 @@ def test_a_corpus_is_drafted_from_until_it_is_removed(llm):
     texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
 
     def num_drafts():
-        before = llm.metrics().num_drafts_per_source.get("corpus", 0)
+        before = llm.metrics().drafts_per_source.get("corpus", 0)
         assert generate_tokens(llm, prompts, params) == outputs
-        return llm.metrics().num_drafts_per_source.get("corpus", 0) - before
+        return llm.metrics().drafts_per_source.get("corpus", 0) - before
 
     llm.engine.scheduler.suggester.sources = llm.engine.scheduler.suggester.sources[1:3]
     llm.add_corpus("earlier", texts)
