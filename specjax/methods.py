@@ -114,7 +114,7 @@ def _check_suffix(depth: Any, cached_requests: Any, factor: Any, min_prob: Any) 
     where = "speculative_config.suffix_decoding"
     check_positive(**{f"{where}_max_tree_depth": depth})
     check_count(**{f"{where}_max_cached_requests": cached_requests})
-    if not is_number(factor) or factor <= 0:
+    if not is_number(factor) or not factor > 0:
         raise ValueError(f"{where}_max_spec_factor={factor!r} must be a positive number")
     if not is_number(min_prob) or not 0 <= min_prob <= 1:
         raise ValueError(f"{where}_min_token_prob={min_prob!r} must be in 0..1")

@@ -30,9 +30,11 @@ class Metrics:
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
         k_histogram: number of rounds per K.
-        drafts_per_source, draft_tokens_per_source, accepted_tokens_per_source: the
-            counts of drafts by source: the drafter under its method's name, "suffix", "corpus" or
-            "history". Empty unless drafts also come from the host.
+        drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
+            method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
+            host.
+        draft_tokens_per_source: number of draft tokens, likewise.
+        accepted_tokens_per_source: number of accepted draft tokens, likewise.
         requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix

@@ -133,7 +133,7 @@ class RolloutHistory:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], **options: Any) -> "RolloutHistory":
-        """Return a history with the rollouts of a `state`. `options` are those of a new history.
+        """Return a history with the rollouts of a `state`. `options` are arguments of a new history.
 
         Raises:
             ValueError: the state is not what `state` returns.
@@ -169,7 +169,7 @@ class RolloutHistory:
 
     @classmethod
     def load(cls, path: str | Path, **options: Any) -> "RolloutHistory":
-        """Read a file that `save` wrote. `options` are those of a new history.
+        """Read a file that `save` wrote. `options` are arguments of a new history.
 
         If the file was cut short, the whole rollouts in it are used, and a warning tells how many.
 
