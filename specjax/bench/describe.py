@@ -119,7 +119,7 @@ def closing_lines(details: Details, model: str) -> list[str]:
         if details.num_compiles
         else None,
         lossless_line(details.lossless),
-        "interrupted: the figures are of what was measured" if details.is_interrupted else None,
+        "interrupted: the figures cover what was measured" if details.is_interrupted else None,
         *(f"{count} failed: {error}" for error, count in details.failures.items()),
         *data["notes"],
         f"{model}, {prompts}, {template}",

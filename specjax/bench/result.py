@@ -1,6 +1,6 @@
 """The JSON that `specjax bench latency`, `throughput` and `serve` write.
 
-Its keys at the top are those of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
+At the top it has the keys of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
 is under the one key "specjax", whose fields are those of `Details`.
 """
 
@@ -174,7 +174,7 @@ class Details:
         machine: signs of other programs; `doubts` lists reasons not to trust the times.
         dataset: name, path, number of requests per group, chat template and its variables, and how
             many rows were left out or repeated.
-        is_interrupted: whether the run ended early; all figures are of what was measured.
+        is_interrupted: whether the run ended early; figures cover what was measured.
         rounds: the main figures of each repetition, with the keys of the result's top.
         distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
             tokens_per_chunk. A None has no measurements.

@@ -26,8 +26,7 @@ SAMPLING = {
     "presence_penalty": (float, "X", "0 changes nothing"),
 }
 AGAINST_OFFLINE = (
-    "other engines, in processes of their own, on the same prompts: transformers, "
-    "transformers-compiled"
+    "other engines, in separate processes, on the same prompts: transformers, transformers-compiled"
 )
 AGAINST_SERVED = (
     "other engines on the same requests: vllm, sglang, or the URL of a server; they run one after "
@@ -62,7 +61,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench_serve.run`."""
     endpoint = parser.add_argument_group(
         "endpoint",
-        "Without --base-url, a server is started: `specjax serve` in a process of its own, with "
+        "Without --base-url, a server is started: `specjax serve` in a separate process, with "
         "the engine's options.",
     )
     endpoint.add_argument("--base-url", metavar="URL", help="a running server")

@@ -28,7 +28,7 @@ from specjax.llm import LLM
 
 @dataclass(kw_only=True)
 class OfflineRun:
-    """A benchmark in this process: what was asked for, and what is known so far.
+    """A benchmark in this process: its options, and what is known so far.
 
     Attributes:
         lossless: the comparison with plain decoding; None until it was made.

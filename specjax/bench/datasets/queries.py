@@ -42,7 +42,7 @@ class DatasetSettings:
     Args:
         name: one of `DATASETS`.
         dataset: its own options.
-        output_len: tokens to generate, whatever the data set says; None for the data set's.
+        output_len: tokens to generate, which overrides the data set; None: as it says.
         oversamples: whether rows may be used several times if there are too few.
         applies_template: whether conversations become prompts by the chat template.
         template_kwargs: variables of the chat template, such as enable_thinking.

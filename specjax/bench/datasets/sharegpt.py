@@ -20,7 +20,7 @@ class ShareGPT:
     Conversations of fewer than two messages, and very short or long ones, are left out.
     """
 
-    output_len: int | None = option(None, "tokens to generate; default: those of the answer")
+    output_len: int | None = option(None, "tokens to generate; default: the answer's")
 
     def check(self) -> None:
         """See `Dataset`."""

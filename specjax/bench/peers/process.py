@@ -1,4 +1,4 @@
-"""A peer that runs whole batches in a process of its own, in turn with the engine."""
+"""A peer that runs whole batches in a separate process, in turn with the engine."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs prompts through Hugging Face transformers, in a process of its own.
+"""Runs prompts through Hugging Face transformers, in a separate process.
 
 The first line on stdin is the work, as JSON, and the answer on stdout has the version. Each further
 line "run" runs all prompts once, and the answer has seconds and outputs. This module imports
