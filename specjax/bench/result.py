@@ -1,7 +1,7 @@
 """The JSON that `specjax bench latency`, `throughput` and `serve` write.
 
 At the top it has the keys of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
-is under the one key "specjax", whose fields are those of `Details`.
+is under the one key "specjax", which has the fields of `Details`.
 """
 
 import sys
