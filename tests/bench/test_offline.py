@@ -59,7 +59,8 @@ def test_throughput_and_what_speculation_did(bench):
     assert len(rounds) == 2 and min(rounds) <= found["elapsed_time"] <= max(rounds)
     speculation = details["speculation"]
     total = speculation["total"]
-    assert speculation["by_source"] == {"ngram": total} and speculation["by_group"] == {"": total}
+    source = speculation["by_source"]["ngram"]
+    assert source.items() <= total.items() and speculation["by_group"] == {"": total}
     assert total["num_drafts"] > 0 and sum(speculation["k_histogram"].values()) > 0
     assert total["acceptance_length"] == pytest.approx(1 + sum(total["rates_per_position"]))
     assert speculation["host_ms"] > 0 and speculation["ms_per_round"]["2"] > 0
