@@ -48,7 +48,7 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchRun:
     """The result of one pass over the prompts."""
 
     seconds: float
@@ -96,7 +96,7 @@ class Offline:
         own = {"max_tokens": query.output_len, "seed": self.seed + query.index}
         return SamplingParams(**{"detokenize": False, **own, **self.sampling})
 
-    def generate(self, queries: Sequence[Query]) -> Batch:
+    def generate(self, queries: Sequence[Query]) -> BatchRun:
         """Generate all prompts at once."""
         prompts = [list(query.token_ids or ()) for query in queries]
         params = [self.params(query) for query in queries]
@@ -104,14 +104,16 @@ class Offline:
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        return Batch(
+        return BatchRun(
             seconds=seconds,
             records=[_record(q, o, begun) for q, o in zip(queries, outputs, strict=True)],
             before=before,
             after=self.llm.metrics(),
         )
 
-    def verify(self, queries: Sequence[Query], batch: Batch) -> tuple[dict[str, Any], RoundTimes]:
+    def verify(
+        self, queries: Sequence[Query], batch: BatchRun
+    ) -> tuple[dict[str, Any], RoundTimes]:
         """Decode the prompts without drafts, and compare the tokens with those of `batch`.
 
         Return the comparison, and the times of plain steps. Afterwards the engine decodes plainly.
@@ -161,7 +163,7 @@ def _record(query: Query, output: RequestOutput, begun: float) -> Record:
 
 
 def describe_speculation(
-    batches: Sequence[Batch],
+    batches: Sequence[BatchRun],
     *,
     source: str | None,
     drafting: RoundTimes,
@@ -225,7 +227,7 @@ def _by_k(times: RoundTimes) -> dict[int, list[float]]:
 def round_over_plain(drafting: RoundTimes, plain: RoundTimes) -> dict[str, float]:
     """Return for each K a round's time over a plain step's, at the same batch sizes.
 
-    Batch sizes are weighted by the number of rounds. Those without plain steps are left out.
+    BatchRun sizes are weighted by the number of rounds. Those without plain steps are left out.
     """
     own: Counter[int] = Counter()
     base: Counter[int] = Counter()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specjax.bench.datasets.example import Example, Row, Source, option, read_rows, user
+from specjax.bench.datasets.example import Example, Row, RowSource, option, read_rows, user
 from specjax.bench.datasets.questions import check_lengths
 
 _REMEDY = (
@@ -27,7 +27,7 @@ class ShareGPT:
         if self.output_len is not None:
             check_lengths(output_len=self.output_len)
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         rows = list(read_rows(source, _REMEDY))
         source.random.shuffle(rows)  # tokenize only as many as are needed
@@ -49,7 +49,7 @@ class ShareGPT:
             )
         return found
 
-    def _read(self, row: Row, source: Source) -> Example | None:
+    def _read(self, row: Row, source: RowSource) -> Example | None:
         """Return the example of a conversation, or None if it is left out."""
         turns = _turns(row)
         if len(turns) < 2:
