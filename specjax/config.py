@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 from pallas_kernels import KERNELS
 from pallas_kernels.page_formats import PAGE_FORMATS, PageFormat
+from specjax.checkpoint.quantised.bits import BITS
 from specjax.checks import (
     check_choice,
     check_count,
     check_flags,
     check_positive,
     check_seed,
+    growing,
     is_number,
     parse_batches,
+    parse_lookup,
     parse_shapes,
     parse_table,
     warn,
@@ -31,6 +34,7 @@ VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
 COLLECTIVES = ("auto", "nccl", "graph")
 KV_CACHE_DTYPES = ("auto", *PAGE_FORMATS)
+HEAD_DTYPES = ("fp8", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, of any engine: requests, rows per request, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
@@ -99,6 +103,9 @@ class SpeculativeConfig:
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
+        head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
+            target's head, the drafter gets a copy, and the target keeps its own.
+        quantization: "fp8", "int8" or "int4" quantises the drafter's other projections, see `LLM`.
     """
 
     method: str
@@ -117,6 +124,8 @@ class SpeculativeConfig:
     dynamic_config_force: bool = False
     adaptive: bool = False
     kv_cache_dtype: str | None = None
+    head_dtype: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self):
         where = "speculative_config"
@@ -127,12 +136,21 @@ class SpeculativeConfig:
             raise ValueError(f"{where}.model={self.model!r} must be a folder or hub id")
         check_choice(f"{where}.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         check_choice(f"{where}.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS)
-        if self.kv_cache_dtype is not None:
-            check_choice(f"{where}.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self._check_dtypes()
         self._check_dynamic()
         self._check_num_drafts()
         check_choice(f"{where}.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
+
+    def _check_dtypes(self) -> None:
+        choices = {"head_dtype": HEAD_DTYPES, "quantization": tuple(BITS)}
+        for name, allowed in {"kv_cache_dtype": KV_CACHE_DTYPES, **choices}.items():
+            where, value = f"speculative_config.{name}", getattr(self, name)
+            if value is None:
+                continue
+            check_choice(where, value, allowed)
+            if name in choices and not METHODS[self.method].has_weights:
+                raise ValueError(f"{where}={value!r}: {self.method!r} has no weights; leave it out")
 
     def _check_lookup(self) -> None:
         for method, needs in METHODS.items():
@@ -142,21 +160,10 @@ class SpeculativeConfig:
                 raise ValueError(f"{where} goes with method={method!r}, not {self.method!r}")
         if "prompt_lookup_min" not in METHODS[self.method].options:
             return
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if self.model is not None:
             where = f"speculative_config.model={self.model!r}"
             raise ValueError(f"{where}: method='ngram' has no checkpoint; leave it out")
-        where = "speculative_config.prompt_lookup"
-        named = {f"{where}_min": low, f"{where}_max": high}
-        check_positive(**{name: value for name, value in named.items() if value is not None})
-        # If only one of them is given, the other gets the same value, as in vLLM.
-        if low is None and high is None:
-            low, high = 2, 5
-        low, high = high if low is None else low, low if high is None else high
-        if low > high:  # pyright: ignore[reportOperatorIssue]
-            raise ValueError(
-                f"{where}_min={low} exceeds {where}_max={high}; lower the one or raise the other"
-            )
+        low, high = parse_lookup(self.prompt_lookup_min, self.prompt_lookup_max)
         object.__setattr__(self, "prompt_lookup_min", low)
         object.__setattr__(self, "prompt_lookup_max", high)
 
@@ -440,11 +447,3 @@ class EngineConfig:
                 f"({-(-possible // width)}, {width}), or lower max_num_batched_tokens to {largest}"
             )
         return ordered
-
-
-def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Return sizes from `first` to `last`, each at most `factor` times the size before it."""
-    sizes = [first]
-    while sizes[-1] < last:
-        sizes.append(min(factor * sizes[-1], last))
-    return tuple(sizes)

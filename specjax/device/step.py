@@ -229,7 +229,8 @@ def propose(
         variant,
         model.vocabulary,
     )
-    draft, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
+    own = model.drafter.with_head(params)
+    draft, drafter = model.drafter.draft(model.target, own, state.drafter, context, k)
     return replace(state, drafter=drafter), draft
 
 

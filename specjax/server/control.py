@@ -17,6 +17,7 @@ from specjax.engine.sleep import check_level
 from specjax.rl.loop import PAUSES
 from specjax.rl.named import read_named
 from specjax.rl.online import OnlineWeights
+from specjax.rl.quantising import plain_shapes
 from specjax.rl.weights import WeightUpdate, next_version
 from specjax.server.admission import Admission
 from specjax.server.errors import APIError
@@ -30,7 +31,8 @@ _HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
 
 def max_bytes(params: Params) -> int:
     """Return the maximum size of all parts of an update."""
-    return MAX_BYTES_PER_WEIGHT * sum(leaf.size for leaf in jax.tree.leaves(params)) + _HEADER_BYTES
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(plain_shapes(params)))
+    return MAX_BYTES_PER_WEIGHT * num_weights + _HEADER_BYTES
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Weights of experts in MXFP4, which stay packed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
 from pallas_kernels.grouped_mxfp4_matmul.reference import unpacked
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.mxfp4 import BLOCK
+from specjax.checkpoint.quantised.nearest import in_blocks
+from specjax.checkpoint.quantised.nearest4 import nearest_e2m1, shared_exponents
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
 from specjax.device.weights.weight import weight
@@ -47,6 +49,33 @@ class MXFP4Experts(ExpertWeights):
         wide = unpacked(self.values, self.scales, dtype)
         return ExpertMatrices(wide.swapaxes(1, 2), self.axis)
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return ("fp4",)
+
+    def quantise(self, plain: ExpertMatrices) -> "MXFP4Experts":
+        """See `Weight`."""
+        matrices = plain.values.swapaxes(1, 2)
+        exponents = shared_exponents(matrices, BLOCK)  # [E, out, in / 32]
+        blocks = in_blocks(matrices, (1, BLOCK)).squeeze(-3)
+        codes = nearest_e2m1(jnp.ldexp(blocks.astype(jnp.float32), -exponents[..., None]))
+        scales = (exponents + 127).astype(jnp.uint8).swapaxes(1, 2)
+        stored = codes[..., ::2] | (codes[..., 1::2] << 4)
+        return replace(self, values=paired(stored), scales=scales)
+
+
+def paired(stored: jax.Array) -> jax.Array:
+    """Return the bytes u8[E, out, bytes] of `MXFP4Experts`.
+
+    `stored` u8[E, out, blocks, 16] has adjacent numbers in a byte. Blocks are joined in pairs; a
+    single last block is joined with 0.
+    """
+    stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
+    first, second = stored[:, :, ::2], stored[:, :, 1::2]
+    even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 240)
+    return jnp.stack([even, odd], axis=-1).reshape(*stored.shape[:2], -1)
+
 
 @dataclass(frozen=True)
 class _PackedSpec(TensorSpec):
@@ -70,12 +99,9 @@ class _NumbersSpec(_PackedSpec):
         return num_experts, num_out, BLOCK * -(-num_blocks // 2)
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. Blocks are joined in pairs; a single last block is joined with 0."""
+        """See `TensorSpec`."""
         (stored,) = parts
-        stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
-        first, second = stored[:, :, ::2], stored[:, :, 1::2]
-        even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 240)
-        return jnp.stack([even, odd], axis=-1).reshape(self.shape)
+        return paired(stored)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Weights of projections as 4-bit numbers with a scale per group of inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
+from specjax.checkpoint.quantised.nearest4 import nearest_floats, nearest_integers
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.matrix import Dense
@@ -40,6 +41,23 @@ class Packed(Quantised):
         if self.order is not None:
             matrix = matrix[jnp.argsort(self.order)]
         return Dense(matrix, self.parts)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return ("fp4" if self.form.is_float else "int4",)
+
+    def quantise(self, plain: Any) -> "Packed":
+        """See `Weight`. The order of the inputs stays."""
+        matrix = plain.by_output if self.order is None else plain.by_output[:, self.order]
+        if self.form.is_float:
+            made = nearest_floats(matrix, self.form.group, has_factors=self.factors is not None)
+        else:
+            dtype, has_zeros = self.scales.dtype.name, self.zeros is not None
+            made = nearest_integers(matrix, self.form.group, dtype, has_zeros=has_zeros)
+        zeros = None if made.zeros is None else made.zeros.T
+        given = {"zeros": zeros, "factors": made.factors, "scales": made.scales.T}
+        return replace(self, values=self.form.pack(made.codes), **given)
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         if self.order is not None:
