@@ -218,10 +218,13 @@ class Described:
         return dict(total) if any(total.values()) else None
 
     def drafter_weights(self, dtype: str) -> int:
-        """Return the bytes of the drafter's parameters in `dtype`, on each device."""
+        """Return the bytes of the drafter's parameters in `dtype`, on each device.
+
+        They include its copy of an output head.
+        """
         if self.target.num_devices > 1 and self.drafter.weights is not None:
             return weight_bytes(specs_of(self.drafter.weights), dtype)
-        return sum(
+        return self.plan.head_bytes + sum(
             x.size * np.dtype(dtype if _is_wide(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
         )
