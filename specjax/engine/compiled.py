@@ -7,6 +7,7 @@ program is needed.
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class CompiledPrograms:
             target, drafter = target.local, drafter.local
         self.model = toolchain.make_model(config, target, drafter, verification, platform)
         self.layout = layout
+        self._make_state = _state_maker(self._placement, config, self.model, max_drafts)
         self.renew()
         static = Static(self.model, layout)
         weights = jax.tree.unflatten(self._weights_tree, self._weights)
@@ -245,21 +247,7 @@ class CompiledPrograms:
 
     def renew(self) -> None:
         """See `Programs`."""
-        if self._placement.num_devices == 1:
-            with jax.default_device(self._placement.device):  # another device may lack room
-                self.state = self._placement.put(self._empty_state())
-            return
-        own = jax.shard_map(
-            lambda: jax.tree.map(lambda x: x[None], self._empty_state()),
-            mesh=self._placement.mesh,
-            in_specs=(),
-            out_specs=DIVIDED,
-        )
-        self.state = jax.jit(own)()
-
-    def _empty_state(self) -> EngineState:
-        """Return the state that one device has before there are any requests."""
-        return empty_state(self._config, self.model, self._max_drafts)
+        self.state = self._make_state()
 
     def close(self) -> None:
         """See `Programs`."""
@@ -282,3 +270,21 @@ class CompiledPrograms:
             ones = np.full((*rows, self.layout.mask_words), -1, np.int32)
             self._no_masks[rows] = self._placement.put(ones)
         return self._no_masks[rows]
+
+
+def _state_maker(placement: Placement, *sizes: Any) -> Callable[[], EngineState]:
+    """Return a function that makes an engine's empty state on the devices of `placement`.
+
+    `sizes` are the arguments of `empty_state`. One program makes all arrays, because compiling one
+    program for each shape takes longer.
+    """
+    make = partial(empty_state, *sizes)
+    if placement.num_devices == 1:
+        return jax.jit(make, out_shardings=placement.sharding())
+    own = jax.shard_map(
+        lambda: jax.tree.map(lambda x: x[None], make()),
+        mesh=placement.mesh,
+        in_specs=(),
+        out_specs=DIVIDED,
+    )
+    return jax.jit(own)

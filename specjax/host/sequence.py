@@ -202,7 +202,8 @@ class Sequence:
         if self.first_token_ts is None:
             self.first_token_ts = self.last_token_ts
         if row.num_drafts and tokens:
-            self.rounds += bytes((row.num_drafts, len(tokens) - 1))
+            self.rounds.append(row.num_drafts)
+            self.rounds.append(len(tokens) - 1)
         if row.logprobs:
             self.logprobs += row.logprobs[: len(tokens)]
         if self.finish_reason is None:
