@@ -17,7 +17,7 @@ from specjax.engine.sleep import check_level
 from specjax.rl.loop import PAUSES
 from specjax.rl.named import read_named
 from specjax.rl.online import OnlineWeights
-from specjax.rl.quantising import plain_shapes
+from specjax.rl.quantising import kinds_of, plain_shapes
 from specjax.rl.weights import WeightUpdate, next_version
 from specjax.server.admission import Admission
 from specjax.server.errors import APIError
@@ -139,6 +139,10 @@ class Control:
         if not self.weights.is_torn:
             await self._go(TORN)
         return made
+
+    async def quantization(self) -> str | None:
+        """Return the kinds of quantised numbers in the target's weights; see `Rollout`."""
+        return kinds_of((await self._params()).target)
 
     def relabel(self, version: int) -> None:
         """Give the current weights a new version.
