@@ -41,7 +41,7 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class Quantising:
-    """A quantised weight of the engine, and the plain weight of which it is made.
+    """A quantised weight of the engine, and the plain weight that it is made from.
 
     In `plain`, a `Source` takes the place of the array. In `form`, shapes take the places of all
     arrays but those of integers i32, which stay.

@@ -37,8 +37,7 @@ class Rollout:
         sample_index: the index of this sample among the samples of the prompt.
         error: the error if only this rollout failed, else None.
         quantization: the kinds of quantised numbers in the target's weights, such as "fp8" or
-            "fp8, int4"; None if they are plain. All log-probabilities are those of the model with
-            these weights.
+            "fp8, int4"; None if they are plain. The quantised model gives all log-probabilities.
     """
 
     prompt_token_ids: np.ndarray
