@@ -152,7 +152,7 @@ def quality_table(qualities: dict[str, Any], speeds: dict[str, list[float]]) -> 
     return {
         "title": "Formats of weights and caches",
         "columns": [
-            "format", "perplexity", "greedy outputs that stay", "tokens before the first that differs",
+            "format", "perplexity", "greedy outputs that stay", "tokens before a difference",
             "tokens/s, one request", "times plain",
         ],
         "rows": rows,
