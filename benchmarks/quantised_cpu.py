@@ -84,7 +84,7 @@ def quality(llm: LLM, texts: Sequence[str]) -> tuple[float, int, list[list[int]]
     """Return the perplexity of `texts`, their number of tokens, and greedy outputs."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
     scored = llm.generate(list(texts), params, use_tqdm=False)
-    entries = [entry for one in scored for entry in (one.prompt_logprobs or [])[1:]]
+    entries = [entry for one in scored for entry in one.prompt_logprobs or [] if entry]
     nats = [-next(iter(entry.values())).logprob for entry in entries]
     outputs = llm.chat(prompts_of(llm), GREEDY, use_tqdm=False)
     tokens = [list(one.outputs[0].token_ids) for one in outputs]

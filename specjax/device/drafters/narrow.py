@@ -31,8 +31,8 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
         return params
     named = [(dotted(path), x) for path, x in _weights(params)]
     for name, value in chosen.items():
-        own = [(path, x) for path, x in named if value and _option_of(path) == name]
-        if own and all(x.numbers for _, x in own):
+        own = [(path, x) for path, x in named if _option_of(path) == name]
+        if value and own and all(x.numbers for _, x in own):
             _refuse(name, value, own[0][0])
     make = partial(_narrowed, chosen=chosen)
     leaves = jax.tree.leaves(params)

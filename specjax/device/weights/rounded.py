@@ -29,14 +29,7 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
     Raises:
         ValueError: no matrix can be quantised.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_weight)
-    names = [
-        name
-        for path, x in leaves
-        if type(x) in STORED and _PLAIN.isdisjoint(dotted(path).split("."))
-        for name in x.values.names
-    ]
-    made = round_matrices(files, names, quantization, dtype)
+    made = round_matrices(files, projections(specs), quantization, dtype)
     made = made.without(unpacked(specs, made.files, keep_name), files)
     if not made.matrices:
         raise ValueError(
@@ -45,3 +38,14 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
             "another kind, or leave it out"
         )
     return made
+
+
+def projections(specs: Any) -> list[str]:
+    """Return the names of the tensors in the `TensorSpec`s `specs` that may be quantised."""
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_weight)
+    return [
+        name
+        for path, x in leaves
+        if type(x) in STORED and _PLAIN.isdisjoint(dotted(path).split("."))
+        for name in x.values.names
+    ]
