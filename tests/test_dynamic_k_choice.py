@@ -97,7 +97,7 @@ def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
         assert policy == TablePolicy(((1, 1, 3), (2, 2, 1), (4, 9, 0)))
     # The last drafts of an output are of no use: then fewer are as good.
     loads = [load for load in watched.loads if load.num_sequences]
-    long = [load for load in loads if min(limit for _, limit in load.members) == K]
+    long = [load for load in loads if min(load.requests.limits) == K]
     for size, ks in by_size.items():
         assert {policy.choose(load) for load in long if load.num_sequences == size} == ks
         assert max(policy.choose(load) for load in loads if load.num_sequences == size) == max(ks)

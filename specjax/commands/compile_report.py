@@ -3,8 +3,8 @@
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from specjax.bench.environment import describe_versions
@@ -22,13 +22,38 @@ _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 def run(args: argparse.Namespace) -> int:
     """Run `specjax info --compile`."""
     request = read_request(args)
-    (report,) = compile_steps([request], resources=args.resources)
+    requests = [request, *([] if request.quantization is None else [_plain(request)])]
+    report, *others = compile_steps(requests, resources=args.resources)
     if args.json:
+        plain = {"plain": as_json(one) for one in others}
         # Do not report this machine's devices, because nothing runs on them.
-        print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
+        print(json.dumps({**as_json(report), **plain, "versions": describe_versions()}, indent=2))
     else:
-        print("\n".join(as_lines(report)))
+        lines = [*as_lines(report), *(line for one in others for line in _beside(report, one))]
+        print("\n".join(lines))
     return 0
+
+
+def _plain(request: StepRequest) -> StepRequest:
+    """Return the request for the same step with plain weights."""
+    return replace(request, quantization=None)
+
+
+def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
+    """Yield lines that compare a step with quantised weights and the step with plain weights."""
+    yield f"{report.request.quantization}, and plain weights"
+
+    def line(name: str, show: Callable[[StepReport], str]) -> str:
+        return _line(name, f"{show(report):>12}  {show(plain):>12}")
+
+    yield line("parameters", lambda one: as_size(one.minimum.weights))
+    yield line("kernels of the step", lambda one: str(one.num_launches["step"]))
+    for kind in report.layers:
+        most = f"kernels of a {kind} layer"
+        yield line(most, lambda one, kind=kind: str(one.layers[kind].maximum))
+    yield line("bytes moved", lambda one: as_size(one.step.moved))
+    yield line("ratio", lambda one: f"{one.step.ratio:.4f}")
+    yield line("one command buffer", lambda one: "yes" if one.is_one_command_buffer else "NO")
 
 
 def read_request(args: argparse.Namespace) -> StepRequest:
@@ -69,7 +94,9 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         page_size=args.page_size,
         kv_cache_dtype=args.kv_cache_dtype,
         tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives or "auto",
+        quantization=args.quantization,
     )
 
 
@@ -125,11 +152,15 @@ def _about(report: StepReport) -> Iterator[str]:
     drafter = {None: "no drafter", "mtp": "the model's own module", "eagle": OWN_SHAPE}
     yield f"decode step of {request.model} on {request.target}"
     yield _line("requests", f"{request.batch} of {request.context} tokens, {drafts}, bfloat16")
+    if request.quantization is not None:
+        yield _line("quantization", request.quantization)
     yield _line("drafter", request.drafter or drafter.get(request.method, str(request.method)))
     yield _line("layers", f"{compiled} of {report.num_layers}")
     yield _line("GEMMs", request.gemm)
     if request.tensor_parallel_size > 1:
-        yield _line("GPUs", f"{request.tensor_parallel_size}; all figures are of each of them")
+        experts = "; each has whole experts" if request.enable_expert_parallel else ""
+        each = f"{request.tensor_parallel_size}{experts}; all figures are of each of them"
+        yield _line("GPUs", each)
         yield _line("collectives", request.collectives)
 
 
@@ -161,11 +192,8 @@ def _launches(report: StepReport) -> Iterator[str]:
         kept = f"the last {later.num_steps} steps or fewer, together"
         moved = f"{later.num_launches} kernels, {as_size(later.num_bytes)}"
         yield _line("  observed later", f"{kept}: {moved}")
-    num_asked = sum(one.times for one in report.asked)
-    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
-    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
-    yield _line("kernels", str(num_asked))
-    yield _line("bytes moved in addition", as_size(moved))
+    if not report.request.is_plain:
+        yield from _asked(report)
     for kind, layers in report.layers.items():
         spread = str(layers.minimum)
         if layers.minimum != layers.maximum:
@@ -174,6 +202,14 @@ def _launches(report: StepReport) -> Iterator[str]:
         for one in layers.kernels:
             size = as_size(one.num_read + one.num_written)
             yield f"  {size:>10}  {describe(one)}"
+
+
+def _asked(report: StepReport) -> Iterator[str]:
+    num_asked = sum(one.times for one in report.asked)
+    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
+    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
+    yield _line("kernels", str(num_asked))
+    yield _line("bytes moved in addition", as_size(moved))
 
 
 def _collectives(report: StepReport) -> Iterator[str]:

@@ -284,7 +284,7 @@ class Engine:
             except Exception as error:  # the request's own program failed, e.g. logits processors
                 failed += scheduler.fail_all(request, error)
         self._recorder.record_finished(failed)
-        scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))
+        scheduler.shapes, scheduler.splits = repertoire.ready_for(scheduler.demands)
         if scheduler.policy.is_learning and not self.programs.is_compiling:
             for shape in scheduler.shapes.decode:
                 if shape not in self._timed:
@@ -331,10 +331,10 @@ class Engine:
             if step.joins is not None:
                 self.repertoire.note_apart(step.joins, min(chunk_ms, milliseconds))
         # An earlier policy may have chosen this K.
-        if isinstance(plan, DecodePlan) and policy.is_learning and any(num_kept):
-            if plan.num_drafts in policy.choices:
-                is_of_k = plan.k == plan.num_drafts and not self.config.exact
-                policy.observe(step.outcome(num_kept, milliseconds if is_of_k else None, chunk_ms))
+        is_known = isinstance(plan, DecodePlan) and plan.num_drafts in policy.choices
+        if is_known and policy.is_learning and any(num_kept):
+            own_ms = None if self.config.exact else milliseconds  # all Ks have the same shape
+            policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.

@@ -197,8 +197,9 @@ class Recorder:
             self._counts["prefill_steps"] += 1
             self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
             return
-        self._counts["decode_steps"] += 1
-        self._k[plan.num_drafts] += 1
+        if not plan.is_rest:
+            self._counts["decode_steps"] += 1
+            self._k[plan.num_drafts] += 1
         more = [0] * (plan.num_drafts - len(self._accepted))
         self._drafted += more
         self._accepted += more

@@ -2,36 +2,42 @@
 
 A step has a shape and a variant. The variant is the extra work that the step's requests need, such
 as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
-for rounds, and one variant, which has no extra work. The two shapes suffice for any step, but small
-steps need much padding. A smaller shape is compiled in the background once the padding that it
-would avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
+for rounds, and a variant that serves most requests. If the host waits at conditionals, there is also
+a variant for requests without optional work. The two shapes suffice for any step, but small steps
+need much padding. A smaller shape is compiled in the background once the padding that it would
+avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
 requests do not wait.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
 from specjax.engine.port import Programs
-from specjax.engine.programs import Joined
+from specjax.engine.programs import Joined, SplitRound
 from specjax.engine.tracing import Program
 from specjax.engine.variants import (
     FEW_LOGPROBS,
     covers,
     first_programs_of,
+    is_in_pieces,
     of_rounds,
     programs_of,
 )
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Demands
 from specjax.host.shapes import Shape, Shapes, num_rows
+from specjax.host.speculation.rounds import SplitShape, SplitWish
 from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
 PIECES_LOSE = 0.05  # a round that runs as several programs loses about this fraction of its time
 JOINED_SAVES = 0.5  # `Joined` saves about this fraction of the shorter time, of chunks or round
+
+
+_PLAIN = Demands(edits=False, masks=False, processor=-1, logprobs=None, prompt_logprobs=None)
 
 
 class Repertoire:
@@ -40,7 +46,7 @@ class Repertoire:
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
     ):
-        self.variants: list[Variant] = []  # needed so far; the plain variant comes first
+        self.variants: list[Variant] = []  # needed so far; the first needs the least extra work
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
         # At least one: with zero, XLA would turn the conditional for log-probabilities into a
@@ -52,6 +58,7 @@ class Repertoire:
         self._num_ready = -1  # number of ready programs when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
+        self._splits: dict[Variant, dict[SplitShape, SplitRound]] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
@@ -72,10 +79,12 @@ class Repertoire:
             self._asked[all_demands] = self._find_asked(all_demands)
         return self._asked[all_demands]
 
-    def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
+    def _find_asked(self, all_demands: Set[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
         if self._config.exact:  # the same variant for all steps: other programs round differently
             return Variant(masks=True, num_logprobs=max_logprobs)
+        if self._programs.waits_at_conditionals and all_demands <= {_PLAIN}:
+            return Variant(is_plain=True)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
         # Numbers are rounded up to `few` or the maximum, so that there are few variants.
         few = min(FEW_LOGPROBS, max_logprobs)
@@ -93,7 +102,8 @@ class Repertoire:
 
         Return whether all shapes are ready.
         """
-        variants = self.variants or [self.asked_by(())]
+        usual = self.asked_by({_PLAIN}), self.asked_by({_PLAIN._replace(edits=True)})
+        variants = self.variants or list(dict.fromkeys(usual))
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
         best = self._programs_for_shapes(programs_of, variants[:1], shapes)
@@ -187,8 +197,10 @@ class Repertoire:
 
         `plan.better_shape` is the shape that fits best but was not compiled. If it is None, nothing
         is noted. The better shape is compiled in the background once its absence has cost too much
-        time.
+        time. So is the program of a split round that would have been faster (`plan.wish`).
         """
+        if isinstance(plan, DecodePlan) and plan.wish is not None:
+            self._note_wish(plan.wish, variant, milliseconds)
         if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
@@ -210,6 +222,26 @@ class Repertoire:
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
         self._add_loss([program], JOINED_SAVES * milliseconds)
+
+    def ready_for(self, all_demands: Iterable[Demands]) -> tuple[Shapes, Collection[SplitShape]]:
+        """Return the shapes of steps and of split rounds that are ready for requests."""
+        asked = self.asked_by(all_demands)
+        return self.shapes(asked), self.splits(asked).keys()
+
+    def splits(self, asked: Variant) -> dict[SplitShape, SplitRound]:
+        """Return the programs for split rounds of the variant `asked` that are ready, by shape."""
+        self._look()
+        if asked not in self._splits:
+            ready = [one for one in self._programs.ready if isinstance(one, SplitRound)]
+            own = of_rounds(asked)
+            self._splits[asked] = {one.shape: one for one in ready if covers(one.variant, own)}
+        return self._splits[asked]
+
+    def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
+        """Add to the time lost because a split round's program was not ready."""
+        if self._config.compile_ahead or is_in_pieces(variant):  # see `note_apart`
+            return
+        self._add_loss([SplitRound(wish.shape, variant)], wish.gain * milliseconds)
 
     def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
         """Add `milliseconds` to the time lost because the programs `needed` were not ready.
@@ -300,3 +332,4 @@ class Repertoire:
         """Clear the caches of results that depend on the known variants and the ready programs."""
         self._chosen.clear()
         self._shapes.clear()
+        self._splits.clear()

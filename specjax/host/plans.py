@@ -6,6 +6,7 @@ from functools import cached_property
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
+from specjax.host.speculation.rounds import SplitWish
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class DecodePlan:
     k: int
     num_drafts: int  # how many of the k drafts may be accepted
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    is_rest: bool = False  # whether it has the requests without drafts of a split round
+    wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
@@ -68,13 +71,17 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step: prefill chunks of some sequences, and a decode round of prefilled sequences."""
+    """A step: prefill chunks of some sequences, and a decode round of prefilled sequences.
+
+    If the round is split, `decode` has the sequences that draft, and `rest` the others.
+    """
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
     num_tokens: int  # number of scheduled tokens, as budgets count them
+    rest: DecodePlan | None = None
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """The parts `prefill` and `decode`, in this order. A part that is None is left out."""
-        return tuple(part for part in (self.prefill, self.decode) if part is not None)
+        """The parts `prefill`, `decode` and `rest`. A part that is None is left out."""
+        return tuple(p for p in (self.prefill, self.decode, self.rest) if p is not None)

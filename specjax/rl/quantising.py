@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from specjax.checkpoint.given import dotted
 from specjax.checkpoint.quantised.nearest import relative_error
 from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.placement import is_divided
 from specjax.device.weights.weight import Weight, is_weight
 from specjax.engine.log import get_log
 
@@ -50,6 +50,7 @@ class Quantising:
     name: str  # the weight's path in the engine's tree
     plain: Weight
     form: Weight
+    is_divided: bool  # whether arrays have one more axis, over devices
     error: jax.Array | None = None  # relative to the plain weight; None before it is made
     _made: dict[int, jax.Array] = field(default_factory=dict)
 
@@ -70,7 +71,7 @@ class Quantising:
             plain = replace(self.plain, values=source.copy(dtype, sharding))  # pyright: ignore
             shapes = tuple(None if _stays(x) else x for x in leaves)
             kept = [x for x in leaves if _stays(x)]
-            made, self.error = _quantiser(tree, shapes)(plain, kept)
+            made, self.error = _quantiser(tree, shapes, self.is_divided)(plain, kept)
             self._made = {i: x for i, x in enumerate(made) if shapes[i] is not None}
         return jax.device_put(self._made.pop(number), sharding)
 
@@ -106,7 +107,10 @@ def plain_shapes(current: Any) -> Any:
     """
 
     def of(x: Any) -> Any:
-        return jax.eval_shape(lambda one: one.plain(np.float32), x) if _is_quantised(x) else x
+        if not _is_quantised(x):
+            return x
+        make = _plain if not _is_divided(x) else jax.vmap(_plain)
+        return jax.eval_shape(make, x)
 
     return jax.tree.map(of, current, is_leaf=is_weight)
 
@@ -127,7 +131,7 @@ def quantising(sources: Any, current: Any) -> list[Source | None]:
 def sources_of(name: str, plain: Weight, old: Weight) -> list[Source | None]:
     """Return the sources of a quantised weight's arrays. `old` is the engine's weight `name`."""
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
-    return Quantising(name, plain, form).sources
+    return Quantising(name, plain, form, _is_divided(old)).sources
 
 
 def report_errors(sources: Iterable[Source | None], version: int, seconds: float) -> float | None:
@@ -183,22 +187,40 @@ def _is_quantised(x: Any) -> bool:
     return is_weight(x) and bool(x.numbers)
 
 
+def _plain(x: Weight) -> Weight:
+    return x.plain(np.float32)
+
+
+def _is_divided(x: Weight) -> bool:
+    return any(map(is_divided, jax.tree.leaves(x)))
+
+
 def _stays(leaf: Any) -> bool:
     return leaf.dtype == np.int32
 
 
 @lru_cache(maxsize=32)  # each entry holds a compiled program; layers share it
-def _quantiser(tree: Any, shapes: tuple[Any, ...]) -> Any:
+def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Any:
     """Return a jitted function of a plain weight and the arrays that stay.
 
     It returns the list of a quantised weight's arrays, and its relative error.
     """
 
+    def local(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if is_divided else x
+
     def quantise(plain: Any, kept: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         staying = iter(kept)
-        old = jax.tree.unflatten(tree, [next(staying) if x is None else x for x in shapes])
-        new = old.quantise(plain)
-        error = relative_error(new.plain(jnp.float32).values, plain.values)
+        leaves = [next(staying) if x is None else local(x) for x in shapes]
+        new = jax.tree.unflatten(tree, leaves).quantise(plain)
+        error = relative_error(_plain(new).values, plain.values)
         return jax.tree.leaves(new), error
 
-    return jax.jit(quantise)
+    if not is_divided:
+        return jax.jit(quantise)
+
+    def each(plain: Any, kept: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        made, errors = jax.vmap(quantise)(plain, kept)
+        return made, errors.max()
+
+    return jax.jit(each)

@@ -48,11 +48,13 @@ def nearest_integers(
     return Nearest4(from_blocks(codes, matrix.shape), scales, zeros.astype(jnp.uint8))
 
 
-def nearest_floats(matrix: jax.Array, group: int, *, has_factors: bool) -> Nearest4:
+def nearest_floats(
+    matrix: jax.Array, group: int, scales_dtype: str, *, has_factors: bool
+) -> Nearest4:
     """Return a matrix [O, I] as E2M1 floats with a scale per `group` inputs.
 
     With factors, this is NVFP4, with a factor per output. Without factors, it is MXFP4, whose
-    scales are powers of two in bf16.
+    scales are powers of two, or their exponents plus 127 if `scales_dtype` is uint8.
     """
     wide = in_blocks(matrix.astype(jnp.float32), (1, group))
     factors = None
@@ -61,17 +63,18 @@ def nearest_floats(matrix: jax.Array, group: int, *, has_factors: bool) -> Neare
         factors = largest.max(axis=1) / (_E2M1_MAX * _E4M3_MAX)
         factors = jnp.where(factors == 0, jnp.ones_like(factors), factors)
         scales = jnp.minimum(largest / _E2M1_MAX / factors[:, None], _E4M3_MAX)
-        scales = scales.astype(jnp.float8_e4m3fn)
+        scales = scales.astype(scales_dtype)
         by = scales.astype(jnp.float32) * factors[:, None]
     else:
-        scales = jnp.ldexp(jnp.float32(1), shared_exponents(matrix, group)).astype(jnp.bfloat16)
-        by = scales.astype(jnp.float32)
+        exponents = _shared_exponents(wide)
+        by = jnp.ldexp(jnp.float32(1), exponents)
+        scales = (exponents + 127 if scales_dtype == "uint8" else by).astype(scales_dtype)
     by = jnp.where(by == 0, jnp.inf, by)  # weights with a scale of 0 are 0
-    codes = nearest_e2m1(wide / by[:, None, :, None])
+    codes = _nearest_e2m1(wide / by[:, None, :, None])
     return Nearest4(from_blocks(codes, matrix.shape), scales, None, factors)
 
 
-def nearest_e2m1(numbers: jax.Array) -> jax.Array:
+def _nearest_e2m1(numbers: jax.Array) -> jax.Array:
     """Return the codes u8 of the nearest E2M1 floats. A number in the middle goes to even."""
     size = jnp.abs(numbers)
     passed = [size >= x if goes_up else size > x for x, goes_up in _MIDDLES]
@@ -79,12 +82,11 @@ def nearest_e2m1(numbers: jax.Array) -> jax.Array:
     return code | (jnp.signbit(numbers).astype(jnp.uint8) << 3)
 
 
-def shared_exponents(matrices: jax.Array, group: int) -> jax.Array:
-    """Return the exponents i32[..., O, groups] of MXFP4's scales for matrices [..., O, I].
+def _shared_exponents(blocks: jax.Array) -> jax.Array:
+    """Return the exponents i32[O, groups] of MXFP4's scales for blocks [O, 1, groups, group].
 
     The largest weight of a group then has the exponent of the largest E2M1 float (OCP Microscaling
     Formats 1.0, section 6.3).
     """
-    wide = in_blocks(matrices.astype(jnp.float32), (1, group))
-    _, exponents = jnp.frexp(jnp.abs(wide).max((-3, -1)))  # of a number in [0.5, 1)
+    _, exponents = jnp.frexp(jnp.abs(blocks).max((1, 3)))  # of a number in [0.5, 1)
     return jnp.clip(exponents - 1 - _E2M1_EXPONENT, -126, 127)

@@ -29,7 +29,8 @@ class Scaled(Quantised):
 
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
-        return Dense(dequantised(self.values, self.scales, self.block, dtype).T, self.parts)
+        matrix = dequantised(self.values, self.scales, self.block, dtype).T
+        return Dense(matrix, self.parts, self.axis)
 
     @property
     def numbers(self) -> tuple[str, ...]:
