@@ -122,23 +122,6 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
     return tuple(parsed)
 
 
-def parse_lookup(low: int | None, high: int | None) -> tuple[int, int]:
-    """Return the shortest and the longest match of "ngram", which must be positive and in order.
-
-    If only one of them is given, the other gets the same value, as in vLLM.
-    """
-    where = "speculative_config.prompt_lookup"
-    named = {f"{where}_min": low, f"{where}_max": high}
-    check_positive(**{name: value for name, value in named.items() if value is not None})
-    shortest = low or high or 2
-    longest = high or low or 5
-    if shortest > longest:
-        raise ValueError(
-            f"{where}_min={low} exceeds {where}_max={high}; lower the one or raise the other"
-        )
-    return shortest, longest
-
-
 def parse_batches(given: Any) -> tuple[int, ...]:
     """Return the sizes of `decode_batches` in ascending order.
 
@@ -171,11 +154,3 @@ def _listed(value: Any) -> list[Any]:
     """Return the items of a list, tuple or array; an empty list for anything else."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     return list(value) if is_list else []
-
-
-def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Return sizes from `first` to `last`, each at most `factor` times the size before it."""
-    sizes = [first]
-    while sizes[-1] < last:
-        sizes.append(min(factor * sizes[-1], last))
-    return tuple(sizes)

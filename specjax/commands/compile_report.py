@@ -12,9 +12,9 @@ from specjax.commands.info import read_model
 from specjax.commands.info_text import as_size
 from specjax.commands.info_text import as_text as value_text
 from specjax.commands.speculation import read_speculation
-from specjax.config import METHODS, OWN_SHAPE
 from specjax.inspect.hlo import Launch
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe, in_layer
+from specjax.methods import METHODS, OWN_SHAPE
 
 _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     requests = [request, *([] if request.quantization is None else [_plain(request)])]
     report, *others = compile_steps(requests, resources=args.resources)
     if args.json:
-        plain = {"plain": as_json(one) for one in others}
+        plain = {"plain": as_json(others[0])} if others else {}
         # Do not report this machine's devices, because nothing runs on them.
         print(json.dumps({**as_json(report), **plain, "versions": describe_versions()}, indent=2))
     else:

@@ -28,6 +28,7 @@ from specjax.engine.programs import (
     Propose,
     Restore,
     Settle,
+    SplitRound,
     Take,
 )
 from specjax.engine.tracing import Program
@@ -70,6 +71,7 @@ class SimulatedPrograms:
     """Implements `Programs` with NumPy. It takes the arguments of `CompiledPrograms`."""
 
     num_processes: ClassVar[int] = 1
+    waits_at_conditionals: ClassVar[bool] = False
     is_compiling: ClassVar[bool] = False
     failures: ClassVar[Mapping[Program, Exception]] = {}
 
@@ -104,6 +106,7 @@ class SimulatedPrograms:
             Begin: self._begin,
             Decode: self._decode,
             Joined: self._joined,
+            SplitRound: self._split,
             Propose: self._propose,
             Settle: self._settle,
         }
@@ -214,6 +217,13 @@ class SimulatedPrograms:
     ) -> tuple[HostResult, HostResult]:
         decoded = self._decode(program.decode, inputs)  # the new requests are not part of it
         return self._begin(program.begin, chunks, None, None, None), decoded
+
+    def _split(
+        self, program: SplitRound, drafting: DecodeInputs, others: DecodeInputs
+    ) -> tuple[HostResult, HostResult]:
+        shape, variant = program.shape, program.variant
+        first = self._decode(Decode(shape.drafting, shape.k, variant), drafting)
+        return first, self._decode(Decode(shape.others, 0, variant), others)
 
     def _round(
         self,

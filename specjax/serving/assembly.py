@@ -35,6 +35,7 @@ from specjax.engine.meeting import Meeting
 from specjax.engine.process import check_jax
 from specjax.engine.replicas import ReplicatedEngine
 from specjax.engine.simulated import SimulatedPrograms
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -131,6 +132,7 @@ class Replica(NamedTuple):
 
     params: Params
     policy: Policy
+    suggester: Suggester
     placement: Placement
 
 
@@ -164,6 +166,7 @@ class Serving:
                     one.params,
                     one.policy,
                     self.verification,
+                    one.suggester,
                     placement=one.placement,
                     make_programs=make,
                     show_progress=show_progress,
@@ -338,7 +341,7 @@ def _assemble(
     return Serving(
         target,
         drafter,
-        tuple(Replica(own, choose(), place) for own, place in placed),
+        tuple(Replica(own, choose(), Suggester.of(speculation), place) for own, place in placed),
         config,
         make_verification(speculation) if speculation else None,
         tokenizer,
