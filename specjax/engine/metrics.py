@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
@@ -30,6 +31,11 @@ class Metrics:
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
         k_histogram: number of rounds per K.
+        drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
+            method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
+            host.
+        draft_tokens_per_source: number of draft tokens, likewise.
+        accepted_tokens_per_source: number of accepted draft tokens, likewise.
         requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
@@ -63,6 +69,9 @@ class Metrics:
     acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
+    drafts_per_source: dict[str, int]
+    draft_tokens_per_source: dict[str, int]
+    accepted_tokens_per_source: dict[str, int]
     prefix_cache_queries: int
     prefix_cache_hits: int
     prefix_cache_evictions: int
@@ -146,9 +155,14 @@ class Compilations(NamedTuple):
 
 
 class Recorder:
-    """Counts steps and their results, and adds up times."""
+    """Counts steps and their results, and adds up times.
 
-    def __init__(self):
+    If `is_trained` is true, drafts come from a trained drafter. A warning then says if hardly any
+    are accepted.
+    """
+
+    def __init__(self, *, is_trained: bool = False):
+        self._low_acceptance = LowAcceptance() if is_trained else None
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._finished: Counter[str] = Counter()
@@ -206,6 +220,8 @@ class Recorder:
                     self._drafted[position] += count
                 for position in range(kept - 1):
                     self._accepted[position] += count
+                if self._low_acceptance is not None:
+                    self._low_acceptance.record(count * num_drafts, count * (kept - 1))
 
     def snapshot(
         self,
@@ -214,6 +230,7 @@ class Recorder:
     ) -> Metrics:
         """Return the current counters."""
         counts, drafts = self._counts, self._counts["drafts"]
+        sources = scheduler.suggester.counts.items()
         pools, snapshots = scheduler.residents.pools, scheduler.prefixes.snapshots
         num_steps = counts["steps"]
 
@@ -238,6 +255,9 @@ class Recorder:
             acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
             mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
+            drafts_per_source={name: of.num_rounds for name, of in sources},
+            draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
+            accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,
             prefix_cache_evictions=sum(pool.num_evictions for pool in pools)
@@ -253,6 +273,9 @@ class Recorder:
             wait_ms=per_step(1e3 * self._seconds["wait"]),
             host_gap_ms=1e3 * self._seconds["gap"] / max(1, counts["gaps"]),
         )
+
+
+_PER_SOURCE = [one.name for one in fields(Metrics) if one.name.endswith("_per_source")]
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
@@ -285,6 +308,10 @@ def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
             "position", dict(enumerate(m.num_accepted_tokens_per_pos))
         ),
         "spec_decode_num_rounds_total": labelled("k", m.k_histogram),
+        **{
+            f"spec_decode_{name}_total": labelled("source", getattr(m, name))
+            for name in _PER_SOURCE
+        },
         "num_steps_total": counter(m.num_steps),
         "compile_seconds_total": counter(m.compile_seconds),
         "num_compiles_after_warmup_total": counter(m.num_compiles_after_warmup),

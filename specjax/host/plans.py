@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
+from specjax.host.drafts.suggester import Suggestion
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
@@ -39,6 +41,13 @@ class PrefillPlan:
     batch: int
     width: int
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    suggested: ClassVar[tuple[()]] = ()
+
+    def land(self) -> None:
+        """Note that the chunks have ended."""
+        for chunk in self.chunks:
+            if chunk.samples:
+                chunk.sequence.land(1)
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -60,8 +69,14 @@ class DecodePlan:
     k: int
     num_drafts: int  # how many of the k drafts may be accepted
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    suggested: tuple[Suggestion | None, ...] = ()  # by sequence; empty without drafts from the host
     is_rest: bool = False  # whether it has the requests without drafts of a split round
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
+
+    def land(self) -> None:
+        """Note that the round has ended."""
+        for sequence in self.sequences:
+            sequence.land(self.num_drafts + 1)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:

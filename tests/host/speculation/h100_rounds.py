@@ -60,6 +60,9 @@ def replayed_cost(rng: np.random.Generator | None = None, error: float = 0.0) ->
     return StepCost(points, batches=BATCHES, **costs)
 
 
+EVERY = slice(None)
+
+
 @dataclass(frozen=True)
 class Served:
     """Rounds of some requests: what each took, and the tokens and drafts of each request."""
@@ -68,7 +71,7 @@ class Served:
     tokens: np.ndarray  # [rounds, n], expected
     drafts: np.ndarray  # [rounds, n]
 
-    def speed(self, first: int = 0, who: slice = slice(None)) -> float:
+    def speed(self, first: int = 0, who: slice = EVERY) -> float:
         """Tokens per millisecond of some requests from a round on."""
         return float(self.tokens[first:, who].sum() / self.ms[first:].sum())
 
