@@ -7,7 +7,6 @@ verifies in another way.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,8 +111,11 @@ def served(request, checkpoints, process) -> Iterator[Served]:
         RolloutEngine(folder, **sizes, enable_prefix_caching=False) as plain,
     ):
         drafting._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
-        make = partial(make_llm, folder, way.method, head, **SNAPSHOTS)
-        make = partial(make, speculation={"with": way.sources}) if way.sources else make
+
+        def make(**options):
+            more = {"with": way.sources, **options.pop("speculation", {})}
+            return make_llm(folder, way.method, head, speculation=more, **SNAPSHOTS, **options)
+
         yield Served(way, drafting, plain, make)
     process.keep_small()
 
