@@ -6,14 +6,18 @@ from typing import Any
 import numpy as np
 
 from specjax.bench.datasets.queries import Query
-from specjax.bench.offline import Batch, Offline
+from specjax.bench.offline import BatchRun, Offline
 from specjax.bench.throughput import warm_up
 
 PERCENTILES = 10, 25, 50, 75, 90, 99  # as in vLLM
 
 
 def measure(
-    offline: Offline, queries: Sequence[Query], num_warmups: int, num_iters: int, found: list[Batch]
+    offline: Offline,
+    queries: Sequence[Query],
+    num_warmups: int,
+    num_iters: int,
+    found: list[BatchRun],
 ) -> None:
     """Run the batch repeatedly, and add each pass to `found`, so that an interrupt keeps them.
 
@@ -27,7 +31,7 @@ def measure(
         found.append(offline.generate(queries))
 
 
-def figures(batches: Sequence[Batch]) -> dict[str, Any]:
+def figures(batches: Sequence[BatchRun]) -> dict[str, Any]:
     """Return the keys of `vllm bench latency`, in seconds."""
     latencies = [batch.seconds for batch in batches]
     values = np.percentile(latencies, PERCENTILES).tolist()

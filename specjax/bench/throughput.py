@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 from specjax.bench.datasets.queries import Queries, Query
-from specjax.bench.offline import Batch, Offline
+from specjax.bench.offline import BatchRun, Offline
 from specjax.bench.peers.peer import as_peer, compare_outputs
-from specjax.bench.peers.process import Worker
+from specjax.bench.peers.process import PeerProcess
 from specjax.bench.result import Peer
 from specjax.bench.traffic.record import Record
 
@@ -25,7 +25,7 @@ class Rounds:
         peers: seconds and records of each pass, by the peer's name.
     """
 
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[BatchRun] = field(default_factory=list)
     peers: dict[str, list[tuple[float, list[Record]]]] = field(default_factory=dict)
 
 
@@ -41,7 +41,7 @@ def measure(
     offline: Offline,
     queries: Sequence[Query],
     num_rounds: int,
-    workers: Mapping[str, Worker],
+    workers: Mapping[str, PeerProcess],
     found: Rounds,
 ) -> None:
     """Run the rounds, and add each pass to `found`, so that an interrupt keeps the earlier ones.
@@ -88,7 +88,7 @@ def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
     return [figures(one.seconds, one.records, num_prompt) for one in found.batches]
 
 
-def peers_of(found: Rounds, workers: Mapping[str, Worker], queries: Queries) -> list[Peer]:
+def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
     """Return each peer's figures, and the ratios to the engine's."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []

@@ -72,7 +72,7 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRun:
-    """What was asked for. `model` and `tokenizer` are checkpoints or names."""
+    """The options of a run. `model` and `tokenizer` are checkpoints or names."""
 
     args: argparse.Namespace
     load: LoadSettings

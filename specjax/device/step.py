@@ -230,7 +230,8 @@ def propose(
         variant,
         model.vocabulary,
     )
-    draft, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
+    own = model.drafter.with_head(params)
+    draft, drafter = model.drafter.draft(model.target, own, state.drafter, context, k)
     if inputs.suggestions is not None:
         draft = replace_drafts(draft, inputs.suggestions, context.history, model.vocabulary)
     return replace(state, drafter=drafter), draft

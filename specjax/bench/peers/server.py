@@ -1,4 +1,4 @@
-"""Servers that are started for a benchmark, each in a process of its own."""
+"""Servers that are started for a benchmark, each in a separate process."""
 
 import shutil
 import socket
