@@ -68,9 +68,10 @@ class Served:
     tokens: np.ndarray  # [rounds, n], expected
     drafts: np.ndarray  # [rounds, n]
 
-    def speed(self, first: int = 0, who: slice = slice(None)) -> float:
+    def speed(self, first: int = 0, who: slice | None = None) -> float:
         """Tokens per millisecond of some requests from a round on."""
-        return float(self.tokens[first:, who].sum() / self.ms[first:].sum())
+        tokens = self.tokens[first:] if who is None else self.tokens[first:, who]
+        return float(tokens.sum() / self.ms[first:].sum())
 
 
 def serve(
