@@ -46,6 +46,14 @@ def check_flags(**values: Any) -> None:
             raise ValueError(f"{name}={value!r} must be True or False")
 
 
+def check_multiple(**pair: int) -> None:
+    """Check that the first of two numbers, which are given by name, is a multiple of the second."""
+    (name, number), (other, unit) = pair.items()
+    if rest := number % unit:
+        near = " or ".join(str(x) for x in (number - rest, number - rest + unit) if x)
+        raise ValueError(f"{name}={number} must be a multiple of {other}={unit}; {near} would be")
+
+
 def check_positive(**values: int) -> None:
     """Refuse values that are not integers of at least 1."""
     for name, value in values.items():

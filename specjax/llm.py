@@ -91,6 +91,7 @@ class LLM(VllmMethods):
         enable_expert_parallel: give each device whole experts, not parts of all.
         kernels: implementation of the GPU operations, "auto" or "reference".
         collectives: how GPUs exchange sums, "auto", "nccl" or "graph"; see `EngineConfig`.
+        device: "auto" for JAX's default device; "simulated" runs no model, to measure all else.
         compilation_cache: folder of compiled steps, or None. JAX's cache folder has precedence.
         seed: seed of requests without a seed, any integer of 64 bits.
         verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The

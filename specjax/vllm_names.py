@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from specjax.checks import did_you_mean, warn
 
 PAGE = "docs/coming_from_vllm.md"
+CONTENT_FORMATS = ("auto", "string", "openai")  # values of chat_template_content_format
 _GREEDY_NAMES = "beam search is not supported; sample several outputs, SamplingParams(n=...)"
 _NO_POOLING = "models here only generate"
 _ONE_PROCESS = "an engine runs in this process"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, PROGRAMS = ROOT / "examples", ROOT / ".cache" / "examples"
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 VOCAB = 96
-NAMES = "arithmetic", "grpo", "grpo_plot", "grpo_engines", "grpo_arithmetic"
+NAMES = "arithmetic", "grpo", "imitation", "grpo_plot", "grpo_engines", "grpo_arithmetic"
 
 
 # Scripts that take no options, and what they are bound to print.

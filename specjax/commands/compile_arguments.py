@@ -6,7 +6,7 @@ This module imports nothing slow, so that help is instant.
 import argparse
 
 NAMES = ("batch_size", "context", "gemm", "layers", "resources")
-NAMES += ("tensor_parallel_size", "collectives")
+NAMES += ("tensor_parallel_size", "enable_expert_parallel", "collectives")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="GPUs that divide the model; the report is about each of them (default: 1)",
+    )
+    group.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="give each of these GPUs whole experts, instead of parts of all",
     )
     group.add_argument(
         "--collectives",

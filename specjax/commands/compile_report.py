@@ -69,6 +69,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         page_size=args.page_size,
         kv_cache_dtype=args.kv_cache_dtype,
         tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives or "auto",
     )
 
@@ -129,7 +130,9 @@ def _about(report: StepReport) -> Iterator[str]:
     yield _line("layers", f"{compiled} of {report.num_layers}")
     yield _line("GEMMs", request.gemm)
     if request.tensor_parallel_size > 1:
-        yield _line("GPUs", f"{request.tensor_parallel_size}; all figures are of each of them")
+        experts = "; each has whole experts" if request.enable_expert_parallel else ""
+        each = f"{request.tensor_parallel_size}{experts}; all figures are of each of them"
+        yield _line("GPUs", each)
         yield _line("collectives", request.collectives)
 
 
@@ -161,11 +164,8 @@ def _launches(report: StepReport) -> Iterator[str]:
         kept = f"the last {later.num_steps} steps or fewer, together"
         moved = f"{later.num_launches} kernels, {as_size(later.num_bytes)}"
         yield _line("  observed later", f"{kept}: {moved}")
-    num_asked = sum(one.times for one in report.asked)
-    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
-    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
-    yield _line("kernels", str(num_asked))
-    yield _line("bytes moved in addition", as_size(moved))
+    if not report.request.is_plain:
+        yield from _asked(report)
     for kind, layers in report.layers.items():
         spread = str(layers.minimum)
         if layers.minimum != layers.maximum:
@@ -174,6 +174,14 @@ def _launches(report: StepReport) -> Iterator[str]:
         for one in layers.kernels:
             size = as_size(one.num_read + one.num_written)
             yield f"  {size:>10}  {describe(one)}"
+
+
+def _asked(report: StepReport) -> Iterator[str]:
+    num_asked = sum(one.times for one in report.asked)
+    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
+    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
+    yield _line("kernels", str(num_asked))
+    yield _line("bytes moved in addition", as_size(moved))
 
 
 def _collectives(report: StepReport) -> Iterator[str]:

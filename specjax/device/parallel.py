@@ -49,6 +49,9 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
 
     A weight that is divided over devices has a `DividedSpec`. `names` are the checkpoint's tensor
     names; see `Model.specs`.
+
+    Raises:
+        ValueError: the weights cannot be divided; see `divide`.
     """
     whole = one.specs(names)
     if one.num_devices == 1:
@@ -75,12 +78,9 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
     """Return `params`, the parameters of a whole model or head, divided over devices.
 
-    An array that is not divided is copied to every device of `placement`.
-
-    Raises:
-        ValueError: `params` have other arrays or shapes than the model or head.
+    An array that is not divided is copied to every device of `placement`. The shapes must be right
+    (see `check_shapes`).
     """
-    _check_shapes(one.specs(), params)
     specs, tree = jax.tree.flatten(specs_of(one))
 
     def divided(x: Any, spec: TensorSpec) -> jax.Array:
@@ -92,8 +92,17 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
     return jax.tree.unflatten(tree, [divided(*each) for each in leaves])
 
 
-def _check_shapes(specs: Any, params: Any) -> None:
-    expected, found = ({path: x.shape for path, x in paths(y).items()} for y in (specs, params))
+def check_shapes(one: Divisible, params: Any) -> None:
+    """Check that a model or head can be divided, and that `params` are its whole arrays.
+
+    The leaves of `params` are arrays or shapes.
+
+    Raises:
+        ValueError: an array or a shape differs, or is not divided as the model says.
+    """
+    specs_of(one)
+    trees = one.specs(), params
+    expected, found = ({path: x.shape for path, x in paths(y).items()} for y in trees)
     if expected != found:
         differ = [path for path in {**expected, **found} if expected.get(path) != found.get(path)]
         path, more = differ[0], f" and {len(differ) - 1} more" if len(differ) > 1 else ""
@@ -102,6 +111,19 @@ def _check_shapes(specs: Any, params: Any) -> None:
             "params do not fit the Model value: {} (expected {}, found {}){}; pass the parameters "
             "of the whole model".format(path, *shapes, more)
         )
+
+
+def padding_of(one: Divisible) -> str:
+    """Return which sections of the weights are filled up with zeros, and to which size.
+
+    The result is empty if every section divides evenly.
+    """
+    count = one.num_devices
+    return ", ".join(
+        f"{name} {share.total} as {count} x {share.size}"
+        for name, share in one.shares.items()
+        if count > 1 and name != "first" and sum(share.counts) < count * share.size
+    )
 
 
 def _summed(weight: Weight) -> Weight:

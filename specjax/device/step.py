@@ -222,7 +222,7 @@ def propose(
         page_tables(inputs, model)[0],
         state.requests,
         History(state.tokens[slots], starts + 1),
-        inputs.extras[0] & Extras.EDITS > 0,
+        _extras(inputs, variant) & Extras.EDITS > 0,
         model.kernels,
         model.row_multiple,
         model.verification.shares_noise,
@@ -421,6 +421,11 @@ def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepMode
     )
 
 
+def _extras(inputs: PrefillInputs | DecodeInputs, variant: Variant) -> jax.Array:
+    """Return the bits of `Extras`. XLA removes conditionals on a constant."""
+    return jnp.int32(0) if variant.is_plain else inputs.extras[0]
+
+
 def _extra_work(
     state: EngineState,
     inputs: PrefillInputs | DecodeInputs,
@@ -431,7 +436,7 @@ def _extra_work(
 ) -> ExtraWork:
     requests = partial(state.requests.at, inputs.slots)
     return ExtraWork(
-        inputs.extras[0],
+        _extras(inputs, variant),
         requests,
         history,
         masks,

@@ -152,6 +152,13 @@ class CompiledPrograms:
         """See `Programs`."""
         return self._compiler.is_busy
 
+    @property
+    def waits_at_conditionals(self) -> bool:
+        """See `Programs`. In a CUDA graph, the device decides at conditionals by itself."""
+        is_divided = self._placement.num_devices > 1
+        is_on_gpu = self._placement.device.platform == "gpu"
+        return is_divided and is_on_gpu and self._config.collectives != "graph"
+
     def max_deferred(self, batch: int) -> int:
         """See `Programs`."""
         return self.model.max_deferred(batch)

@@ -36,8 +36,7 @@ class Hosts:
     While an engine is built, all processes call `gather` in the same order. Later, process 0 sends
     messages. In process 0, threads receive the other processes' messages, and pass them to the
     function given to `listen`. If a process is lost, the engine ends in all processes, and `error`
-    is set for good. `seconds` is the time limit for a step. `owns_jax` says whether the LLM
-    initialised `jax.distributed`.
+    is set for good. `seconds` is the time limit for a step.
 
     Attributes:
         rank: the number of this process.
@@ -47,13 +46,12 @@ class Hosts:
             wait for a lost process.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int, *, owns_jax: bool):
+    def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int):
         self.rank, self.peers, self._seconds = rank, peers, seconds
-        self._owns_jax = owns_jax
         self._threads: list[threading.Thread] = []
         self.error: HostsError | None = None
         self.runs = False
-        self._sending = threading.Lock()
+        self._sending, self._leaving = threading.Lock(), threading.Lock()
         self._hosts = {peer: "" for peer in peers}
         self._answers: set[int] = set()
         self._is_closed = False
@@ -229,10 +227,7 @@ class Hosts:
         return self.error
 
     def _await_exit(self) -> None:
-        """Start a thread that disconnects JAX just before process 0 exits.
-
-        Without this, JAX would end this process when process 0 exits. In process 0, do nothing.
-        """
+        """Start a thread that calls `_disconnect` when process 0 exits. In process 0, do nothing."""
         if self.leads or self._threads:
             return
 
@@ -240,11 +235,22 @@ class Hosts:
             with suppress(EOFError, OSError):
                 while pickle.loads(self.peers[LEADER].recv_bytes())[0] != "leave":
                     pass
-                if self._owns_jax and jax.distributed.is_initialized():
-                    jax.distributed.shutdown()
-                self.peers[LEADER].close()
+                self._disconnect()
 
         self._threads = [_started(wait)]
+
+    def _disconnect(self) -> None:
+        """Disconnect from JAX, then from process 0, which waits for this before it exits.
+
+        If process 0 exited first, JAX would end this process. Only recoverable processes can leave
+        JAX one by one; the others wait for each other when they exit.
+        """
+        with self._leaving:
+            config: Any = jax.config
+            if config.jax_enable_recoverability and jax.distributed.is_initialized():
+                jax.distributed.shutdown()
+            with suppress(OSError), _socket_of(self.peers[LEADER]) as one:
+                one.shutdown(socket.SHUT_RDWR)  # a thread that waits for messages wakes up
 
     def _leave(self) -> None:
         """Disconnect when this process exits. Process 0 first lets the other processes disconnect.
@@ -257,7 +263,9 @@ class Hosts:
                 stream.flush()
             os._exit(1)
         self.close()
-        if self.leads:
+        if not self.leads:
+            self._disconnect()
+        else:
             self._say_last("leave")
             peers = self.peers.values()
             for thread in self._threads or [_started(_read_all, one) for one in peers]:
@@ -278,9 +286,13 @@ def _read_all(connection: Connection) -> None:
             connection.recv_bytes()
 
 
+def _socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
 def _set_options(connection: Connection, seconds: int) -> None:
     """Send small messages at once, notice hosts that vanish, and limit the time of a send."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+    with _socket_of(connection) as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():

@@ -136,6 +136,11 @@ class LeaderPrograms:
             one.is_busy or one.num_asked < self._num_asked for one in self._followers.values()
         )
 
+    @property
+    def waits_at_conditionals(self) -> bool:
+        """See `Programs`."""
+        return self._own.waits_at_conditionals
+
     def max_deferred(self, batch: int) -> int:
         """See `Programs`."""
         return self._own.max_deferred(batch)

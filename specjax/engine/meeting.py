@@ -24,7 +24,6 @@ from specjax.engine.hosts import ANSWER_SECONDS, LEADER, Hosts, HostsError
 
 TIMEOUT_SECONDS = 120  # the default of distributed_timeout_seconds
 PORT_BYTES, KEY_BYTES = 4, 32
-_initialised: list["Meeting"] = []  # at most one, with which `join` initialised jax.distributed
 
 
 class Meeting(NamedTuple):
@@ -87,14 +86,13 @@ def join(meeting: Meeting) -> Hosts:
             meeting.node_rank,
             initialization_timeout=meeting.seconds,
         )
-        _initialised.append(meeting)
     rank, count = jax.process_index(), jax.process_count()
     if count != meeting.nnodes or meeting.node_rank not in (None, rank):
         raise ValueError(
             f"nnodes={meeting.nnodes}, node_rank={meeting.node_rank}: jax.distributed has {count} "
             f"processes, and this is process {rank}; use these numbers"
         )
-    return Hosts(rank, _connect(rank, meeting), meeting.seconds, owns_jax=bool(_initialised))
+    return Hosts(rank, _connect(rank, meeting), meeting.seconds)
 
 
 def _await_all(rank: int, meeting: Meeting) -> None:

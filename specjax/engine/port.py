@@ -49,6 +49,14 @@ class Programs(Protocol):
         """Whether programs are being compiled."""
         ...
 
+    @property
+    def waits_at_conditionals(self) -> bool:
+        """Whether the host waits for the device at conditionals in which devices exchange values.
+
+        Steps of requests that ask for no optional work are then compiled without them.
+        """
+        ...
+
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts may run before `Observe` must run.
 

@@ -2,14 +2,15 @@
 
 A step has a shape and a variant. The variant is the extra work that the step's requests need, such
 as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
-for rounds, and one variant, which has no extra work. The two shapes suffice for any step, but small
-steps need much padding. A smaller shape is compiled in the background once the padding that it
-would avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
+for rounds, and a variant that serves most requests. If the host waits at conditionals, there is also
+a variant for requests without optional work. The two shapes suffice for any step, but small steps
+need much padding. A smaller shape is compiled in the background once the padding that it would
+avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
 requests do not wait.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
@@ -36,13 +37,16 @@ PIECES_LOSE = 0.05  # a round that runs as several programs loses about this fra
 JOINED_SAVES = 0.5  # `Joined` saves about this fraction of the shorter time, of chunks or round
 
 
+_PLAIN = Demands(edits=False, masks=False, processor=-1, logprobs=None, prompt_logprobs=None)
+
+
 class Repertoire:
     """The variants and shapes of one engine's steps."""
 
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
     ):
-        self.variants: list[Variant] = []  # needed so far; the plain variant comes first
+        self.variants: list[Variant] = []  # needed so far; the first needs the least extra work
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
         # At least one: with zero, XLA would turn the conditional for log-probabilities into a
@@ -75,10 +79,12 @@ class Repertoire:
             self._asked[all_demands] = self._find_asked(all_demands)
         return self._asked[all_demands]
 
-    def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
+    def _find_asked(self, all_demands: Set[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
         if self._config.exact:  # the same variant for all steps: other programs round differently
             return Variant(masks=True, num_logprobs=max_logprobs)
+        if self._programs.waits_at_conditionals and all_demands <= {_PLAIN}:
+            return Variant(is_plain=True)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
         # Numbers are rounded up to `few` or the maximum, so that there are few variants.
         few = min(FEW_LOGPROBS, max_logprobs)
@@ -96,7 +102,8 @@ class Repertoire:
 
         Return whether all shapes are ready.
         """
-        variants = self.variants or [self.asked_by(())]
+        usual = self.asked_by({_PLAIN}), self.asked_by({_PLAIN._replace(edits=True)})
+        variants = self.variants or list(dict.fromkeys(usual))
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
         best = self._programs_for_shapes(programs_of, variants[:1], shapes)

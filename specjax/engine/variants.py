@@ -96,8 +96,8 @@ def of_settle(variant: Variant) -> Variant:
 
 
 def of_drafts(variant: Variant) -> Variant:
-    """Return a variant with only what drafting needs: the logits processors."""
-    return Variant(variant.processors)
+    """Return a variant with only what drafting needs: logits processors, and whether it is plain."""
+    return Variant(variant.processors, is_plain=variant.is_plain)
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
@@ -111,6 +111,7 @@ def covers(variant: Variant, asked: Variant) -> bool:
         and variant.masks == asked.masks
         and variant.num_logprobs >= asked.num_logprobs
         and _or_none(variant.num_prompt_logprobs) >= _or_none(asked.num_prompt_logprobs)
+        and (asked.is_plain or not variant.is_plain)
     )
 
 

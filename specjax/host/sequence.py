@@ -53,7 +53,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    # Drafts and accepted drafts of each round with drafts, in turn. A byte holds up to 64.
+    # Drafts and accepted drafts of each round that gave tokens, in turn. A byte holds up to 64.
     rounds: bytearray = field(default_factory=bytearray)
     features: list[Any] = field(default_factory=list)  # (start, features) per chunk, if exported
     watch: TextWatch | None = None
@@ -203,7 +203,7 @@ class Sequence:
         self.last_token_ts = time.monotonic()
         if self.first_token_ts is None:
             self.first_token_ts = self.last_token_ts
-        if row.num_drafts and tokens:
+        if tokens:
             self.rounds.append(row.num_drafts)
             self.rounds.append(len(tokens) - 1)
         if row.logprobs:

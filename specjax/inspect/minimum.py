@@ -224,8 +224,8 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
     is_of_experts = {*names[-2:]} & {"gate_up", "down"} and len(leaf.shape) == 3
     if experts is None or not is_of_experts:
         return _size(leaf)
-    used = min(experts.num_experts, num_rows * experts.num_chosen)
-    return _size(leaf) // experts.num_experts * used
+    num_here = leaf.shape[0]  # of several devices, each may have only some of the experts
+    return _size(leaf) // num_here * min(num_here, num_rows * experts.num_chosen)
 
 
 def _observed_bytes(params: Any, token: int) -> int:

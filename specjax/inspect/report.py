@@ -59,6 +59,7 @@ class StepRequest:
         page_size: the number of tokens per page.
         kv_cache_dtype: dtype of the target's and the drafter's pages, see `LLM`.
         tensor_parallel_size: the number of GPUs over which the model is divided.
+        enable_expert_parallel: whether each of these GPUs has whole experts.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
     """
 
@@ -73,6 +74,7 @@ class StepRequest:
     page_size: int = 16
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     collectives: str = "auto"
     target: str = "h200"
 
@@ -109,33 +111,38 @@ class StepRequest:
         drafter = self.drafter
         if drafter is None and self.method in METHODS and METHODS[self.method].needs_shape:
             drafter = OWN_SHAPE
-        maximum = max(self.k, 1)
-        fields = {"method": self.method, "model": drafter, "num_speculative_tokens": maximum}
+        fields = {"method": self.method, "model": drafter, "num_speculative_tokens": max(self.k, 1)}
         SpeculativeConfig.of(fields)
         return fields
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `step.decode_step`."""
+    def models(self) -> dict[str, Any]:
+        """The arguments of `step.open_parts`, except the number of devices."""
         return {
             "model": str(self.model),
-            "batch": self.batch,
-            "k": self.k,
-            "context": self.context,
             "speculation": self.speculation,
             "num_layers": self.num_layers,
-            "page_size": self.page_size,
             "dtype": DTYPE,
-            "kv_cache_dtype": self.kv_cache_dtype,
+            "divides_experts": self.enable_expert_parallel,
         }
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an engine compiles this step without optional work; see `Variant`."""
+        return self.tensor_parallel_size > 1 and self.collectives != "graph"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `step.decode_step`."""
+        names = "batch", "k", "context", "page_size", "kv_cache_dtype", "is_plain"
+        return self.models | {name: getattr(self, name) for name in names}
 
     @property
     def options(self) -> dict[str, Any]:
         """XLA's options, as an engine sets them."""
-        options = {**GPU_OPTIONS, **GEMMS[self.gemm]}
-        if self.tensor_parallel_size > 1:
-            options |= collective_options(self.collectives)
-        return options
+        is_divided = self.tensor_parallel_size > 1
+        own = collective_options(self.collectives) if is_divided else {}
+        return {**GPU_OPTIONS, **GEMMS[self.gemm], **own}
 
 
 @dataclass(frozen=True)
@@ -333,13 +340,7 @@ def in_layer(launch: Launch) -> bool:
 
 
 def _open(request: StepRequest) -> step.Parts:
-    parts = step.open_parts(
-        str(request.model),
-        request.speculation,
-        request.num_layers,
-        DTYPE,
-        request.tensor_parallel_size,
-    )
+    parts = step.open_parts(**request.models, num_devices=request.tensor_parallel_size)
     _fit(request, parts)
     return parts
 
@@ -431,8 +432,8 @@ def _by_kind(launches: Sequence[Launch], parts: step.Parts) -> dict[str, Layers]
         mine = [by_layer[i] for i, one in enumerate(kinds) if one == kind]
         counts = [sum(one.times for one in layer) for layer in mine]
         usual = Counter(counts).most_common(1)[0][0]
-        typical = mine[counts.index(usual)]
-        found[kind] = Layers(len(mine), min(counts), max(counts), tuple(typical))
+        typical = tuple(mine[counts.index(usual)])
+        found[kind] = Layers(len(mine), min(counts), max(counts), typical)
     return found
 
 

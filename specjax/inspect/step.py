@@ -47,8 +47,8 @@ class Parts:
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 
 
-def _round(batch: int, k: int) -> Program:
-    return Decode(batch, k, Variant(num_logprobs=FEW_LOGPROBS))
+def _round(batch: int, k: int, is_plain: bool) -> Program:
+    return Decode(batch, k, Variant(num_logprobs=FEW_LOGPROBS, is_plain=is_plain))
 
 
 def decode_step(
@@ -59,7 +59,9 @@ def decode_step(
     speculation: Mapping[str, Any] | None = None,
     num_layers: int | None = None,
     dtype: str = "bfloat16",
-    make_program: Callable[[int, int], Program] = _round,
+    divides_experts: bool = False,
+    is_plain: bool = False,
+    make_program: Callable[[int, int, bool], Program] = _round,
     mesh: Mesh | None = None,
     **others: Any,
 ) -> tuple[Any, tuple, dict[str, Any]]:
@@ -69,24 +71,25 @@ def decode_step(
     enough room for them.
 
     Args:
-        model, speculation, num_layers, dtype: as for `open_parts`.
-        make_program: the function that makes the round's program. `make_program(batch, k)` returns
-            a program that takes parameters, state and packed inputs.
+        model, speculation, num_layers, dtype, divides_experts: as for `open_parts`.
+        is_plain: whether the program is of the plain variant (see `Variant`).
+        make_program: the function that makes the round's program. `make_program(batch, k,
+            is_plain)` returns a program that takes parameters, state and packed inputs.
         mesh: the devices over which the model is divided; None for one device.
         others: further arguments of `fit_engine`.
     """
     num_devices = 1 if mesh is None else mesh.size
-    parts = open_parts(model, speculation, num_layers, dtype, num_devices)
+    parts = open_parts(model, speculation, num_layers, dtype, num_devices, divides_experts)
     config = fit_engine(parts.target, batch, k, context, dtype, **others)
     static = _static(parts, config)
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static.model, k))
     if mesh is None:
-        return jitted(make_program(batch, k), static), (parts.params, state, packed), {}
+        return jitted(make_program(batch, k, is_plain), static), (parts.params, state, packed), {}
     state = jax.tree.map(lambda x: divided_shape((num_devices, *x.shape), x.dtype), state)
     args = parts.params, state, packed
     division = Division(mesh, tuple(map(is_divided, jax.tree.leaves(args))))
-    return jitted(make_program(batch, k), static, division=division), args, {}
+    return jitted(make_program(batch, k, is_plain), static, division=division), args, {}
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
@@ -94,7 +97,7 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 
     The arguments and the form of the result are as in `decode_step`.
     """
-    return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
+    return decode_step(*described, **further, make_program=lambda batch, *_: Observe(batch))
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
@@ -117,6 +120,7 @@ def open_parts(
     num_layers: int | None,
     dtype: str,
     num_devices: int = 1,
+    divides_experts: bool = False,
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
@@ -128,12 +132,15 @@ def open_parts(
         num_layers: the number of the target's first layers to use; None for all layers.
         dtype: the dtype of weights and states.
         num_devices: the number of devices over which the weights are divided.
+        divides_experts: whether each of several devices has whole experts.
 
     Raises:
-        ValueError: the files do not describe a model, or the model has fewer than `num_layers`
-            layers.
+        ValueError: the files do not describe a model, the model has fewer than `num_layers` layers,
+            or experts are to be divided but the model has none.
     """
-    source = open_model(model, takes_configs=True, num_devices=num_devices)
+    source = open_model(
+        model, takes_configs=True, num_devices=num_devices, divides_experts=divides_experts
+    )
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     if speculation is not None:

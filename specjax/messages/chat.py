@@ -101,8 +101,8 @@ class ChatFormat:
         if choice.functions and (template is None or not template.has_part(CALLS)):
             raise ValueError(
                 f"tools: the chat template of {self._origin} has no known format of tool calls; "
-                f"pass response_template, as a mapping or one of {', '.join(FORMATS)}, or "
-                "tool_choice='none'"
+                "pass response_template (with specjax serve: --response-template), as a mapping "
+                f"or one of {', '.join(FORMATS)}, or tool_choice='none'"
             )
         if template is None:
             return Response(params, prompt, _PLAIN, choice)

@@ -20,6 +20,7 @@ from specjax.rl.online import OnlineWeights
 from specjax.rl.weights import WeightUpdate, next_version
 from specjax.server.admission import Admission
 from specjax.server.errors import APIError
+from specjax.server.operations import Operations
 
 # What the engine is while it runs no step.
 PAUSED, ASLEEP, TORN = "paused", "asleep", "without whole weights, as an update failed half-way"
@@ -62,6 +63,8 @@ class Control:
     Attributes:
         turn: the lock for doors that change the engine.
         gathering: the update that has started; None if there is none.
+        operations: what has been done so far.
+        sleep_level: 0 while the engine is awake; see `LLM.sleep`.
     """
 
     def __init__(self, llm: AsyncLLM, admission: Admission, root: str | None):
@@ -69,6 +72,7 @@ class Control:
         self._root = None if root is None else Path(root).resolve()
         self.turn = asyncio.Lock()
         self.gathering: Gathering | None = None
+        self.operations, self.sleep_level = Operations(), 0
         self.weights = OnlineWeights(llm, on_tear=lambda: llm.stops.add(TORN))
 
     @property
@@ -88,10 +92,12 @@ class Control:
             ValueError: there is no such mode; or it is "wait", and no step runs already.
         """
         await self._stop(PAUSED, mode)
+        self.operations.pause()
 
     async def resume(self) -> None:
         """Undo `pause`."""
         await self._go(PAUSED)
+        self.operations.resume()
 
     async def sleep(self, level: int, mode: str) -> None:
         """Free the device's memory until `wake_up`; see `LLM.sleep`. For `mode`, see `pause`.
@@ -102,10 +108,12 @@ class Control:
         check_level(level)
         await self._stop(ASLEEP, mode)
         await self._apply(lambda llm: llm.sleeps.begin(level))
+        self.sleep_level = max(self.sleep_level, level)
 
     async def wake_up(self) -> None:
         """Undo `sleep`. A paused engine stays paused."""
         await self._apply(lambda llm: llm.sleeps.end())
+        self.sleep_level = 0
         await self._go(ASLEEP)
 
     async def abort(self, names: Sequence[str]) -> int:
@@ -134,6 +142,7 @@ class Control:
                 self._admission.closed.add(TORN)
                 await self.abort([])
             raise
+        self.operations.num_updates["drafter" if is_drafter else "target"] += 1
         if not self.weights.is_torn:
             await self._go(TORN)
         return made

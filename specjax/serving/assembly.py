@@ -13,6 +13,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from specjax.checkpoint.hub import resolve
+from specjax.checks import check_choice
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.loading import Log, no_log
@@ -32,6 +33,7 @@ from specjax.engine.log import get_log
 from specjax.engine.meeting import Meeting
 from specjax.engine.process import check_jax
 from specjax.engine.replicas import ReplicatedEngine
+from specjax.engine.simulated import SimulatedPrograms
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -58,6 +60,9 @@ from specjax.serving.source import ModelSource, open_drafter, open_model
 from specjax.text.generation_config import read_default_params
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 from specjax.vllm_names import without_draft_size
+
+# Makes an engine's `Programs`, by the option `device`; None for `Engine.make_programs`.
+DEVICES: Mapping[str, Any] = {"auto": None, "simulated": SimulatedPrograms}
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,11 @@ class Serving:
     default_params: SamplingParams  # from the checkpoint's generation_config.json
     method: str | None  # drafting method
     hosts: Hosts | None  # the other processes, if any
+    device: str = "auto"  # a name in `DEVICES`
 
     def build_engine(self, *, show_progress: bool) -> Engine:
         """Return the engine. If there are several replicas, return a `ReplicatedEngine` instead."""
-        make: Any = Engine.make_programs
+        make: Any = DEVICES[self.device] or Engine.make_programs
         if self.hosts is not None:
             make = partial(LeaderPrograms, hosts=self.hosts, make=make)
         with self.hosts or nullcontext():
@@ -159,7 +165,7 @@ class Serving:
     def follow(self) -> None:
         """Run the steps of process 0's engine until it is closed; see `Follower`."""
         assert self.hosts is not None
-        make: Any = Engine.make_programs
+        make: Any = DEVICES[self.device] or Engine.make_programs
         own = self.replicas[0]
         parts = self.target, self.drafter, own.params, own.placement
         Follower(self.hosts, *parts, make).follow()
@@ -235,10 +241,15 @@ def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: A
         CheckpointError: files are missing, damaged or of the wrong kind.
         RuntimeError: other processes do not connect in time, or have ended.
     """
+    check_choice("device", options["device"], tuple(DEVICES))
     meeting = Meeting.take(options)
     hosts = hosts or lead(model, meeting, options)
+    device = options.pop("device")
+    if device == "simulated":
+        log = get_log(verbose=options["verbose"])
+        log.warning("the device is simulated: no model runs, and outputs mean nothing")
     with hosts or nullcontext():
-        return _assemble(model, hosts, **options)
+        return replace(_assemble(model, hosts, **options), device=device)
 
 
 def _assemble(

@@ -1,11 +1,12 @@
 """Opens a model and its drafter from checkpoints, from configs without weights, or as values."""
 
 import reprlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.checkpoint.config_json import read_json
@@ -30,8 +31,9 @@ from specjax.device.models.registry import (
     read_config,
     stored_specs,
 )
-from specjax.device.parallel import specs_of
+from specjax.device.parallel import check_shapes, padding_of, specs_of
 from specjax.device.placement import Placement
+from specjax.device.weights.stored import dequantise
 from specjax.serving.defaults import params_dtype, stored_dtype
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
@@ -80,17 +82,17 @@ def open_model(
 
     The weights are to be divided over `num_devices` devices. `divides_experts` says whether each
     device then has whole experts. `log` is called with lines of text about differences between
-    config and weights. If `takes_configs` is true, `model` may also be the path of a config file
-    (.json), which has no weights.
+    config and weights, and about zeros that fill up the devices' parts. If `takes_configs` is true,
+    `model` may also be the path of a config file (.json), which has no weights.
 
     Raises:
         ValueError: `params` is missing for a `Model` value, or given with a checkpoint; `params`
-            contains NaN, infinity or a leaf that is not an array; experts are to be divided, but
-            the model has none; or `quantization` is given for a `Model` value, or for a checkpoint
-            whose weights are quantised.
+            contains NaN, infinity or a leaf that is not an array; the model cannot be divided, or
+            experts are to be divided, but the model has none; or `quantization` is given for a
+            `Model` value, or for a checkpoint whose weights are quantised.
         CheckpointError: there is no such checkpoint, or its model is not supported.
     """
-    on = partial(_divided, num_devices=num_devices, divides_experts=divides_experts)
+    on = partial(_divided, num_devices=num_devices, divides_experts=divides_experts, log=log)
     if isinstance(model, str | Path):
         if params is not None:
             raise ValueError("params goes with a Model value; a checkpoint has its own")
@@ -117,21 +119,38 @@ def open_model(
             "or save the model with specjax.save_model"
         )
     params = as_arrays(params, "params")
+    target, dtype = on(model), params_dtype(params)
+    if num_devices > 1:
+        check_shapes(target, jax.eval_shape(partial(dequantise, dtype=dtype), params))
     check_params(params)
-    return ModelSource(on(model), params_dtype(params), params=params)
+    return ModelSource(target, dtype, params=params)
 
 
-def _divided(model: Any, num_devices: int, divides_experts: bool) -> Any:
+def _divided(model: Any, num_devices: int, divides_experts: bool, log: Log) -> Any:
     """Return a model whose weights are divided over `num_devices` devices.
 
+    The log says which parts of the weights are filled up with zeros.
+
     Raises:
-        ValueError: experts are to be divided, but the model has none.
+        ValueError: experts are to be divided, but the model has none; or the model has no fields
+            that say over how many devices it is divided.
     """
     if divides_experts and getattr(model, "experts", None) is None:
         raise ValueError("enable_expert_parallel=True needs a model with experts; leave it out")
-    if num_devices == model.num_devices == 1:
+    if num_devices == getattr(model, "num_devices", 1) == 1:
         return model
-    return replace(model, num_devices=num_devices, divides_experts=divides_experts)
+    known = [one.name for one in fields(model)] if is_dataclass(model) else []
+    if missing := [name for name in ("num_devices", "divides_experts") if name not in known]:
+        raise ValueError(
+            f"tensor_parallel_size={num_devices} needs a Model value that is a dataclass with the "
+            f"fields {' and '.join(missing)}, such as a Decoder, and {type(model).__name__} is "
+            "none; use tensor_parallel_size=1, or data_parallel_size for replicas"
+        )
+    sizes: Any = {"num_devices": num_devices, "divides_experts": divides_experts}
+    divided = replace(model, **sizes)  # pyright: ignore[reportArgumentType]
+    if padding := padding_of(divided):
+        log(f"zeros fill up what {num_devices} devices do not divide evenly: {padding}")
+    return divided
 
 
 def open_drafter(

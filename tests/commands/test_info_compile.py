@@ -19,6 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 LLAMA, QWEN, EXPERTS = (
     str(CONFIGS / name) for name in ("Llama-3.1-8B", "Qwen3.5-4B", "Qwen3.5-35B-A3B")
 )
+MIXTURE = str(CONFIGS / "Qwen3-30B-A3B")
 COMPILE = ["--compile", "h200"]
 
 
@@ -48,13 +49,7 @@ def test_a_head_of_the_models_own_shape(capsys):
 
 def minimum(is_deferred=False, **asked):
     request = StepRequest(**asked)
-    parts = step.open_parts(
-        str(request.model),
-        request.speculation,
-        request.num_layers,
-        report.DTYPE,
-        request.tensor_parallel_size,
-    ).local
+    parts = step.open_parts(**request.models, num_devices=request.tensor_parallel_size).local
     of = parts.target, parts.drafter, parts.params.target, parts.params.drafter
     given = {"batch": request.batch, "k": request.k, "context": request.context}
     return minimum_bytes(*of, dtype=report.DTYPE, is_deferred=is_deferred, **given)
@@ -67,6 +62,14 @@ def test_the_minimum_of_each_device():
     assert 4 * each.keys_and_values == one.keys_and_values
     assert 4 * each.weights - one.weights == 3 * 2 * 4096 * (2 * 32 + 1)
     assert one.draft < 4 * each.draft and one.observe < 4 * each.observe
+
+
+def test_the_minimum_of_whole_experts():
+    """Eight rows choose 64 of 128 experts: a quarter of each, or at most all 32 of a device."""
+    asked = {"model": MIXTURE, "batch": 8, "k": 0, "num_layers": 2, "tensor_parallel_size": 4}
+    parts, whole = (minimum(**asked, enable_expert_parallel=own) for own in (False, True))
+    expert = 2 * 3 * 2048 * 768
+    assert whole.weights - parts.weights == 2 * (32 - 64 // 4) * expert
 
 
 def test_the_minimum_of_llama_by_hand():

@@ -162,6 +162,22 @@ def test_a_grammar_needs_no_program_of_its_own(engine):
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
+def test_plain_requests_need_no_conditionals(monkeypatch):
+    """Their steps have a variant of their own, and nobody waits when others come and go."""
+    monkeypatch.setattr(SimulatedPrograms, "waits_at_conditionals", True)
+    engine = make_engine(is_slow=False, compile_ahead=True)
+    asked = {}, {"logprobs": 2}, {"repetition_penalty": 1.5}
+    for number, params in enumerate(asked):
+        alone = add(engine, number, 5, **params)
+        variants = {key.variant for key in run(engine) if isinstance(key, Decode)}
+        assert {one.is_plain for one in variants} == {not params} and len(alone.output) == 5
+    samples = [add(engine, 3 + i, 4 + 4 * i, **asked[1 - i]) for i in range(2)]
+    plain = [key.variant.is_plain for key in run(engine) if isinstance(key, Decode)]
+    assert not plain[0] and plain[-1]
+    assert [len(sample.output) for sample in samples] == [4, 8]
+    assert engine.metrics().num_compiles_after_warmup == 0
+
+
 def test_drafts_are_made_plainly_until_their_own_program_is_there(engine):
     engine.programs.pace = 0.0
     for number, processors in enumerate(((), ((0, (double,)),))):

@@ -26,7 +26,7 @@ EVERY_VARIANT = [
 
 def does(variant):
     """What a variant does besides masks, as a set."""
-    features = set(variant.processors)
+    features = {*variant.processors, *([] if variant.is_plain else ["edits"])}
     for name in "num_logprobs", "num_prompt_logprobs":
         count = getattr(variant, name)
         features |= {(name, n) for n in (0, 20, 50) if count is not None and n <= count}
@@ -35,7 +35,7 @@ def does(variant):
 
 def test_a_variant_covers_what_it_does_and_less():
     """But masks come after the drafts, so that a step either waits for them or has none."""
-    for variant, needed in itertools.product(EVERY_VARIANT, repeat=2):
+    for variant, needed in itertools.product([*EVERY_VARIANT, Variant(is_plain=True)], repeat=2):
         expected = does(variant) >= does(needed) and variant.masks == needed.masks
         assert covers(variant, needed) == expected
 

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from specjax.engine.xla_options import collective_options
 from specjax.inspect.report import StepRequest, compile_steps, in_layer, part_of
 
-MODEL = Path(__file__).parents[2] / "benchmarks" / "configs" / "Llama-3.2-1B"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+MODEL, MIXTURE = CONFIGS / "Llama-3.2-1B", CONFIGS / "Qwen3-30B-A3B"
 BATCH, K, DIM, LAYERS = 8, 2, 2048, 2
 ROWS, COLUMNS = 8, 512
 NAMES = "auto", "graph"
@@ -52,8 +53,10 @@ def reports(kept):
     fields = {"model": MODEL, "batch": BATCH, "k": K, "method": "eagle", "num_layers": LAYERS}
     fields["tensor_parallel_size"] = 2
     requests = [StepRequest(**fields, collectives=name) for name in NAMES]
+    experts = {"model": MIXTURE, "k": 0, "method": None, "num_layers": 1}
+    requests.append(StepRequest(**fields | experts, enable_expert_parallel=True))
     made = compile_steps(requests, kept=kept)
-    return dict(zip(NAMES, made, strict=True))
+    return dict(zip((*NAMES, "experts"), made, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,7 +78,19 @@ def test_a_step(reports, name):
         ]
     )
     assert report.is_one_command_buffer == (name == "graph")
+    assert not report.uncaptured_conditionals
     assert report.is_state_in_place and 1 <= report.verify.ratio < 1.08
     weights = report.memory["argument"] - report.state_bytes
     half = (LAYERS * 60_817_408 + 128256 * DIM) * 2 // 2  # of projections and embedding, in bf16
     assert half < report.minimum.weights < 1.001 * half < weights < 1.3 * half  # with EAGLE's layer
+
+
+def test_a_layer_of_whole_experts(reports):
+    """As many sums as with parts of all experts; each device reads its own 64 experts at most."""
+    (layer,) = reports["experts"].layers.values()
+    assert [(x.kind, x.num_read) for x in layer.collectives] == [
+        ("all-reduce", BATCH * 2 * DIM)
+    ] * 2
+    inner, outer = 2 * 64 * DIM * 2 * 768, 2 * 64 * 768 * DIM
+    read = [x.num_read for x in layer.kernels if x.pallas == "grouped_matmul"]
+    assert len(read) == 2 and inner < read[0] < 1.01 * inner and outer < read[1] < 1.01 * outer

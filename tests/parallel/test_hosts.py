@@ -7,26 +7,28 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from support.host_processes import LIMIT, run_all, start
+from support.host_processes import LIMIT, run_all, serve_all, start
 from support.refusals import refusal
 from support.shared_models import eagle3, hybrid, llama
 from support.weights import rewrite
 
 from specjax import LLM, follow
+from specjax.cli import main
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def processes(*plan):
-    """Processes 0 and 1 that follow a plan; they end with the block."""
+def processes(*plan, count=2, is_trainer=False):
+    """Processes that follow a plan; they end with the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ExitStack() as stack:
-        both = [stack.enter_context(start(rank, port, [*plan])) for rank in (0, 1)]
-        for one in both:
+        options = {"count": count, "is_trainer": is_trainer}
+        every = [stack.enter_context(start(i, port, [*plan], **options)) for i in range(count)]
+        for one in every:
             stack.callback(one.kill)
-        yield both
+        yield every
 
 
 def said(one):
@@ -93,6 +95,23 @@ def test_two_processes_give_what_one_gives(checkpoints):
         assert error.startswith("HostsError: process 1 (") and "does not answer" in error
         assert LIMIT <= seconds < LIMIT + 10
         assert leader.wait(10) == 1
+
+
+@pytest.mark.nightly
+def test_three_processes_of_a_trainer(checkpoints, tmp_path):
+    """They serve in 8 bits what one process serves, and exit in any order without an error."""
+    plain = checkpoints.with_letters(llama(checkpoints).folder)
+    folder = str(tmp_path / "fp8")
+    assert main(["quantize", str(plain), folder, "--quantization", "fp8"]) == 0
+    head = str(eagle3(checkpoints).folder)
+    config = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    part = {"folder": folder, "speculative_config": config, "kv_cache_dtype": "int8"}
+    with processes({**part, "then": "serve"}, count=3, is_trainer=True) as (leader, *others):
+        expected = serve_all(**part)
+        assert expected["found"][-3:] == [True, True, True]
+        assert said(leader) == {"found": expected}
+        assert [said(one) for one in others] == [{"found": None}] * 2
+        assert [one.wait(20) for one in (leader, *others)] == [0, 0, 0]
 
 
 def test_what_differs_and_who_is_lost(checkpoints):

@@ -32,6 +32,7 @@ from support.shared_models import (
 
 from specjax import SamplingParams
 from specjax.device.parallel import specs_of
+from specjax.engine.compiled import CompiledPrograms
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.rl import RolloutEngine
 
@@ -50,8 +51,13 @@ EDITS = (
 )
 
 
-def test_random_schedules(checkpoints):
-    """Requests join, leave, share prefixes and are preempted; K is another in every round."""
+def test_random_schedules(checkpoints, monkeypatch):
+    """Requests join, leave, share prefixes and are preempted; K is another in every round.
+
+    As on GPUs, plain requests have steps without conditionals.
+    """
+    is_divided = property(lambda self: self._placement.num_devices > 1)
+    monkeypatch.setattr(CompiledPrograms, "waits_at_conditionals", is_divided)
     folder = checkpoints.with_letters(hybrid(checkpoints))
     config = {"method": "mtp", "num_speculative_tokens": K}
     sizes = {**SIZES, **SNAPSHOTS}
@@ -60,6 +66,8 @@ def test_random_schedules(checkpoints):
         RolloutEngine(folder, speculative_config=config, tensor_parallel_size=2, **sizes) as ours,
         RolloutEngine(folder, **sizes, enable_prefix_caching=False) as plain,
     ):
+        first, _ = ours._llm.engine.repertoire.variants[:2]
+        assert first.is_plain
         ours._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
         for seed in range(3):
             found += run_real_schedule(ours._llm, plain._llm, seed)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save
 from support.engines import VOCAB, assert_idle, generate_tokens, make_llm, patched
 from support.http import Served, served
@@ -258,6 +259,51 @@ def test_after_an_update_that_failed_half_way_nothing_runs_until_the_next(server
         assert server.post(COMPLETIONS, BODY).error == (503, None)
     update(server, 1)
     assert complete(server)[0] == known(1)
+
+
+def metrics_of(server: Served) -> Any:
+    """A function: the value of a metric, by its name and the last of its labels."""
+    found = {}
+    for family in text_string_to_metric_families(server.get("/metrics").body.decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny" and sample.labels.pop("engine") == "0"
+            found[sample.name, *sample.labels.values()] = sample.value
+    return found.__getitem__
+
+
+def test_metrics_count_what_a_trainer_did(server):
+    update(server, 1)
+    before = metrics_of(server)
+    assert before(("vllm:engine_sleep_state", "awake")) == 1
+    post(server, "/pause")
+    post(server, "/pause")
+    began = time.monotonic()
+    version = update(server, 2)
+    assert server.post(UPDATE, {"update_info": {"path": "none"}}).status == 400
+    post(server, "/sleep?level=1")
+    during = metrics_of(server)
+    assert during(("specjax:is_paused",)) == 1
+    assert during(("vllm:engine_sleep_state", "awake")) == 0
+    assert during(("vllm:engine_sleep_state", "caches_freed")) == 1
+    post(server, "/wake_up")
+    paused = time.monotonic() - began
+    post(server, "/resume")
+    after = metrics_of(server)
+
+    def gained(*key: str) -> float:
+        return after(key) - before(key)
+
+    assert gained("specjax:weight_updates_total", "target") == 1
+    assert gained("specjax:weight_updates_total", "drafter") == 0
+    assert gained("specjax:pauses_total") == 1
+    assert paused <= gained("specjax:paused_seconds_total") < paused + 5
+    seconds = "vllm:rl_weight_update_operation_duration_seconds"
+    assert gained(f"{seconds}_count", "update_weights") == 1  # the refused one is not in it
+    assert 0 < gained(f"{seconds}_sum", "update_weights") < paused
+    assert after(("specjax:weight_version",)) == version
+    assert after(("vllm:rl_weight_update_operations_in_flight",)) == 0
+    assert after(("specjax:is_paused",)) == 0
+    assert after(("vllm:engine_sleep_state", "awake")) == 1
 
 
 @pytest.fixture(scope="module")

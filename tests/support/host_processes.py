@@ -14,10 +14,16 @@ TESTS = Path(__file__).resolve().parents[1]
 LIMIT = 4  # seconds until a process that does not answer is missing
 
 
-def start(rank: int, port: int, plan: list[dict[str, Any]]) -> subprocess.Popen:
-    """Start process `rank`, which follows the plan with a device of its own."""
+def start(
+    rank: int, port: int, plan: list[dict[str, Any]], *, count: int = 2, is_trainer: bool = False
+) -> subprocess.Popen:
+    """Start process `rank` of `count`, which follows the plan with a device of its own.
+
+    A trainer has initialised `jax.distributed` itself, and has used it.
+    """
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    given = json.dumps({"rank": rank, "port": port, "plan": plan})
+    own = {"rank": rank, "nnodes": count, "port": port, "is_trainer": is_trainer}
+    given = json.dumps({**own, "plan": plan})
     return subprocess.Popen(
         [sys.executable, "-u", "-m", __name__, given],
         stdin=subprocess.PIPE,
@@ -89,6 +95,48 @@ def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
+def serve_all(folder: str, **options: Any) -> dict[str, Any]:
+    """What an `AsyncLLM` gives to callers that stream, stop and abort at the same time."""
+    import asyncio
+
+    from support.engines import SIZES, random_prompts
+
+    from specjax import AsyncLLM, SamplingParams
+
+    sentence = {"structured_outputs": {"regex": "[A-Z][a-z ]{3,12}!"}}
+    params = [
+        SamplingParams(max_tokens=16, temperature=0.8 * (i != 1), seed=i, **more)
+        for i, more in enumerate(
+            ({"logprobs": 2}, sentence, {"n": 2, "top_p": 0.8, "repetition_penalty": 1.2})
+        )
+    ]
+    prompts = random_prompts(21, 9, 30, vocab_size=90)
+
+    async def ask(llm: AsyncLLM, i: int) -> Any:
+        last, count = None, 0
+        async for last in llm.generate(prompts[i], params[i]):
+            count += 1
+        assert last is not None and count > 1
+        found = [(one.token_ids, one.finish_reason, one.logprobs) for one in last.outputs]
+        return [(*one[:2], [*map(rounded, one[2] or ())]) for one in found]
+
+    async def leave(llm: AsyncLLM, name: str) -> bool:
+        long = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+        async for _ in llm.generate(prompts[0], long, request_id=name):
+            return await llm.abort(name) if name == "aborted" else True
+        return False
+
+    async def serve() -> dict[str, Any]:
+        async with AsyncLLM(folder, **{**SIZES, **options}) as llm:
+            callers = *(ask(llm, i) for i in range(3)), leave(llm, "aborted"), leave(llm, "left")
+            found = await asyncio.gather(*callers)
+            metrics = llm.metrics()
+            found.append(metrics.num_accepted_tokens > 0)
+            return {"found": found}
+
+    return json.loads(json.dumps(asyncio.run(serve())))
+
+
 def has_programs(follower: Any, count: int) -> None:
     """Refuse more compiled steps in the other process than in process 0."""
     assert len(follower.programs.ready) == count
@@ -99,21 +147,22 @@ def rounded(entry: dict[int, Any]) -> list[tuple[int, float]]:
     return [(token, round(one.logprob, 3)) for token, one in entry.items()]
 
 
-def attempt(rank: int, port: int, *, folder: str, own: Any = (), then: str = "", **options: Any):
-    """Build an LLM of both processes; `own` are options by rank. Return what happened."""
+def attempt(
+    rank: int | None, *, folder: str, own: Any = (), then: str = "", common: Any, **options: Any
+):
+    """Build an LLM of all processes; `own` are options by rank. Return what happened."""
     import pytest
     from support.engines import SIZES
 
     from specjax import LLM, SamplingParams, follow
 
-    limits = {"master_port": port, "distributed_timeout_seconds": LIMIT}
-    common = {"nnodes": 2, "node_rank": rank, **limits}
     given = {**options, **dict(own).get(str(rank), {})}
     folder = given.pop("folder", folder)
-    if then == "run all":
+    if then:
         if rank:
             return follow(folder, **common)
-        return run_all(folder, tensor_parallel_size=2, **given, **common)
+        run = {"run all": run_all, "serve": serve_all}[then]
+        return run(folder, tensor_parallel_size=common["nnodes"], **given, **common)
     if rank:
         return follow(folder, **given, **common)
     with LLM(folder, tensor_parallel_size=2, **{**SIZES, **given}, **common) as llm:
@@ -155,9 +204,16 @@ def main() -> None:
         return CompiledPrograms(*arguments, toolchain=TOOLCHAIN, **options)
 
     Engine.make_programs = staticmethod(make)
+    rank, common = given["rank"], {"nnodes": given["nnodes"], "distributed_timeout_seconds": LIMIT}
+    if given["is_trainer"]:
+        jax.config.update("jax_enable_recoverability", True)
+        jax.distributed.initialize(f"127.0.0.1:{given['port']}", given["nnodes"], rank)
+        assert jax.device_count() == given["nnodes"]
+    else:
+        common |= {"node_rank": rank, "master_port": given["port"]}
     for part in given["plan"]:
         try:
-            say(found=attempt(given["rank"], given["port"], **part))
+            say(found=attempt(rank, common=common, **part))
         except (Exception, KeyboardInterrupt) as error:
             say(error=f"{type(error).__name__}: {error}")
 

@@ -79,7 +79,7 @@ class SimulatedPrograms:
         self._packings: dict[Program, list[Any]] = {}  # with shapes, of the packed arguments
         self.renew()
 
-    num_processes = 1
+    num_processes, waits_at_conditionals = 1, False
 
     # --- the port ---------------------------------------------------------------------------------
 

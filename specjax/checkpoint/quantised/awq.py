@@ -15,6 +15,7 @@ UNPACKING = Unpacking(
     codes=lambda words: nibbles(words, 1, _ORDER).T,
     scales=unchanged,
     zeros=lambda words: nibbles(words, 1, _ORDER, xp=np),
+    axes=((1, 8), (0, 1)),
 )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import HeadWeights, rope_write, split_heads
+from specjax.checks import check_multiple
 from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
@@ -50,6 +51,9 @@ class PagedAttention(PagesOnly):
     soft_cap: float | None = None  # c in c tanh(score / c), which bounds scores
     keeps_dtype: bool = False  # see `PagesOnly`
     layer_scales: tuple[tuple[float, float], ...] = ()  # of keys and of values, see `PagesOnly`
+
+    def __post_init__(self):
+        check_multiple(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from pallas_kernels.gated_delta_rule.reference import (
     split_inputs,
     split_tokens,
 )
+from specjax.checks import check_multiple
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 
@@ -54,6 +55,9 @@ class DeltaRule:
     heads: Heads
     conv_width: int  # W
     rms_norm_eps: float  # eps of the output norm
+
+    def __post_init__(self):
+        check_multiple(num_values=self.heads.num_values, num_keys=self.heads.num_keys)
 
     @property
     def name(self) -> str:

@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     masks: bool = False
     num_logprobs: int = 0  # number of most likely tokens reported with each token
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; None: nothing is reported
+    is_plain: bool = False  # whether steps skip all work that `Extras` lists, without conditionals
 
 
 @jax.tree_util.register_dataclass

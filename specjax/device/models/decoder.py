@@ -95,6 +95,9 @@ class Decoder:
     kept_layers: tuple[int, ...] = ()  # layers whose pages keep the model's dtype
     layer_scales: tuple[tuple[float, float], ...] = ()  # of each layer's pages; () if all are 1
 
+    def __post_init__(self):
+        assert self.own_kinds  # they check the numbers of heads
+
     @property
     def has_centred_norms(self) -> bool:
         """Whether a norm's weight is stored as its scale minus one."""

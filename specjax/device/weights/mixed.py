@@ -38,7 +38,7 @@ class Mixed(Matrix):
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
         parts = [one.plain(dtype).values for one in self.values]
-        return Dense(jnp.concatenate(parts, axis=1), self.parts)
+        return Dense(jnp.concatenate(parts, axis=1), self.parts, self.axis)
 
     def with_kernels(self, kernels: str) -> "Mixed":
         """See `Weight`."""

@@ -27,7 +27,8 @@ class Scaled(Quantised):
 
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
-        return Dense(dequantised(self.values, self.scales, self.block, dtype).T, self.parts)
+        matrix = dequantised(self.values, self.scales, self.block, dtype).T
+        return Dense(matrix, self.parts, self.axis)
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         given = x, self.values, self.scales, self.block, dtype, first
