@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.speculation.contexts import first_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class Metrics:
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
         k_histogram: number of rounds per K.
+        request_k_histogram: number of rounds of requests per number of drafts. A request may have
+            fewer drafts than its round.
+        num_drafts_per_context, num_accepted_tokens_per_context: the number of rounds of requests
+            with drafts, and of their accepted drafts, by bucket of the request's length. Buckets
+            are named by their smallest length.
         requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
@@ -63,6 +69,9 @@ class Metrics:
     acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
+    request_k_histogram: dict[int, int]
+    num_drafts_per_context: dict[int, int]
+    num_accepted_tokens_per_context: dict[int, int]
     prefix_cache_queries: int
     prefix_cache_hits: int
     prefix_cache_evictions: int
@@ -155,6 +164,9 @@ class Recorder:
         self._drafted: list[int] = []  # by position
         self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
+        self._request_k: Counter[int] = Counter()
+        self._drafts_at: Counter[int] = Counter()  # by bucket of lengths
+        self._accepted_at: Counter[int] = Counter()
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
@@ -197,9 +209,12 @@ class Recorder:
         more = [0] * (plan.num_drafts - len(self._accepted))
         self._drafted += more
         self._accepted += more
-        pairs = Counter(zip([row.num_drafts for row in rows], num_kept, strict=True))
-        for (num_drafts, kept), count in pairs.items():
+        found = Counter(zip([row.num_drafts for row in rows], num_kept, plan.buckets, strict=True))
+        for (num_drafts, kept, bucket), count in found.items():
+            self._request_k[num_drafts] += count if kept else 0
             if num_drafts and kept:
+                self._drafts_at[first_length(bucket)] += count
+                self._accepted_at[first_length(bucket)] += count * (kept - 1)
                 self._counts["drafts"] += count
                 self._counts["draft_tokens"] += count * num_drafts
                 for position in range(num_drafts):
@@ -238,6 +253,9 @@ class Recorder:
             acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
             mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
+            request_k_histogram=dict(self._request_k),
+            num_drafts_per_context=dict(self._drafts_at),
+            num_accepted_tokens_per_context=dict(self._accepted_at),
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,
             prefix_cache_evictions=sum(pool.num_evictions for pool in pools)
@@ -285,6 +303,11 @@ def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
             "position", dict(enumerate(m.num_accepted_tokens_per_pos))
         ),
         "spec_decode_num_rounds_total": labelled("k", m.k_histogram),
+        "spec_decode_num_request_rounds_total": labelled("k", m.request_k_histogram),
+        "spec_decode_num_drafts_per_context_total": labelled("context", m.num_drafts_per_context),
+        "spec_decode_num_accepted_tokens_per_context_total": labelled(
+            "context", m.num_accepted_tokens_per_context
+        ),
         "num_steps_total": counter(m.num_steps),
         "compile_seconds_total": counter(m.compile_seconds),
         "num_compiles_after_warmup_total": counter(m.num_compiles_after_warmup),

@@ -10,7 +10,7 @@ requests do not wait.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant

@@ -6,6 +6,7 @@ from functools import cached_property
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
+from specjax.host.speculation.contexts import BOUNDS, context_bucket
 from specjax.host.speculation.rounds import SplitWish
 
 
@@ -62,6 +63,14 @@ class DecodePlan:
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
     is_rest: bool = False  # whether it has the requests without drafts of a split round
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
+
+    @property
+    def buckets(self) -> list[int]:
+        """The bucket of each sequence's length (see `contexts`)."""
+        lengths = [len(sequence.token_ids) for sequence in self.sequences]
+        if max(lengths, default=0) < BOUNDS[0]:  # most often; this saves time
+            return [0] * len(lengths)
+        return [context_bucket(length) for length in lengths]
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
