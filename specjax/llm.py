@@ -19,6 +19,7 @@ from specjax.messages.chat import Chat, ChatOptions
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
+from specjax.serving.corpora import CorpusMethods
 from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
@@ -37,7 +38,7 @@ from specjax.text.prompts import (
 from specjax.text.tokenizer import ChatTokenizer
 
 
-class LLM(VllmMethods):
+class LLM(CorpusMethods, VllmMethods):
     """A model ready to generate, with or without speculative decoding.
 
     Threads may share an LLM: their requests run in the same steps.

@@ -87,13 +87,6 @@ SPECULATION: Mapping[str, Taken] = {
     "enable_adaptive_verification": Taken((False,), "adaptive=True chooses K while serving"),
     "dspark_draft_topk": Taken((None,), "drafts are drawn from the whole draft vocabulary"),
     "disable_by_batch_size": Taken((None,), "num_speculative_tokens_per_batch_size sets K by size"),
-    **dict.fromkeys(
-        (
-            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
-            *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
-        ),
-        Taken((), "method 'suffix' is not supported; 'ngram' looks up the last tokens"),
-    ),
 }
 
 # vLLM's names of methods and of verification, and our names for them.

@@ -197,8 +197,8 @@ def test_rates_are_of_drafts_that_could_have_stood():
     assert metrics.acceptance_rate_per_pos == (3 / 5, 1 / 3, 1 / 2)
     assert metrics.k_histogram == {1: 2, 2: 1, 3: 2} and metrics.num_decode_steps == 5
     assert metrics.request_k_histogram == {0: 2, 1: 2, 2: 1, 3: 2}
-    assert metrics.num_drafts_per_context == {0: 4, 4096: 1}
-    assert metrics.num_accepted_tokens_per_context == {0: 5, 4096: 0}
+    assert metrics.drafts_per_context == {0: 4, 4096: 1}
+    assert metrics.accepted_tokens_per_context == {0: 5, 4096: 0}
 
 
 # --- times ----------------------------------------------------------------------------------------

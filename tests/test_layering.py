@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # other; the longest entry that fits a module is its room. The root's modules are doors.
 LAYERS = [
     ["pallas_kernels", "specjax.checkpoint", "specjax.checks"],
-    ["specjax.vllm_names"],
+    ["specjax.methods", "specjax.vllm_names"],
     ["specjax.config", "specjax.sampling_params", "specjax.outputs"],
     [
         "specjax.host",

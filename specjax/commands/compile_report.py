@@ -12,9 +12,9 @@ from specjax.commands.info import read_model
 from specjax.commands.info_text import as_size
 from specjax.commands.info_text import as_text as value_text
 from specjax.commands.speculation import read_speculation
-from specjax.config import METHODS, OWN_SHAPE
 from specjax.inspect.hlo import Launch
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe, in_layer
+from specjax.methods import METHODS, OWN_SHAPE
 
 _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 

@@ -12,6 +12,7 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.device.packing import packed
 from specjax.device.requests import Requests, init_requests
+from specjax.device.suggestions import Suggestions
 from specjax.device.verification import Verification
 from specjax.device.vocabulary import WHOLE, Vocabulary
 
@@ -61,6 +62,8 @@ class DecodeInputs:
     num_drafts: Int32[jax.Array, "B"] = packed(0)  # maximum number of accepted drafts, at most K
     extras: Int32[jax.Array, "B"] = packed(0)  # as in `PrefillInputs`
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")  # as in `PrefillInputs`
+    # Drafts from the host; None in an engine without them.
+    suggestions: Suggestions | None = packed(lambda layout: Suggestions.padding(layout.path_width))
 
 
 class StepModel(NamedTuple):

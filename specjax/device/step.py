@@ -44,6 +44,7 @@ from specjax.device.inputs import (
 from specjax.device.models.model import Features, restore_snapshots, take_snapshots
 from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
+from specjax.device.suggestions import replace_drafts
 from specjax.device.verification import Draft, Target, Verdict
 
 
@@ -215,13 +216,14 @@ def propose(
 ) -> tuple[EngineState, Draft]:
     """Draft k tokens for every request."""
     slots, starts = inputs.slots, state.lengths[inputs.slots]
+    history = History(state.tokens[slots], starts + 1)
     context = DraftContext(
         slots,
         starts,
         _is_active(state, slots),
         page_tables(inputs, model)[0],
         state.requests,
-        History(state.tokens[slots], starts + 1),
+        history,
         _extras(inputs, variant) & Extras.EDITS > 0,
         model.kernels,
         model.row_multiple,
@@ -230,6 +232,8 @@ def propose(
         model.vocabulary,
     )
     draft, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
+    if inputs.suggestions is not None:
+        draft = replace_drafts(draft, inputs.suggestions, history, model.vocabulary)
     return replace(state, drafter=drafter), draft
 
 

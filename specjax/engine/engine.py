@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from specjax.engine.replay import time_padding
 from specjax.engine.round_clock import RoundClock
 from specjax.engine.variants import of_rounds
 from specjax.host.budgets import explain_waiting
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -73,6 +74,7 @@ class Engine:
         params: Params,
         policy: Policy,
         verification: Verification | None = None,
+        suggester: Suggester | None = None,
         *,
         placement: Placement | None = None,
         make_programs: Callable[..., Programs] | None = None,
@@ -87,15 +89,11 @@ class Engine:
         config.check_budgets(self._max_drafts, draft_slots)
         if waiting := explain_waiting(config, self._max_drafts, draft_slots):
             warn(waiting)
-        windows = page_windows(target, config)
-        self.scheduler = Scheduler(
-            config,
-            policy,
-            draft_slots=draft_slots,
-            num_snapshots=config.num_snapshots if self._is_recurrent else None,
-            windows=windows,
-        )
-        self.layout = Layout.of(config, target.vocab_size, windows)
+        windows, suggester = page_windows(target, config), suggester or Suggester()
+        num_snapshots = config.num_snapshots if self._is_recurrent else None
+        sizes: Any = {"draft_slots": draft_slots, "num_snapshots": num_snapshots}
+        self.scheduler = Scheduler(config, policy, windows=windows, suggester=suggester, **sizes)
+        self.layout = Layout.of(config, target.vocab_size, windows, suggester.width)
         self.programs = (make_programs or self.make_programs)(
             config,
             target,

@@ -33,9 +33,14 @@ class Metrics:
         k_histogram: number of rounds per K.
         request_k_histogram: number of rounds of requests per number of drafts. A request may have
             fewer drafts than its round.
-        num_drafts_per_context, num_accepted_tokens_per_context: the number of rounds of requests
+        drafts_per_context, accepted_tokens_per_context: the number of rounds of requests
             with drafts, and of their accepted drafts, by bucket of the request's length. Buckets
             are named by their smallest length.
+        drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
+            method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
+            host.
+        draft_tokens_per_source: number of draft tokens, likewise.
+        accepted_tokens_per_source: number of accepted draft tokens, likewise.
         requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
@@ -70,8 +75,11 @@ class Metrics:
     mean_acceptance_length: float
     k_histogram: dict[int, int]
     request_k_histogram: dict[int, int]
-    num_drafts_per_context: dict[int, int]
-    num_accepted_tokens_per_context: dict[int, int]
+    drafts_per_context: dict[int, int]
+    accepted_tokens_per_context: dict[int, int]
+    drafts_per_source: dict[str, int]
+    draft_tokens_per_source: dict[str, int]
+    accepted_tokens_per_source: dict[str, int]
     prefix_cache_queries: int
     prefix_cache_hits: int
     prefix_cache_evictions: int
@@ -229,6 +237,7 @@ class Recorder:
     ) -> Metrics:
         """Return the current counters."""
         counts, drafts = self._counts, self._counts["drafts"]
+        sources = scheduler.suggester.counts.items()
         pools, snapshots = scheduler.residents.pools, scheduler.prefixes.snapshots
         num_steps = counts["steps"]
 
@@ -254,8 +263,11 @@ class Recorder:
             mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
             request_k_histogram=dict(self._request_k),
-            num_drafts_per_context=dict(self._drafts_at),
-            num_accepted_tokens_per_context=dict(self._accepted_at),
+            drafts_per_context=dict(self._drafts_at),
+            accepted_tokens_per_context=dict(self._accepted_at),
+            drafts_per_source={name: of.num_rounds for name, of in sources},
+            draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
+            accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,
             prefix_cache_evictions=sum(pool.num_evictions for pool in pools)
@@ -271,6 +283,9 @@ class Recorder:
             wait_ms=per_step(1e3 * self._seconds["wait"]),
             host_gap_ms=1e3 * self._seconds["gap"] / max(1, counts["gaps"]),
         )
+
+
+_PER_SOURCE = [one.name for one in fields(Metrics) if one.name.endswith("_per_source")]
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
@@ -304,10 +319,14 @@ def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
         ),
         "spec_decode_num_rounds_total": labelled("k", m.k_histogram),
         "spec_decode_num_request_rounds_total": labelled("k", m.request_k_histogram),
-        "spec_decode_num_drafts_per_context_total": labelled("context", m.num_drafts_per_context),
-        "spec_decode_num_accepted_tokens_per_context_total": labelled(
-            "context", m.num_accepted_tokens_per_context
+        "spec_decode_drafts_per_context_total": labelled("context", m.drafts_per_context),
+        "spec_decode_accepted_tokens_per_context_total": labelled(
+            "context", m.accepted_tokens_per_context
         ),
+        **{
+            f"spec_decode_{name}_total": labelled("source", getattr(m, name))
+            for name in _PER_SOURCE
+        },
         "num_steps_total": counter(m.num_steps),
         "compile_seconds_total": counter(m.compile_seconds),
         "num_compiles_after_warmup_total": counter(m.num_compiles_after_warmup),

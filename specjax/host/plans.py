@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
+from specjax.host.drafts.suggester import Suggestion
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
@@ -40,6 +42,13 @@ class PrefillPlan:
     batch: int
     width: int
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    suggested: ClassVar[tuple[()]] = ()
+
+    def land(self) -> None:
+        """Note that the chunks have ended."""
+        for chunk in self.chunks:
+            if chunk.samples:
+                chunk.sequence.land(1)
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -61,6 +70,7 @@ class DecodePlan:
     k: int
     num_drafts: int  # how many of the k drafts may be accepted
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    suggested: tuple[Suggestion | None, ...] = ()  # by sequence; empty without drafts from the host
     is_rest: bool = False  # whether it has the requests without drafts of a split round
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
 
@@ -71,6 +81,11 @@ class DecodePlan:
         if max(lengths, default=0) < BOUNDS[0]:  # most often; this saves time
             return [0] * len(lengths)
         return [context_bucket(length) for length in lengths]
+
+    def land(self) -> None:
+        """Note that the round has ended."""
+        for sequence in self.sequences:
+            sequence.land(self.num_drafts + 1)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:

@@ -9,7 +9,7 @@ token, and at most one token more than the sequence has drafts.
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,6 +17,7 @@ from operator import attrgetter
 
 from specjax.config import EngineConfig
 from specjax.host.budgets import Budget
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.loads import load_of
 from specjax.host.pages import PageAllocator
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan, StepPlan
@@ -65,13 +66,15 @@ class Scheduler:
         draft_slots: int = 0,
         num_snapshots: int | None = None,
         windows: SequenceOf[int] = (),
+        suggester: Suggester | None = None,
     ):
         """`num_snapshots` is None unless the model is recurrent.
 
         `draft_slots` is the number of extra rows per sequence for drafting. `windows` are the
-        sizes, in tokens, of sliding windows whose layers have separate pages.
+        sizes, in tokens, of sliding windows whose layers have separate pages. `suggester` is None
+        if drafts come only from the device.
         """
-        self.policy = policy
+        self.policy, self.suggester = policy, suggester or Suggester()
         self.num_preemptions = 0
         self.num_looked_up = 0  # number of tokens of admitted sequences
         self.num_found = 0  # how many of these tokens were cached
@@ -240,13 +243,17 @@ class Scheduler:
             shape = self.shapes.chunks(len(step.chunks), width)
             wanted = None if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
             prefill = PrefillPlan(tuple(step.chunks), *shape, wanted)
-        if split and (step.decoding or step.resting):  # a part may be empty: its rows are padding
-            decode = DecodePlan(tuple(step.decoding), split.shape.drafting, k, k, wish=wish)
+        decoding, suggested = tuple(step.decoding), ()
+        if decoding:
+            suggested = self.suggester.suggest(decoding, step.num_drafts)
+        if split and (decoding or step.resting):  # a part may be empty: its rows are padding
+            decode = DecodePlan(decoding, split.shape.drafting, k, k, None, suggested, wish=wish)
             rest = DecodePlan(tuple(step.resting), split.shape.others, 0, 0, is_rest=True)
-        elif count := len(step.decoding):
+        elif count := len(decoding):
             batch = self.shapes.batch(count, k)
             wanted = None if has_all else self.all_shapes.round(count, wanted_k)
-            decode = DecodePlan(tuple(step.decoding), batch, k, step.num_drafts, wanted, wish=wish)
+            sizes = batch, k, step.num_drafts
+            decode = DecodePlan(decoding, *sizes, wanted, suggested, wish=wish)
         return StepPlan(prefill, decode, step.budget.num_spent, rest) if prefill or decode else None
 
     def commit(
@@ -258,10 +265,7 @@ class Scheduler:
         sequence has finished while the step was in flight, its output of the step is dropped. If it
         was preempted instead, the output is kept.
         """
-        if isinstance(part, DecodePlan):
-            _land(part.sequences, part.num_drafts + 1)
-        else:
-            _land([chunk.sequence for chunk in part.chunks if chunk.samples], 1)
+        part.land()
         num_kept, touched = [], []
         for sequence, row in zip(part.sequences, outputs, strict=True):
             if sequence.finish_reason is not None:
@@ -276,6 +280,7 @@ class Scheduler:
                 touched.append(sequence)
             elif kept:
                 touched.append(sequence)
+        self.suggester.learn(part.sequences, part.suggested, outputs, num_kept)
         return num_kept, touched
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -413,6 +418,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a finished sequence."""
+        self.suggester.finish(sequence)
         if sequence.residency is not None:
             self.residents.vacate(sequence)
         samples = self._live[sequence.request.request_id]
@@ -435,13 +441,6 @@ class Scheduler:
 def _starts_others(sequence: Sequence) -> bool:
     """Return whether the request's other samples still wait for this sample to be prefilled."""
     return sequence.index == 0 and not sequence.has_started_siblings
-
-
-def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Note that a step, which adds at most `max_tokens` tokens per sequence, has ended."""
-    for sequence in sequences:
-        sequence.num_in_flight -= 1
-        sequence.max_tokens_in_flight -= max_tokens
 
 
 _last_step = attrgetter("residency.last_step")  # of a resident sequence

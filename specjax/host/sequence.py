@@ -134,6 +134,11 @@ class Sequence:
         """Whether any tokens may be left to generate after the rounds in flight."""
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
+    def land(self, max_tokens: int) -> None:
+        """Note that a step in flight, which gives at most `max_tokens` tokens, has ended."""
+        self.num_in_flight -= 1
+        self.max_tokens_in_flight -= max_tokens
+
     def max_drafts(self, k: int, length: int) -> int:
         """Return how many of `k` drafts may become part of the output.
 

@@ -19,8 +19,6 @@ from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import (
     COLLECTIVES,
     KV_CACHE_DTYPES,
-    METHODS,
-    OWN_SHAPE,
     SpeculativeConfig,
     check_choice,
     check_count,
@@ -35,6 +33,7 @@ from specjax.inspect.hlo import Launch
 from specjax.inspect.kept import Kept
 from specjax.inspect.minimum import Minimum, minimum_bytes
 from specjax.inspect.resources import Resources
+from specjax.methods import METHODS, OWN_SHAPE
 
 GEMMS = {"triton": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}}  # XLA's options
 DTYPE = "bfloat16"

@@ -18,6 +18,7 @@ from specjax.llm import LLM
 from specjax.rl.checksum import checksum
 from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
+from specjax.rl.history import RolloutHistory
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
@@ -138,6 +139,7 @@ class RolloutEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         label: Hashable = None,
+        history: RolloutHistory | None = None,
     ) -> RolloutBatch:
         """Generate `n` samples of each prompt, which share the cache pages of the prompt.
 
@@ -151,15 +153,26 @@ class RolloutEngine:
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
+            history: rollouts of the same prompts to draft from, to which these are added. The
+                engine must draft from texts (method "suffix").
 
         Raises:
-            ValueError: a prompt or parameter is not supported; raised before generation.
+            ValueError: a prompt or parameter is not supported, or the history is of another model;
+                raised before generation.
             RolloutError: the device failed; the error has the rollouts generated so far.
         """
-        placed: list[tuple[int, Rollout]] = []
+        placed: list[tuple[tuple[int, int], Rollout]] = []
+        starts = self._make(prompts, sampling_params)
+        places = {start.request.request_id: i for i, start in enumerate(starts)}
+        if history is not None:
+            with self._turns:
+                starts = history.begin(starts, self._llm, self.version)
         try:
-            for running, rollout in self._loop.run(self._make(prompts, sampling_params), label):
-                placed.append((running.place, rollout))
+            for running, rollout in self._loop.run(starts, label):
+                placed.append(((places[running.request_id], running.sequence.index), rollout))
+                if history is not None:
+                    with self._turns:
+                        history.add(rollout)
         except RolloutError as error:
             error.rollouts = _ordered(placed)
             raise
@@ -433,5 +446,5 @@ class RolloutEngine:
         return Mark(self.version, self.drafter_version, self.metrics())
 
 
-def _ordered(rollouts: list[tuple[int, Rollout]]) -> RolloutBatch:
+def _ordered(rollouts: list[tuple[tuple[int, int], Rollout]]) -> RolloutBatch:
     return RolloutBatch(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))

@@ -211,7 +211,7 @@ class Loop:
         """Record samples as running, to track which weights versions generate their tokens."""
         owner = {start.request.request_id: start for start in starts}
         tracked = []
-        for place, sequence in enumerate(samples):
+        for sequence in samples:
             start = owner[sequence.request.request_id]
             before = start.before
             tracked.append(
@@ -219,7 +219,6 @@ class Loop:
                     sequence,
                     Completion(sequence, self._tokenizer),
                     start.params,
-                    place,
                     start.prompt_index,
                     sequence.index if before is None else before.sample_index,
                     label,

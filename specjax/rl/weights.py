@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
-from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.loading import copy_to, lay_out, lay_out_whole
@@ -30,6 +29,7 @@ from specjax.device.resharding import devices_of
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.sleep import SleepOfAll
+from specjax.methods import METHODS
 from specjax.rl.named import Weights, is_deleted, read_finite, read_named
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.

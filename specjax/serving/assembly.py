@@ -34,6 +34,7 @@ from specjax.engine.meeting import Meeting
 from specjax.engine.process import check_jax
 from specjax.engine.replicas import ReplicatedEngine
 from specjax.engine.simulated import SimulatedPrograms
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -121,6 +122,7 @@ class Replica(NamedTuple):
 
     params: Params
     policy: Policy
+    suggester: Suggester
     placement: Placement
 
 
@@ -154,6 +156,7 @@ class Serving:
                     one.params,
                     one.policy,
                     self.verification,
+                    one.suggester,
                     placement=one.placement,
                     make_programs=make,
                     show_progress=show_progress,
@@ -320,7 +323,7 @@ def _assemble(
     return Serving(
         target,
         drafter,
-        tuple(Replica(own, choose(), place) for own, place in placed),
+        tuple(Replica(own, choose(), Suggester.of(speculation), place) for own, place in placed),
         config,
         make_verification(speculation) if speculation else None,
         tokenizer,

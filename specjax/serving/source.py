@@ -13,7 +13,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
-from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig
+from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.registry import (
     OWN_SHAPES,
@@ -34,6 +34,7 @@ from specjax.device.models.registry import (
 from specjax.device.parallel import check_shapes, padding_of, specs_of
 from specjax.device.placement import Placement
 from specjax.device.weights.stored import dequantise
+from specjax.methods import METHODS, OWN_SHAPE
 from specjax.serving.defaults import params_dtype, stored_dtype
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")

@@ -330,6 +330,14 @@ class SimulatedPrograms:
             assert start is not None and len(slot.tokens) == start + 1
             most = max(min(slot.limit - start - 2, int(round_.num_drafts[number]), k), 0)
             drafts, num_drafts = self.script.draft(slot, self._next, k, most)
+            if round_.suggestions is not None:
+                path = round_.suggestions.tokens[number].tolist()
+                known = slot.tokens[int(round_.suggestions.starts[number]) :]
+                found = [token for token in path[len(known) :] if token >= 0][:k]
+                if found and path[: len(known)] == known:
+                    drafts = found + [0] * (k - len(found))
+                    num_drafts = min(most, len(found))
+                    self.tally["paths taken"] += 1
             tokens = [self._next(slot, [])]
             while len(tokens) <= num_drafts and drafts[len(tokens) - 1] == tokens[-1]:
                 tokens.append(self._next(slot, tokens))

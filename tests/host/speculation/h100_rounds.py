@@ -16,7 +16,7 @@ bfloat16 with an EAGLE-1 head. It adds up what `steady_loads.H100_MS` was measur
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,9 @@ def replayed_cost(rng: np.random.Generator | None = None, error: float = 0.0) ->
     return StepCost(points, batches=BATCHES, **costs)
 
 
+EVERY = slice(None)
+
+
 @dataclass(frozen=True)
 class Served:
     """Rounds of some requests: what each took, and the tokens and drafts of each request."""
@@ -68,10 +71,9 @@ class Served:
     tokens: np.ndarray  # [rounds, n], expected
     drafts: np.ndarray  # [rounds, n]
 
-    def speed(self, first: int = 0, who: slice | None = None) -> float:
+    def speed(self, first: int = 0, who: slice = EVERY) -> float:
         """Tokens per millisecond of some requests from a round on."""
-        tokens = self.tokens[first:] if who is None else self.tokens[first:, who]
-        return float(tokens.sum() / self.ms[first:].sum())
+        return float(self.tokens[first:, who].sum() / self.ms[first:].sum())
 
 
 def serve(
@@ -82,7 +84,7 @@ def serve(
     seed: int,
     *,
     may_split: bool = True,
-    ready: Sequence[SplitShape] | None = None,
+    ready: Collection[SplitShape] | None = None,
 ) -> Served:
     """Rounds of requests that never end nor grow, each with a conditional rate of acceptance.
 
@@ -146,6 +148,6 @@ def outcome_of(batch, k, who, accepted, lengths, ms, *, is_rest=False) -> Round:
     return Round(batch, k, int(lengths[who].sum()), verdicts, ms, chunk_ms, False, requests)
 
 
-def all_splits() -> list[SplitShape]:
+def all_splits() -> frozenset[SplitShape]:
     """Every shape that a round may be split into."""
-    return [SplitShape(m, k, o) for m in BATCHES for k in KS[1:] for o in BATCHES]
+    return frozenset(SplitShape(m, k, o) for m in BATCHES for k in KS[1:] for o in BATCHES)
