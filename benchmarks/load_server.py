@@ -241,12 +241,15 @@ async def idle_metrics(load: Load) -> dict[str, float]:
     """Return the metrics of the server when it has no request; note a fault if it never is."""
     names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
     end = time.perf_counter() + 30
-    while any((found := await asyncio.to_thread(read_metrics))[name] for name in names):
+    while True:
+        found = await asyncio.to_thread(read_metrics)
+        left = [found[name] for name in names]
+        if not any(left):
+            return found
         if time.perf_counter() > end:
-            load.faults.append(f"left at the end: {[found[name] for name in names]}")
-            break
+            load.faults.append(f"left at the end: {left}")
+            return found
         await asyncio.sleep(0.1)
-    return found
 
 
 def read_metrics() -> dict[str, float]:

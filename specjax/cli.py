@@ -188,6 +188,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
+    arguments.add_quantization(parser)
     compile_arguments.add_arguments(parser)
 
 

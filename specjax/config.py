@@ -8,6 +8,7 @@ from typing import Any
 
 from pallas_kernels import KERNELS
 from pallas_kernels.page_formats import PAGE_FORMATS, PageFormat
+from specjax.checkpoint.quantised.bits import BITS
 from specjax.checks import (
     check_choice,
     check_count,
@@ -30,6 +31,7 @@ VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
 COLLECTIVES = ("auto", "nccl", "graph")
 KV_CACHE_DTYPES = ("auto", *PAGE_FORMATS)
+HEAD_DTYPES = ("fp8", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, of any engine: requests, rows per request, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
@@ -74,6 +76,9 @@ class SpeculativeConfig:
         suffix_decoding_...: as in vLLM: longest match in tokens; number of outputs to draft from;
             drafts per matched token; least probability that all drafts are accepted, by counts.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
+        head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
+            target's head, the drafter gets a copy, and the target keeps its own.
+        quantization: "fp8", "int8" or "int4" quantises the drafter's other projections, see `LLM`.
     """
 
     method: str
@@ -97,6 +102,8 @@ class SpeculativeConfig:
     dynamic_config_force: bool = False
     adaptive: bool = False
     kv_cache_dtype: str | None = None
+    head_dtype: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self):
         where = "speculative_config"
@@ -108,12 +115,21 @@ class SpeculativeConfig:
             raise ValueError(f"{where}.model={self.model!r} must be a folder or hub id")
         check_choice(f"{where}.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         check_choice(f"{where}.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS)
-        if self.kv_cache_dtype is not None:
-            check_choice(f"{where}.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self._check_dtypes()
         self._check_dynamic()
         self._check_num_drafts()
         check_choice(f"{where}.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
+
+    def _check_dtypes(self) -> None:
+        choices = {"head_dtype": HEAD_DTYPES, "quantization": tuple(BITS)}
+        for name, allowed in {"kv_cache_dtype": KV_CACHE_DTYPES, **choices}.items():
+            where, value = f"speculative_config.{name}", getattr(self, name)
+            if value is None:
+                continue
+            check_choice(where, value, allowed)
+            if name in choices and not METHODS[self.method].has_weights:
+                raise ValueError(f"{where}={value!r}: {self.method!r} has no weights; leave it out")
 
     @property
     def all_sources(self) -> tuple[str, ...]:

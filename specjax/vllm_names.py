@@ -75,7 +75,6 @@ SPECULATION: Mapping[str, Taken] = {
         ),
         _SAME,
     ),
-    "quantization": Taken((None,), "the checkpoint's config says how weights are quantised"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")

@@ -15,7 +15,7 @@ from specjax.commands.bench_arguments import (
     add_throughput_arguments,
 )
 from specjax.config import DTYPES
-from specjax.host.speculation.methods import NAMES as POLICIES
+from specjax.host.speculation import POLICIES
 
 DESCRIPTION = "Measure the gain of speculation on real prompts."
 PROFILE_DESCRIPTION = "Measure step times and acceptance rates, to choose K from."

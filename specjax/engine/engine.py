@@ -110,7 +110,7 @@ class Engine:
         self.clock = RoundClock()
         self.launcher = Launcher(config, self.layout, self.programs, self.repertoire, self.clock)
         self._timed: set[Shape] = set()  # shapes of rounds whose times the policy knows
-        self._recorder = Recorder()
+        self._recorder = Recorder(is_trained=drafter.weights is not None)
         self._in_flight: list[InFlight] = []
         self._num_steps = 0
         self._is_stepping = threading.Lock()

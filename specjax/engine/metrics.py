@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
@@ -163,9 +164,14 @@ class Compilations(NamedTuple):
 
 
 class Recorder:
-    """Counts steps and their results, and adds up times."""
+    """Counts steps and their results, and adds up times.
 
-    def __init__(self):
+    If `is_trained` is true, drafts come from a trained drafter. A warning then says if hardly any
+    are accepted.
+    """
+
+    def __init__(self, *, is_trained: bool = False):
+        self._low_acceptance = LowAcceptance() if is_trained else None
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._finished: Counter[str] = Counter()
@@ -229,6 +235,8 @@ class Recorder:
                     self._drafted[position] += count
                 for position in range(kept - 1):
                     self._accepted[position] += count
+                if self._low_acceptance is not None:
+                    self._low_acceptance.record(count * num_drafts, count * (kept - 1))
 
     def snapshot(
         self,

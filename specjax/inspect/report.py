@@ -60,6 +60,7 @@ class StepRequest:
         tensor_parallel_size: the number of GPUs over which the model is divided.
         enable_expert_parallel: whether each of these GPUs has whole experts.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
+        quantization: the numbers to which plain weights are rounded, see `LLM`.
     """
 
     model: str | Path
@@ -75,6 +76,7 @@ class StepRequest:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     collectives: str = "auto"
+    quantization: str | None = None
     target: str = "h200"
 
     def __post_init__(self):
@@ -82,10 +84,7 @@ class StepRequest:
             GPU.named(self.target)
         except ValueError as error:
             raise ValueError(f"compile={error}") from None
-        if self.gemm not in GEMMS:
-            raise ValueError(
-                f"gemm={self.gemm!r} is not supported; choose one of {', '.join(GEMMS)}"
-            )
+        check_choice("gemm", self.gemm, tuple(GEMMS))
         check_choice("collectives", self.collectives, COLLECTIVES)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_positive(
@@ -123,6 +122,7 @@ class StepRequest:
             "num_layers": self.num_layers,
             "dtype": DTYPE,
             "divides_experts": self.enable_expert_parallel,
+            "quantization": self.quantization,
         }
 
     @property

@@ -21,11 +21,11 @@ from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.history import RolloutHistory
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
+from specjax.rl.quantising import Source
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
 from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
-    ArraySource,
     WeightUpdate,
     copies,
     next_version,
@@ -264,7 +264,8 @@ class RolloutEngine:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
                 paths; a mapping from Hugging Face names to arrays, whose layout conversion is
                 compiled at the first update; pairs (name, array); or a folder (see `read_weights`).
-                Floating-point arrays are cast to the engine's dtypes. Buffers such as
+                Floating-point arrays are cast to the engine's dtypes. If the engine's weights are
+                quantised, plain weights are rounded to the same formats. Buffers such as
                 `e_score_correction_bias` may be absent, and then keep their values. With an MTP
                 drafter, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
@@ -408,15 +409,15 @@ class RolloutEngine:
             for i, sample in enumerate(samples)
         ]
 
-    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
+    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Source | None] | None:
         if named is None:
             return None
         return stage_drafter(named, self.drafter, self._engine.params.drafter)
 
     def _replace(
         self,
-        target: list[ArraySource] | None,
-        own: list[ArraySource] | None,
+        target: list[Source | None] | None,
+        own: list[Source | None] | None,
         pause: str,
         version: int | None,
     ) -> WeightUpdate:
@@ -439,8 +440,7 @@ class RolloutEngine:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
         number = self.drafter_version if version is None else version
-        sources = (target or []) + (own or [])
-        return WeightUpdate.of(number, sources, time.perf_counter() - start)
+        return WeightUpdate.of(number, [*(target or ()), *(own or ())], time.perf_counter() - start)
 
     def _mark(self) -> Mark:
         return Mark(self.version, self.drafter_version, self.metrics())

@@ -17,6 +17,7 @@ from specjax.engine.sleep import check_level
 from specjax.rl.loop import PAUSES
 from specjax.rl.named import read_named
 from specjax.rl.online import OnlineWeights
+from specjax.rl.quantising import kinds_of, plain_shapes
 from specjax.rl.weights import WeightUpdate, next_version
 from specjax.server.admission import Admission
 from specjax.server.errors import APIError
@@ -31,7 +32,8 @@ _HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
 
 def max_bytes(params: Params) -> int:
     """Return the maximum size of all parts of an update."""
-    return MAX_BYTES_PER_WEIGHT * sum(leaf.size for leaf in jax.tree.leaves(params)) + _HEADER_BYTES
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(plain_shapes(params)))
+    return MAX_BYTES_PER_WEIGHT * num_weights + _HEADER_BYTES
 
 
 @dataclass
@@ -146,6 +148,10 @@ class Control:
         if not self.weights.is_torn:
             await self._go(TORN)
         return made
+
+    async def quantization(self) -> str | None:
+        """Return the kinds of quantised numbers in the target's weights; see `Rollout`."""
+        return kinds_of((await self._params()).target)
 
     def relabel(self, version: int) -> None:
         """Give the current weights a new version.

@@ -226,7 +226,7 @@ async def _update_version(service: Service, control: Control, request: Request) 
 
 
 async def _weight_info(service: Service, control: Control, request: Request) -> Any:
-    return _versions(control)
+    return {**_versions(control), "quantization": await control.quantization()}
 
 
 def _versions(control: Control) -> dict[str, int]:

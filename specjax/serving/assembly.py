@@ -16,10 +16,11 @@ from specjax.checkpoint.hub import resolve
 from specjax.checks import check_choice
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
+from specjax.device.drafters.narrow import narrow_drafter, with_head_copy
 from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
-from specjax.device.parallel import divide_params
+from specjax.device.parallel import divide_params, shapes_of
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.device.weights.stored import dequantise
@@ -84,6 +85,15 @@ class Plan:
     def num_drafts(self) -> int:
         """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    @property
+    def head_bytes(self) -> int:
+        """The bytes of the drafter's copy of the target's output head, if it has one."""
+        given = self.source.params
+        target = shapes_of(self.source.specs, self.dtype.name) if given is None else given
+        copied = partial(with_head_copy, drafter=self.drafter, config=self.speculation)
+        made = jax.eval_shape(copied, Params(target, self.drafter_params))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.head))
 
     def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
         """Return the bytes of the target's caches, and of the drafter's caches.
@@ -228,10 +238,18 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
+    narrow = {"head_dtype": speculation.head_dtype, "quantization": speculation.quantization}
+    for name, value in narrow.items():
+        if value is not None and target.num_devices > 1:
+            raise ValueError(
+                f"speculative_config.{name}={value!r} needs tensor_parallel_size=1; leave it out"
+            )
     drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
+    params = narrow_drafter(params, speculation)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)
-    return replace(plan, drafter=drafter, drafter_params=params, weights=weights)
+    plan = replace(plan, drafter=drafter, drafter_params=params)
+    return replace(plan, weights=weights + plan.head_bytes)
 
 
 def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: Any) -> Serving:
@@ -314,7 +332,7 @@ def _assemble(
         config = agreed_config(hosts, config)
     params = _load(source, dtype, placement, log.info)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)
-    both = Params(params, drafter_params)
+    both = with_head_copy(Params(params, drafter_params), drafter, speculation)
     if speculation and plan.profile:
         check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
     keep_programs(None if compilation_cache is None else Path(compilation_cache).expanduser())

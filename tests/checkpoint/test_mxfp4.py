@@ -9,6 +9,7 @@ import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
 from support.refusals import refusal
+from support.updates import updated
 
 from specjax import SamplingParams
 from specjax.checkpoint.mxfp4 import mxfp4_experts
@@ -17,7 +18,6 @@ from specjax.device.placement import Placement
 from specjax.device.weights.mxfp4_experts import mxfp4_specs
 from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.stored import dequantise
-from specjax.rl.weights import stage_target
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
 
@@ -97,7 +97,7 @@ def packings(checkpoints, rewrite_tensors):
 
 
 def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
-    """What is saved is plain, and updates are refused. The bytes are known before loading."""
+    """What is saved is plain. The bytes are known before loading."""
     (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
     assert {type(layer.mlp.down) for layer in params.layers} == {PackedExperts}
     bytes_ = sum(x.nbytes for x in jax.tree.leaves(params))
@@ -106,7 +106,14 @@ def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
     save_model(tmp_path / "saved", model, params, packings[0])
     loaded = load_model(tmp_path / "saved", FLOAT32)[1]
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
-    refusal(lambda: stage_target({}, model, params), "8 or 4 bits", "gate_up")
+
+
+def test_an_update_by_numbers_that_have_a_code_keeps_them(packings):
+    """A trainer of the plain model has other names; the scales may be others."""
+    (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
+    other = jax.tree.map(lambda x: 0 * x if x.dtype == np.uint8 else x, params)
+    made = updated(model, other, packings[1])
+    jax.tree.map(np.testing.assert_array_equal, dequantise(made, FLOAT32), plain)
 
 
 def test_logits_are_those_of_the_model_that_they_stand_for(packings):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,25 @@ from typing import Any
 
 import jax
 import numpy as np
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save
-from support.engines import VOCAB, assert_idle, generate_tokens, make_llm, patched
+from support.engines import (
+    VOCAB,
+    assert_idle,
+    generate_tokens,
+    make_llm,
+    patched,
+    simulated_engines,
+)
 from support.http import Served, served
 from support.weights import rewrite
 
 from specjax import SamplingParams
+from specjax.device.drafters.drafter import Params
 from specjax.rl.weights import ArraySource
+from specjax.server.control import max_bytes
 from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.settings import ServerSettings
 
@@ -124,6 +135,26 @@ def test_an_update_by_folder_file_or_parts_gives_the_tokens_of_a_new_engine(serv
     assert complete(server) == (known(0), [11])
 
 
+def test_a_quantised_engine_takes_plain_weights(checkpoints):
+    """It rounds them, and says to what. A file may be as large as the plain model in float32."""
+    wide = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192}
+    first, second = (checkpoints.target("llama", **wide, seed=seed).folder for seed in (0, 1))
+    with simulated_engines():
+        llms = [make_llm(folder, quantization="int4") for folder in (first, second)]
+    with llms[0], llms[1], served(llms[0], rl=True) as running:
+        assert running.get("/weight_info").json["quantization"] == "int4"
+        data = (second / "model.safetensors").read_bytes()
+        assert post(running, UPDATE, data, FILE)["weight_version"] == 1
+        params, expected = (llm.engine.params for llm in llms)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+        size = sum(4 * x.size for x in tensors_of(second).values())
+        assert max_bytes(params) - max_bytes(Params(None, None)) == size
+        tensors = tensors_of(first) | {"model.norm.weight": np.full(128, np.nan, np.float32)}
+        answer = running.send("POST", UPDATE, save(tensors), FILE)
+        assert answer.error[0] == 400 and b"NaN" in answer.body
+        jax.tree.map(np.testing.assert_array_equal, params, llms[0].engine.params)
+
+
 def test_draft_weights_have_a_door_of_their_own(server, heads):
     before = complete(server)
     rounds = server.llm.metrics().num_drafts
@@ -206,7 +237,10 @@ def test_paused_requests_finish_first_or_end(server, known, mode, reason):
         tokens, _, ended = read()
         assert ended == reason and tokens == known(0)[: len(tokens)]
         assert (len(tokens) < GREEDY["max_tokens"]) == (mode == "abort")
-        post(server, "/resume")
+        threading.Timer(0.3, post, [server, "/resume"]).start()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=3)
+        retried = client.completions.create(model="tiny", prompt=[1, 2], max_tokens=1)
+        assert retried.choices[0].finish_reason == "length"
     assert complete(server)[0] == known(0)
 
 
@@ -384,7 +418,8 @@ def test_doors_need_the_flag_and_the_key(simulated):
     with served(simulated, rl=True, api_key=("k",)) as keyed:
         assert {keyed.send(*door, headers={}).status for door in doors} == {401}
         answer = keyed.send("GET", "/weight_info", headers={"authorization": "Bearer k"})
-        assert answer.json == {"weight_version": 0, "draft_weight_version": 0}
+        versions = {"weight_version": 0, "draft_weight_version": 0}
+        assert answer.json == versions | {"quantization": None}
         given = {"authorization": "Bearer k", "content-type": "application/json"}
         answer = keyed.send("POST", UPDATE, {"update_info": {"path": "a"}}, given)
         assert answer.error[0] == 400 and b"--rl-weights-root" in answer.body

@@ -146,7 +146,7 @@ def totals(
 
 
 def arrays(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Return vLLM's lists of what each request did, for --save-detailed."""
+    """Return vLLM's lists with an entry per request, for --save-detailed."""
     return {
         "input_lens": [one.prompt_len for one in records],
         "output_lens": [one.output_len for one in records],

@@ -176,6 +176,17 @@ class DraftModel(HeadDrafter[ModelWeights]):
         stored = state.snapshots, state.caches, (slots, ids, ends)
         return replace(state, caches=restore_snapshots(self.head.model, *stored))
 
+    def head_of(self, params: Params) -> Any:
+        """Return the draft model's embedding, if it is the output head as well."""
+        return params.drafter and params.drafter.model.head
+
+    def with_head(self, params: Params) -> Params:
+        """See `Drafter.with_head`."""
+        if params.head is None:
+            return params
+        model = replace(params.drafter.model, lm_head=params.head)
+        return params._replace(drafter=replace(params.drafter, model=model))
+
     def draft(
         self, target: Model, params: Params, state: DraftModelState, context: DraftContext, k: int
     ) -> tuple[Draft, DraftModelState]:

@@ -1,7 +1,7 @@
 """Weights of projections as 4-bit numbers with a scale per group of inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
+from specjax.checkpoint.quantised.nearest4 import nearest_floats, nearest_integers
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.matrix import Dense
@@ -43,6 +44,18 @@ class Packed(Quantised):
             matrix = wide.at[self.order].set(matrix, mode="drop")
         return Dense(matrix, self.parts, self.axis)
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return ("fp4" if self.form.is_float else "int4",)
+
+    def quantise(self, plain: Any) -> "Packed":
+        """See `Weight`. The order of the inputs stays."""
+        matrix = plain.by_output
+        if self.order is not None:
+            matrix = matrix.at[:, self.order].get(mode="fill", fill_value=0)
+        return replace(self, **nearest_arrays(self, matrix))
+
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         if self.order is not None:
             x = x.at[:, self.order].get(mode="fill", fill_value=0)
@@ -52,6 +65,22 @@ class Packed(Quantised):
     @property
     def _arrays(self) -> tuple[Any, Any, Any, Any]:
         return self.values, self.scales, self.zeros, self.factors
+
+
+def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
+    """Return the fields of a matrix [out, in] in the form of `old`, with the nearest numbers.
+
+    `old` has the fields of a `Packed`.
+    """
+    form, dtype = old.form, old.scales.dtype.name
+    if form.is_float:
+        has_factors = old.factors is not None
+        made = nearest_floats(matrix, form.group, dtype, has_factors=has_factors)
+    else:
+        made = nearest_integers(matrix, form.group, dtype, has_zeros=old.zeros is not None)
+    zeros = None if made.zeros is None else made.zeros.T
+    others = {"scales": made.scales.T, "zeros": zeros, "factors": made.factors}
+    return {"values": form.pack(made.codes), **others}
 
 
 @dataclass(frozen=True, kw_only=True)

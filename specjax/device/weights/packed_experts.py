@@ -1,7 +1,8 @@
 """Weights of experts as 4-bit numbers with a scale per group of inputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from pallas_kernels.packed_matmul.reference import unpacked
 from specjax.checkpoint.quantised.packed import PackedTensor
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
-from specjax.device.weights.packed import packed_specs
+from specjax.device.weights.packed import nearest_arrays, packed_specs
 from specjax.device.weights.stacked import stacked
 from specjax.device.weights.weight import weight
 
@@ -48,6 +49,16 @@ class PackedExperts(ExpertWeights):
         """See `Weight`."""
         wide = unpacked(*self._arrays, self.form, self.num_in, dtype)
         return ExpertMatrices(wide.swapaxes(-1, -2), self.axis)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return ("fp4" if self.form.is_float else "int4",)
+
+    def quantise(self, plain: ExpertMatrices) -> "PackedExperts":
+        """See `Weight`."""
+        matrices = plain.values.swapaxes(1, 2)
+        return replace(self, **jax.vmap(partial(nearest_arrays, self))(matrices))
 
     @property
     def _arrays(self) -> tuple[Any, Any, Any, Any]:

@@ -1,13 +1,15 @@
 """Weights of experts as 8-bit numbers with scales, as some checkpoints store them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.scaled_matmul.reference import dequantised
+from specjax.checkpoint.quantised.bits import BITS, name_of
+from specjax.checkpoint.quantised.nearest import nearest
 from specjax.checkpoint.quantised.scaled import ScaledTensor, ScalesSpec, ValuesSpec
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
@@ -43,6 +45,17 @@ class ScaledExperts(ExpertWeights):
         """See `Weight`."""
         wide = dequantised(self.values, self.scales, self.block, dtype)
         return ExpertMatrices(wide.swapaxes(1, 2), self.axis)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return (name_of(self.values.dtype.name),)
+
+    def quantise(self, plain: ExpertMatrices) -> "ScaledExperts":
+        """See `Weight`."""
+        bits = BITS[self.numbers[0]]
+        values, scales = nearest(plain.values.swapaxes(1, 2), self.block, bits)
+        return replace(self, values=values, scales=scales)
 
 
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
