@@ -1,4 +1,4 @@
-"""Measures the HTTP server's own speed: the engine runs on the tests' simulated device.
+"""Measures the HTTP server's own speed: `specjax serve --device simulated`.
 
     python benchmarks/server_cpu.py
     python benchmarks/server_cpu.py --streams 64 --tokens 100
@@ -22,28 +22,21 @@ from typing import Any
 from unittest.mock import patch
 
 from report import RESULTS, provenance, summary, write_result
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))
+from specjax.async_llm import AsyncLLM
+from specjax.cli import main as run_command
+from specjax.server import app
 
-from starlette.responses import JSONResponse  # noqa: E402
-from starlette.routing import Route  # noqa: E402
-from support.scripts import HashScript  # noqa: E402
-from support.simulated_slots import Pools  # noqa: E402
-from support.texts import simulated_llm  # noqa: E402
-
-from specjax.async_llm import AsyncLLM  # noqa: E402
-from specjax.cli import main as run_command  # noqa: E402
-from specjax.server import app  # noqa: E402
-
-MODEL, K, WORDS = "demo-llama", 2, range(300, 1800)
+MODEL, K = "demo-llama", 2
 PATHS = "/v1/completions", "/v1/chat/completions"
 LOOP, OUTPUTS, ENGINE = "event loop", "texts and outputs", "engine and device"
 
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=300, help="per stream; default: %(default)s")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
@@ -88,27 +81,8 @@ def main() -> None:
     write_result(RESULTS / "server_cpu.json", result)
 
 
-class Accepted(HashScript):
-    """Any words; all drafts are accepted."""
-
-    def following(self, tokens: list[int], digest: int, seed: int) -> int:
-        """See `Script`."""
-        return WORDS[len(tokens) * 7919 % len(WORDS)]
-
-    def draft(self, slot: Any, follow: Any, k: int, most: int) -> tuple[list[int], int]:
-        """See `Script`."""
-        truth: list[int] = []
-        for _ in range(k):
-            truth.append(follow(slot, truth))
-        return truth, most
-
-
 def serve(port: int, num_streams: int) -> None:
-    """Run the server on a simulated device that checks nothing, with a door for threads' times."""
-    sizes = {"max_model_len": 1024, "max_num_seqs": num_streams, "max_num_batched_tokens": 4096}
-    shapes = {"decode_batches": None, "prefill_shapes": None, "page_size": 64}
-    script = Accepted(2048)
-    llm = simulated_llm(MODEL, "ngram", k=K, script=script, **sizes, **shapes)
+    """Run the server on a simulated device, with a door for threads' times."""
     threads = {LOOP: threading.get_native_id()}
     spent = {OUTPUTS: 0.0}
     start, publish = AsyncLLM._serve, AsyncLLM._publish
@@ -126,14 +100,17 @@ def serve(port: int, num_streams: int) -> None:
         return JSONResponse({name: thread_seconds(one) for name, one in threads.items()} | spent)
 
     app.ROUTES.append(Route("/times", times))
+    command = f"serve {MODEL} --device simulated --port {port} --speculative-config".split()
+    command.append(json.dumps({"method": "ngram", "num_speculative_tokens": K}))
+    sizes = {"max_model_len": 1024, "max_num_seqs": num_streams, "max_num_batched_tokens": 4096}
+    for name, value in (sizes | {"page_size": 64}).items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     with (
-        patch("specjax.async_llm.LLM", lambda *_, **__: llm),
         patch.object(AsyncLLM, "_serve", start_timed),
         patch.object(AsyncLLM, "_publish", publish_timed),
-        patch.object(Pools, "check_reads", lambda *_, **__: None),
     ):
-        quiet = ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
-        run_command(["serve", MODEL, "--port", str(port), "--enable-per-request-metrics", *quiet])
+        run_command([*command, "--enable-per-request-metrics"])
 
 
 def thread_seconds(thread: int) -> float:

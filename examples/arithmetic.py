@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 MOST = 4  # the largest second number
 NUM_QUESTIONS = 90 * MOST
+MAX_TOKENS = 24  # per answer; a right answer has at most 21
 FINAL = re.compile(r"#### (-?\d+)")
 
 

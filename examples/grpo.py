@@ -4,7 +4,7 @@ The loss is DeepSeekMath's (Shao et al. 2024, eq. 3) without a KL term, averaged
 DAPO (Yu et al. 2025, eq. 8), so that each token has the same weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from arithmetic import MAX_TOKENS, Question, reward
 
 from specjax.device.models.model import Model
-from specjax.rl import PaddedRollouts
+from specjax.rl import PaddedRollouts, RolloutBatch
 from specjax.train.context import CausalRows
 
 
@@ -42,6 +43,12 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     """Return the advantage f32[G, n] of each answer over all n answers to the same question."""
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     return (centred / (rewards.std(axis=1, keepdims=True) + 1e-6)).astype(np.float32)
+
+
+def rewards(questions: Sequence[Question], answers: RolloutBatch) -> np.ndarray:
+    """Return the rewards f32[G, n] of answers, for n answers to each of G questions."""
+    judged = [reward(questions[answer.prompt_index], answer.text or "") for answer in answers]
+    return np.array(judged, np.float32).reshape(len(questions), -1)
 
 
 def training_rows(rollouts: PaddedRollouts, advantages: np.ndarray) -> Rows:
@@ -73,6 +80,13 @@ def token_logprobs(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+def make_optimizer(rate: float) -> optax.GradientTransformation:
+    """Return AdamW with five warm-up steps and then a constant rate."""
+    schedule = optax.linear_schedule(rate / 5, rate, 5)
+    adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.0)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
 def begin(params: Any, optimizer: optax.GradientTransformation) -> Learner:
     """Return a learner with copies of `params`, because an engine's arrays must not be donated."""
     copies = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
@@ -94,3 +108,19 @@ def make_update(model: Model, optimizer: optax.GradientTransformation, loss: Los
         return Learner(optax.apply_updates(learner.params, change), state), value
 
     return update
+
+
+def improve(
+    update: Update,
+    learner: Learner,
+    answers: RolloutBatch,
+    judged: np.ndarray,
+    num_minibatches: int,
+    rng: np.random.Generator,
+) -> Learner:
+    """Train one epoch on the rollouts of a step, in random minibatches of equal shape."""
+    rows = training_rows(answers.padded(0, length=MAX_TOKENS), advantages(judged).reshape(-1))
+    for index in np.split(rng.permutation(len(rows.tokens)), num_minibatches):
+        learner, loss = update(learner, Rows(*(part[index] for part in rows)))
+        loss.block_until_ready()  # so that the next rollouts' time excludes the update
+    return learner

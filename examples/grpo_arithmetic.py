@@ -21,7 +21,6 @@ The folder `--output` gets results.json and plot.png: reward, acceptance length 
 
 import argparse
 import json
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,25 +29,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import optax
 from arithmetic import NUM_QUESTIONS, Question, split_questions
-from grpo import (
-    Learner,
-    Rows,
-    Update,
-    advantages,
-    begin,
-    grpo_loss,
-    imitation_loss,
-    make_update,
-    training_rows,
-)
-from grpo_engines import MAX_TOKENS, PROBE_K, Engines, Moment, rewards
+from grpo import begin, grpo_loss, improve, make_optimizer, make_update, rewards
+from grpo_engines import PROBE_K, Engines, Moment
 from grpo_plot import plot_steps
+from imitation import Imitation, Policy, imitate
 from rich.console import Console
 
 from specjax.bench.environment import describe_environment
-from specjax.rl import OnlineDistiller, Rollout, RolloutBatch, RolloutEngine
+from specjax.rl import OnlineDistiller, Rollout, RolloutEngine
 
 REFIT_ROLLOUTS = 256  # number of newest rollouts that a refit trains on
 
@@ -88,6 +77,17 @@ class Settings:
                 f"step, of {NUM_QUESTIONS}; lower it"
             )
 
+    @property
+    def imitation(self) -> Imitation:
+        """The settings of the imitation."""
+        return Imitation(
+            steps=self.imitation_steps,
+            batch=self.imitation_batch,
+            rate=self.imitation_rate,
+            slip_rate=self.slip_rate,
+            seed=self.seed,
+        )
+
 
 class Step(NamedTuple):
     """The measurements of a GRPO step."""
@@ -105,67 +105,6 @@ class Step(NamedTuple):
 
 HEADER = "step  reward  accepted  mean K  rollouts (s)  plain (s)  update (s)  sync (s)"
 LINE = "{:4}  {:6.3f}  {:8.2f}  {:6.2f}  {:12.2f}  {:9.2f}  {:10.2f}  {:8.3f}"
-
-
-def make_optimizer(rate: float) -> optax.GradientTransformation:
-    """Return AdamW with five warm-up steps and then a constant rate."""
-    schedule = optax.linear_schedule(rate / 5, rate, 5)
-    adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.0)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-
-def imitate(engine: RolloutEngine, questions: Sequence[Question], settings: Settings) -> Any:
-    """Return the policy's parameters after imitating worked answers."""
-    optimizer = make_optimizer(settings.imitation_rate)
-    update = make_update(engine.target, optimizer, imitation_loss)
-    learner, size = begin(engine.params.target, optimizer), settings.imitation_batch
-    rng = random.Random(settings.seed)
-    begun = time.perf_counter()
-    for step in range(settings.imitation_steps):
-        if time.perf_counter() - begun > 10:  # seconds between lines
-            print(f"imitated {step} of {settings.imitation_steps} batches", flush=True)
-            begun = time.perf_counter()
-        chosen = [questions[(step * size + i) % len(questions)] for i in range(size)]
-        learner, _ = update(learner, worked_rows(engine, chosen, settings.slip_rate, rng))
-    return learner.params
-
-
-def worked_rows(
-    engine: RolloutEngine, questions: Sequence[Question], slip_rate: float, rng: random.Random
-) -> Rows:
-    """Return training rows of questions and worked answers.
-
-    The fraction `slip_rate` of the answers has a wrong digit.
-    """
-    assert engine.tokenizer is not None
-    prompts = [engine.tokenizer.encode(question.prompt) for question in questions]
-    slips = [rng.choice((-1, 1)) if rng.random() < slip_rate else 0 for _ in questions]
-    texts = [question.worked(slip) for question, slip in zip(questions, slips, strict=True)]
-    encoded = engine.tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)
-    answers = [[*answer.ids, engine.eos_ids[0]] for answer in encoded]
-    width = max(map(len, prompts)) + MAX_TOKENS
-    tokens = np.zeros((len(questions), width), np.int32)
-    mask = np.zeros((len(questions), width - 1), np.float32)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        tokens[row, : len(prompt) + len(answer)] = [*prompt, *answer]
-        mask[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = 1
-    return Rows(tokens, mask, np.zeros_like(mask), np.ones(len(questions), np.float32))
-
-
-def improve(
-    update: Update,
-    learner: Learner,
-    answers: RolloutBatch,
-    judged: np.ndarray,
-    num_minibatches: int,
-    rng: np.random.Generator,
-) -> Learner:
-    """Train one epoch on the rollouts of a step, in random minibatches of equal shape."""
-    rows = training_rows(answers.padded(0, length=MAX_TOKENS), advantages(judged).reshape(-1))
-    for index in np.split(rng.permutation(len(rows.tokens)), num_minibatches):
-        learner, loss = update(learner, Rows(*(part[index] for part in rows)))
-        loss.block_until_ready()  # so that the next rollouts' time excludes the update
-    return learner
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:
@@ -186,7 +125,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
 
     look("as shipped")
     console.print(f"imitating {settings.imitation_steps} batches of worked answers")
-    engines.update(imitate(engines.speculative, train, settings))
+    engines.update(imitate(policy_of(engines.speculative), train, settings.imitation))
     look("after imitation")
     console.print("one step to warm up, not timed")
     engines.roll_out(train[: settings.questions], settings.samples, 0)
@@ -201,6 +140,12 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
         "moments": [moment._asdict() for moment in moments],
         "steps": [step._asdict() for step in steps],
     }
+
+
+def policy_of(engine: RolloutEngine) -> Policy:
+    """Return the model that an engine runs."""
+    assert engine.tokenizer is not None
+    return Policy(engine.target, engine.params.target, engine.tokenizer, engine.eos_ids[0])
 
 
 def train_policy(

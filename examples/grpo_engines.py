@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from arithmetic import Question, reward
+from arithmetic import MAX_TOKENS, Question
+from grpo import rewards
 
 from specjax import SamplingParams
 from specjax.rl import RolloutBatch, RolloutEngine
 
 TARGET, DRAFTER = "demo-llama", "demo-llama-eagle3"
-MAX_TOKENS = 24  # per answer; a right answer has at most 21
 PROBE_K = 3
 # Few requests, so that a step on two cores is bound by reading weights, as on a GPU.
 MAX_NUM_SEQS = 4
@@ -128,12 +128,6 @@ def generate(
 ) -> RolloutBatch:
     """Return answers to questions, ordered by question."""
     return engine.generate([question.prompt for question in questions], params)
-
-
-def rewards(questions: Sequence[Question], answers: RolloutBatch) -> np.ndarray:
-    """Return the rewards f32[G, n] of answers, for n answers to each of G questions."""
-    judged = [reward(questions[answer.prompt_index], answer.text or "") for answer in answers]
-    return np.array(judged, np.float32).reshape(len(questions), -1)
 
 
 def compare(ours: RolloutBatch, others: RolloutBatch) -> float:

@@ -397,8 +397,10 @@ class AsyncLLM(Refusing):
         if not stream.is_cancelled:
             stream.outputs = self._llm.start(request, prompt)
             self._streams[request.request_id] = stream
-            if before is not None and before.logprobs:
-                stream.outputs.completions[0].sequence.logprobs += before.logprobs
+            if before is not None:
+                (completion,) = stream.outputs.completions
+                completion.sequence.logprobs += before.logprobs or []
+                completion.sequence.rounds += before.rounds
 
     def _abort(self, request_id: Hashable) -> bool:
         aborted = self._llm.engine.abort(request_id)

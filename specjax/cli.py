@@ -14,6 +14,7 @@ from importlib import import_module
 from specjax import __version__
 from specjax.checkpoint.demo import TARGET
 from specjax.commands import arguments, bench, compile_arguments, serve_arguments, train
+from specjax.commands.vllm_arguments import respelled
 from specjax.host.leaving import INTERRUPTED, leave_interrupted
 
 # The module of each command; its `run(args)` runs it.
@@ -21,8 +22,7 @@ _MODULES = {
     "generate": "specjax.commands.generate",
     "serve": "specjax.commands.serve",
     "bench": "specjax.bench.speculation",
-    "bench sweep": "specjax.bench.sweep",
-    "bench simulate": "specjax.bench.simulate",
+    **{f"bench {name}": one.module for name, one in bench.SUBCOMMANDS.items()},
     "profile": "specjax.bench.profile",
     "profile show": "specjax.bench.profile_show",
     "quantize": "specjax.commands.quantize",
@@ -34,6 +34,7 @@ _MODULES = {
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEEDS_EXTRA = {
     **{"optax": "train", "orbax": "train", "matplotlib": "plot"},
+    "aiohttp": "bench",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client"), "serve"),
 }
 
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     fix, 130 after an interrupt, and 141 if the reader of the output has closed the pipe.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["serve"]:
+        argv = respelled(argv)
     args = build_parser().parse_args(argv)
     command, subcommand = args.command, getattr(args, "subcommand", None)
     if subcommand:
@@ -96,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None], text: str) -> None:
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         add_arguments(command)
 
     add("generate", _add_generate, "Continue prompts.")
@@ -185,6 +188,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
+    arguments.add_quantization(parser)
     compile_arguments.add_arguments(parser)
 
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 from pallas_kernels import KERNELS
 from pallas_kernels.page_formats import PAGE_FORMATS, PageFormat
+from specjax.checkpoint.quantised.bits import BITS
 from specjax.checks import (
     check_choice,
     check_count,
@@ -20,51 +21,22 @@ from specjax.checks import (
     parse_table,
     warn,
 )
+from specjax.methods import METHODS, OWN_METHODS, check_sources
 from specjax.vllm_names import take_speculation
 
 DTYPES = ("float32", "bfloat16")
-# A placeholder for a drafter's checkpoint, for reports that need only the drafter's shapes.
-OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
 COLLECTIVES = ("auto", "nccl", "graph")
 KV_CACHE_DTYPES = ("auto", *PAGE_FORMATS)
+HEAD_DTYPES = ("fp8", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, of any engine: requests, rows per request, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # default maximum of K with `adaptive`
 MANY_DRAFTS, MAX_DRAFTS = 16, 64  # maximum of K without a warning, without an error
-
-
-class Method(NamedTuple):
-    """The properties of a drafting method.
-
-    Attributes:
-        needs_model: whether the method needs a separate checkpoint.
-        has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether reports may use OWN_SHAPE (a head without weights) as the checkpoint.
-        options: fields of `SpeculativeConfig` that only this method takes.
-    """
-
-    needs_model: bool = True
-    has_weights: bool = True
-    needs_shape: bool = False
-    options: tuple[str, ...] = ()
-
-
-METHODS = {
-    "eagle": Method(needs_shape=True),
-    "eagle3": Method(),
-    "mtp": Method(needs_model=False),
-    "dflash": Method(),
-    "p_eagle": Method(),
-    "draft_model": Method(),
-    "medusa": Method(),
-    "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
-}
-OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs_model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +46,12 @@ class SpeculativeConfig:
     Attributes:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
-            draft), or "ngram" (continues the last earlier occurrence of the latest tokens).
-        model: the drafter's checkpoint, a folder or hub id; None for "ngram", and if "mtp" comes
-            with the target's checkpoint.
+            draft), "ngram" (continues the last earlier occurrence of the latest tokens), or
+            "suffix" (what most often followed them: here, in earlier outputs and in corpora).
+        model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
+            "mtp" comes with the target's checkpoint.
+        sources: in a mapping "with"; more sources of drafts, ["suffix"]. Each request and step uses
+            the source from which most drafts are expected to be accepted.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
             the profile's maximum).
@@ -98,7 +73,12 @@ class SpeculativeConfig:
             layer i ("entering", as in vLLM) or its output ("output", as in SGLang). i is 0-based.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
+        suffix_decoding_...: as in vLLM: longest match in tokens; number of outputs to draft from;
+            drafts per matched token; least probability that all drafts are accepted, by counts.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
+        head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
+            target's head, the drafter gets a copy, and the target keeps its own.
+        quantization: "fp8", "int8" or "int4" quantises the drafter's other projections, see `LLM`.
     """
 
     method: str
@@ -112,53 +92,49 @@ class SpeculativeConfig:
     aux_id_convention: str = "entering"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    sources: Sequence[str] = ()
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
     dynamic_config_path: str | PathLike[str] | None = None
     dynamic_config_force: bool = False
     adaptive: bool = False
     kv_cache_dtype: str | None = None
+    head_dtype: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self):
         where = "speculative_config"
         check_choice(f"{where}.method", self.method, tuple(METHODS))
-        self._check_lookup()
+        for name, value in check_sources(self).items():
+            object.__setattr__(self, name, value)
         is_own = self.model is None and self.method in OWN_METHODS
         if not is_own and not isinstance(self.model, str | PathLike):
             raise ValueError(f"{where}.model={self.model!r} must be a folder or hub id")
         check_choice(f"{where}.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         check_choice(f"{where}.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS)
-        if self.kv_cache_dtype is not None:
-            check_choice(f"{where}.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self._check_dtypes()
         self._check_dynamic()
         self._check_num_drafts()
         check_choice(f"{where}.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
 
-    def _check_lookup(self) -> None:
-        for method, needs in METHODS.items():
-            given = [name for name in needs.options if getattr(self, name) is not None]
-            if given and method != self.method:
-                where = f"speculative_config.{given[0]}"
-                raise ValueError(f"{where} goes with method={method!r}, not {self.method!r}")
-        if "prompt_lookup_min" not in METHODS[self.method].options:
-            return
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if self.model is not None:
-            where = f"speculative_config.model={self.model!r}"
-            raise ValueError(f"{where}: method='ngram' has no checkpoint; leave it out")
-        where = "speculative_config.prompt_lookup"
-        named = {f"{where}_min": low, f"{where}_max": high}
-        check_positive(**{name: value for name, value in named.items() if value is not None})
-        # If only one of them is given, the other gets the same value, as in vLLM.
-        if low is None and high is None:
-            low, high = 2, 5
-        low, high = high if low is None else low, low if high is None else high
-        if low > high:  # pyright: ignore[reportOperatorIssue]
-            raise ValueError(
-                f"{where}_min={low} exceeds {where}_max={high}; lower the one or raise the other"
-            )
-        object.__setattr__(self, "prompt_lookup_min", low)
-        object.__setattr__(self, "prompt_lookup_max", high)
+    def _check_dtypes(self) -> None:
+        choices = {"head_dtype": HEAD_DTYPES, "quantization": tuple(BITS)}
+        for name, allowed in {"kv_cache_dtype": KV_CACHE_DTYPES, **choices}.items():
+            where, value = f"speculative_config.{name}", getattr(self, name)
+            if value is None:
+                continue
+            check_choice(where, value, allowed)
+            if name in choices and not METHODS[self.method].has_weights:
+                raise ValueError(f"{where}={value!r}: {self.method!r} has no weights; leave it out")
+
+    @property
+    def all_sources(self) -> tuple[str, ...]:
+        """The sources on the host, from the method and from `sources`."""
+        return *METHODS[self.method].sources, *self.sources
 
     def _check_dynamic(self) -> None:
         where, path = "speculative_config", self.dynamic_config_path
@@ -243,7 +219,9 @@ class SpeculativeConfig:
                 f"speculative_config={config!r} must be a SpeculativeConfig or a mapping of its "
                 "fields"
             )
-        config = take_speculation(config, [f.name for f in fields(cls)])
+        names = {f.name: "with" if f.name == "sources" else f.name for f in fields(cls)}
+        given = take_speculation(config, names.values())
+        config = {name: given[key] for name, key in names.items() if key in given}
         needed = {"method"}
         if config.get("dynamic_config_path") is None and not config.get("adaptive"):
             needed.add("num_speculative_tokens")

@@ -19,6 +19,7 @@ from specjax.messages.chat import Chat, ChatOptions
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
+from specjax.serving.corpora import CorpusMethods
 from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
@@ -37,7 +38,7 @@ from specjax.text.prompts import (
 from specjax.text.tokenizer import ChatTokenizer
 
 
-class LLM(VllmMethods):
+class LLM(CorpusMethods, VllmMethods):
     """A model ready to generate, with or without speculative decoding.
 
     Threads may share an LLM: their requests run in the same steps.
@@ -91,6 +92,7 @@ class LLM(VllmMethods):
         enable_expert_parallel: give each device whole experts, not parts of all.
         kernels: implementation of the GPU operations, "auto" or "reference".
         collectives: how GPUs exchange sums, "auto", "nccl" or "graph"; see `EngineConfig`.
+        device: "auto" for JAX's default device; "simulated" runs no model, to measure all else.
         compilation_cache: folder of compiled steps, or None. JAX's cache folder has precedence.
         seed: seed of requests without a seed, any integer of 64 bits.
         verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The

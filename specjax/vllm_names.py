@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from specjax.checks import did_you_mean, warn
 
 PAGE = "docs/coming_from_vllm.md"
+CONTENT_FORMATS = ("auto", "string", "openai")  # values of chat_template_content_format
 _GREEDY_NAMES = "beam search is not supported; sample several outputs, SamplingParams(n=...)"
 _NO_POOLING = "models here only generate"
 _ONE_PROCESS = "an engine runs in this process"
@@ -74,7 +75,6 @@ SPECULATION: Mapping[str, Taken] = {
         ),
         _SAME,
     ),
-    "quantization": Taken((None,), "the checkpoint's config says how weights are quantised"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")
@@ -86,13 +86,6 @@ SPECULATION: Mapping[str, Taken] = {
     "enable_adaptive_verification": Taken((False,), "adaptive=True chooses K while serving"),
     "dspark_draft_topk": Taken((None,), "drafts are drawn from the whole draft vocabulary"),
     "disable_by_batch_size": Taken((None,), "num_speculative_tokens_per_batch_size sets K by size"),
-    **dict.fromkeys(
-        (
-            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
-            *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
-        ),
-        Taken((), "method 'suffix' is not supported; 'ngram' looks up the last tokens"),
-    ),
 }
 
 # vLLM's names of methods and of verification, and our names for them.

@@ -57,6 +57,13 @@ def test_an_option_out_of_range(letters, name):
 FEW = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "decode_batches": (6,)}
 SMALL = {"prefill_shapes": ((1, 8),)}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+SUFFIX = NGRAM | {"method": "suffix"}
+BAD_SUFFIX = {
+    "max_tree_depth": (0, 2.5),
+    "max_cached_requests": (-1, "3"),
+    "max_spec_factor": (0, "1", float("nan")),
+    "min_token_prob": (-0.1, 1.5, float("nan")),
+}
 BAD_SETS = [
     *(({"decode_batches": sizes}, ["decode_batches"]) for sizes in (4, "4", (4.0,), (0, 4), ())),
     *(({"prefill_shapes": x}, ["prefill_shapes"]) for x in (5, "ab", ((2.0, 32),), (24,))),
@@ -75,6 +82,26 @@ BAD_SETS = [
     (
         {"speculative_config": NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}},
         ["_min=4", "_max=2"],
+    ),
+    *(
+        ({"speculative_config": SUFFIX | {f"suffix_decoding_{name}": value}}, [f"{name}={value!r}"])
+        for name, values in BAD_SUFFIX.items()
+        for value in values
+    ),
+    *(
+        ({"speculative_config": NGRAM | {"with": given}}, [f"with={given!r}", "a list of suffix"])
+        for given in ("suffix", ["oracle"], ["suffix"] * 2, [["suffix"]], None)
+    ),
+    ({"speculative_config": NGRAM | {"sources": ["suffix"]}}, ["unknown keys ['sources']"]),
+    ({"speculative_config": SUFFIX | {"with": ["suffix"]}}, ["must be left out"]),
+    ({"speculative_config": SUFFIX | {"model": "a"}}, ["model='a'", "no checkpoint"]),
+    (
+        {"speculative_config": NGRAM | {"method": "draft_model", "model": "a", "with": ["suffix"]}},
+        ["with=['suffix']", "draft model"],
+    ),
+    (
+        {"speculative_config": NGRAM | {"suffix_decoding_min_token_prob": 0.2}},
+        ["suffix_decoding_min_token_prob", "method='suffix'", "'ngram'"],
     ),
 ]
 

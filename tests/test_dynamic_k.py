@@ -57,7 +57,7 @@ def test_a_request_may_ask_for_fewer_drafts(llm):
     expected = generate_tokens(llm, PROMPTS[: len(limits)], free)
     llm.engine.set_policy(watched := Recording((K,), lambda load: K))
     assert generate_tokens(llm, PROMPTS[: len(limits)], params) == expected
-    assert {limit for load in watched.loads for _, limit in load.members} == {0, 1, 2, K}
+    assert {n for load in watched.loads for n in load.requests.limits} == {0, 1, 2, K}
     most = []
     for one in params:
         before = llm.metrics()

@@ -14,9 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # other; the longest entry that fits a module is its room. The root's modules are doors.
 LAYERS = [
     ["pallas_kernels", "specjax.checkpoint", "specjax.checks"],
-    ["specjax.vllm_names"],
+    ["specjax.methods", "specjax.vllm_names"],
     ["specjax.config", "specjax.sampling_params", "specjax.outputs"],
-    ["specjax.host", "specjax.host.grammar", "specjax.host.residents", "specjax.device"],
+    [
+        "specjax.host",
+        "specjax.host.grammar",
+        "specjax.host.residents",
+        "specjax.host.speculation",
+        "specjax.device",
+    ],
     ["specjax.engine", "specjax.text"],
     ["specjax.messages"],
     ["specjax.serving"],
@@ -34,6 +40,7 @@ ONLY = {
     "specjax.host": {"specjax", *sys.stdlib_module_names},
     "specjax.host.grammar": {"specjax", "numpy", "llguidance", *sys.stdlib_module_names},
     "specjax.host.residents": {"specjax", "numpy", *sys.stdlib_module_names},
+    "specjax.host.speculation": {"specjax", "numpy", *sys.stdlib_module_names},
 }
 LAZY = {"specjax", "specjax.cli"}  # may import inside functions
 

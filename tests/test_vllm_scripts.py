@@ -286,7 +286,7 @@ def test_options_without_effect_are_named_in_one_warning():
 
 REFUSED = [
     *(("enable_lora", True), ("quantization", "awq"), ("pipeline_parallel_size", 2)),
-    *(("trust_remote_code", True), ("load_format", "dummy"), ("generation_config", "vllm")),
+    *(("load_format", "dummy"), ("generation_config", "vllm")),
     ("enable_lora", 0),
 ]
 

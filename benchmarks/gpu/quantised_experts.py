@@ -1,4 +1,4 @@
-"""Problems of experts in float8 and MXFP4, and of latents' projections in float8."""
+"""Problems of experts in float8 and 4 bits, and of latents' projections in float8."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from problems import Problem, experts, normal
 
 from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
-from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_packed_matmul import grouped_packed_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
+from pallas_kernels.packed_matmul import FourBits
 
 BLOCK = 128, 128
 
@@ -28,18 +29,33 @@ def _mxfp4(num: int, width: int, depth: int) -> tuple[jax.Array, jax.Array]:
     return values, 117 + jax.random.bits(keys[1], (num, depth // 32, width), jnp.uint8) % 4
 
 
+def _int4(num: int, width: int, depth: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return matrices of 4-bit integers, and the scales and zero points of their groups."""
+    keys, form = jax.random.split(jax.random.key(20)), PACKED["int4"]
+    values = jax.random.bits(keys[0], (num, width, form.width(depth)), jnp.uint8)
+    groups = num, form.num_groups(depth), width
+    scales = (1 + jnp.abs(normal(40, groups, "float32"))) / (8 * depth**0.5)
+    return values, scales.astype(jnp.float16), jax.random.bits(keys[1], groups, jnp.uint8) % 16
+
+
+PACKED = {"mxfp4": FourBits(32, is_float=True), "int4": FourBits(128)}
+MATRICES = {"float8": _float8, "mxfp4": _mxfp4, "int4": _int4}
+
+
 def quantised_experts(
     kind: str, num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
 ) -> Problem:
-    """Return the problem of `experts` with matrices of a kind: "float8" or "mxfp4"."""
+    """Return the problem of `experts` with matrices of a kind, a key of `MATRICES`."""
     plain = experts(num_tokens, mixture, depth, width, dtype)
-    weights = (_float8 if kind == "float8" else _mxfp4)(mixture[0], width, depth)
+    weights = MATRICES[kind](mixture[0], width, depth)
 
     def call(weights, item, kernels, config):
-        given = item[0], *weights, *item[1:]
         if kind == "float8":
+            given = item[0], *weights, *item[1:]
             return weights, grouped_scaled_matmul(*given, block=BLOCK, kernels=kernels)
-        return weights, grouped_mxfp4_matmul(*given, kernels=kernels)
+        matrices = *weights, *[None] * (4 - len(weights))  # zero points, if any, and factors
+        given = item[0], *matrices, *item[1:]
+        return weights, grouped_packed_matmul(*given, form=PACKED[kind], kernels=kernels)
 
     used = int((plain.items[-1][1] > 0).sum())
     itemsize = jnp.dtype(dtype).itemsize

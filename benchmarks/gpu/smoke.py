@@ -44,7 +44,7 @@ from problems import (
     truncation,
 )
 from quantised import packed, scaled
-from quantised_experts import BLOCK, quantised_experts, scaled_heads
+from quantised_experts import BLOCK, PACKED, quantised_experts, scaled_heads
 from schedules import served_rule
 from threads import compile_all
 from timing import Setting, attempt
@@ -125,9 +125,15 @@ def _quantised_experts() -> Iterator[Smoke]:
             x, sizes, sources = item
             return [truths.grouped_matmul(x, truths.mxfp4(*weights), sizes, sources)]
 
+        def of_int4(weights, item):
+            x, sizes, sources = item
+            matrices = truths.packed(*weights, x.shape[1], PACKED["int4"].group)
+            return [truths.grouped_matmul(x, matrices.swapaxes(1, 2), sizes, sources)]
+
         for kind, name, truth in (
             ("float8", "grouped_scaled_matmul", of_float8),
-            ("mxfp4", "grouped_mxfp4_matmul", of_mxfp4),
+            ("mxfp4", "grouped_packed_matmul powers", of_mxfp4),
+            ("int4", "grouped_packed_matmul zeros", of_int4),
         ):
             make = partial(quantised_experts, kind, tokens, mixture, *sizes, dtype)
             yield Smoke(f"{name} {tokens}", dtype, is_tiny, make, truth)

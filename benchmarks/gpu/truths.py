@@ -144,11 +144,17 @@ def scaled_matmul(x: Array, values: Array, scales: Array, block: tuple[int, int]
 
 def packed_matmul(x: Array, values: Array, scales: Array, zeros: Array, group: int) -> Array:
     """Return the products with a matrix of 4-bit numbers; see the kernel's docstring."""
-    size, depth = math.gcd(group, 64), x.shape[1]
-    runs = values.reshape(len(values), -1, size)
-    numbers = np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(values), -1)[:, :depth]
+    return f64(x) @ packed(values, scales, zeros, x.shape[1], group).T
+
+
+def packed(values: Array, scales: Array, zeros: Array, depth: int, group: int) -> Array:
+    """Return matrices [..., O, I] of 4-bit numbers; see the docstring of `packed_matmul`."""
+    values, outer = np.asarray(values), values.shape[:-1]
+    runs = values.reshape(*outer, -1, math.gcd(group, 64))
+    numbers = np.concatenate([runs & 15, runs >> 4], axis=-1).reshape(*outer, -1)[..., :depth]
     groups = np.arange(depth) // group
-    return f64(x) @ ((numbers - f64(zeros)[groups].T) * f64(scales)[groups].T).T
+    of_inputs = (f64(one)[..., groups, :].swapaxes(-1, -2) for one in (zeros, scales))
+    return (numbers - next(of_inputs)) * next(of_inputs)
 
 
 def route(

@@ -41,7 +41,7 @@ def packed_matmul(
     Args:
         x: the rows to multiply, [N, I].
         values: u8[O, bytes], as `FourBits.pack` returns them.
-        scales: f[groups, O].
+        scales: f[groups, O]. Or the exponents plus 127 of powers of two, u8[groups, O].
         zeros: u8[groups, O], or None.
         factors: f32[O], or None.
         form: the size of groups, and the kind of numbers.
@@ -56,21 +56,33 @@ def packed_matmul(
         raise ValueError(
             f"x must be [N, I] and values [O, bytes]; got {x.shape} and {values.shape}"
         )
-    depth, num_out = x.shape[1], len(values)
-    if values.shape[1] != form.width(depth):
+    check_matrices(x.shape[1], values, scales, zeros, factors, form)
+    given = x, values, scales, zeros, factors, form, dtype or x.dtype, first
+    return run("packed_matmul", kernels, IMPLEMENTATIONS, *given)
+
+
+def check_matrices(
+    depth: int,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    factors: jax.Array | None,
+    form: FourBits,
+) -> None:
+    """Raise a ValueError unless arrays [..., O, bytes] and so on fit `depth` inputs."""
+    *others, num_out, width = values.shape
+    if width != form.width(depth):
         raise ValueError(
             f"values must have {form.width(depth)} bytes for each output, for {depth} inputs in "
             f"groups of {form.group}; got {values.shape}"
         )
-    groups = form.num_groups(depth), num_out
+    groups = *others, form.num_groups(depth), num_out
     for name, given, shape in (
         ("scales", scales, groups),
         ("zeros", zeros, groups),
-        ("factors", factors, (num_out,)),
+        ("factors", factors, (*others, num_out)),
     ):
         if given is not None and given.shape != shape:
             raise ValueError(
                 f"{name} must be {shape} for groups of {form.group}; got {given.shape}"
             )
-    given = x, values, scales, zeros, factors, form, dtype or x.dtype, first
-    return run("packed_matmul", kernels, IMPLEMENTATIONS, *given)

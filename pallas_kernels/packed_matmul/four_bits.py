@@ -38,12 +38,20 @@ class FourBits(NamedTuple):
         return (runs[..., 0, :] | (runs[..., 1, :] << 4)).reshape(*others, -1)
 
     def numbers(self, values: jax.Array, depth: int) -> jax.Array:
-        """Return the numbers f32[O, depth] of packed values [O, bytes].
+        """Return the numbers f32[..., depth] of packed values [..., bytes].
 
         8 is subtracted from integers, but not from floats.
         """
-        runs = values.reshape(len(values), -1, self.half)
-        codes = jnp.concatenate([runs & 15, runs >> 4], axis=-1).reshape(len(values), -1)
+        *others, _ = values.shape
+        runs = values.reshape(*others, -1, self.half)
+        codes = jnp.concatenate([runs & 15, runs >> 4], axis=-1).reshape(*others, -1)
         if self.is_float:
-            return jnp.array([*E2M1, *(-x for x in E2M1)], jnp.float32)[codes[:, :depth]]
-        return codes[:, :depth].astype(jnp.float32) - 8
+            return jnp.array([*E2M1, *(-x for x in E2M1)], jnp.float32)[codes[..., :depth]]
+        return codes[..., :depth].astype(jnp.float32) - 8
+
+
+def powers(exponents: jax.Array) -> jax.Array:
+    """Return 2^(exponents - 127) as f32, for u8 from 0 to 254."""
+    bits = exponents.astype(jnp.int32)
+    bits = jnp.where(bits > 0, bits << 23, 1 << 22)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed_matmul.four_bits import FourBits
+from pallas_kernels.packed_matmul.four_bits import FourBits, powers
 
 
 def packed_matmul_reference(
@@ -34,13 +34,14 @@ def unpacked(
     depth: int,
     dtype: Any,
 ) -> jax.Array:
-    """Return the matrix [O, depth], computed in f32."""
+    """Return the matrices [..., O, depth], computed in f32."""
 
     def by_input(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x.astype(jnp.float32), form.group, axis=0)[:depth].T
+        wide = jnp.repeat(x.astype(jnp.float32), form.group, axis=-2)
+        return wide[..., :depth, :].swapaxes(-1, -2)
 
     numbers = form.numbers(values, depth)
     if zeros is not None:
         numbers = numbers - (by_input(zeros) - 8)
-    matrix = numbers * by_input(scales)
-    return (matrix if factors is None else matrix * factors[:, None]).astype(dtype)
+    matrix = numbers * by_input(powers(scales) if scales.dtype == jnp.uint8 else scales)
+    return (matrix if factors is None else matrix * factors[..., None]).astype(dtype)

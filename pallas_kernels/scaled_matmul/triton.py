@@ -43,6 +43,7 @@ BFLOAT16 = {
 }
 FLOAT32 = ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
 MAX_PROGRAMS = 400  # if they share the depth: three for each of an H100's multiprocessors
+MIN_DEPTH = 16  # of a product of tensor cores
 MIN_TILES = 4  # of the depth, for each program
 # With more rows, as prompts have, XLA multiplies by the dequantised matrix. On an H100 the kernel
 # that dequantises takes as long as reading the matrix four times; where this begins to pay is an
@@ -66,6 +67,24 @@ def with_splits(
     tiles = pl.cdiv(depth, config.block_depth)
     fits = [n for n in (2, 4, 8) if n * blocks <= MAX_PROGRAMS and n * MIN_TILES <= tiles]
     return replace(config, num_splits=max(fits, default=1))
+
+
+def within_blocks(
+    config: ScaledMatmulTuning, block: tuple[int, int], depth: int
+) -> ScaledMatmulTuning:
+    """Return `config`, with more and smaller tiles if a tile would span blocks of the depth.
+
+    Raises:
+        UnsupportedError: such tiles would be too small.
+    """
+    if block[1] >= depth or block[1] % config.block_depth == 0:
+        return config
+    side = block[1] & -block[1]
+    if side < MIN_DEPTH:
+        raise UnsupportedError(
+            f"block {block} must have a multiple of {MIN_DEPTH} columns, or all {depth}"
+        )
+    return replace(config, block_depth=side, unroll=config.unroll * config.block_depth // side)
 
 
 def scaled_matmul_triton(
@@ -97,21 +116,13 @@ def scaled_matmul_triton(
         if num_rows > MAX_ROWS:
             return scaled_matmul_reference(x, values, scales, block, dtype, first)
         config = choose_config(num_rows, num_columns, depth, x.dtype)
-    if block[1] < depth and block[1] % config.block_depth:
-        raise UnsupportedError(
-            f"block {block} must have a multiple of {config.block_depth} columns, or all {depth}"
-        )
+    config = within_blocks(config, block, depth)
     if num_rows == 0:
         return jnp.zeros((0, num_columns), dtype)
     parts = triton_call(
         partial(_kernel, block=block, first=first, config=config, interpret=interpret),
         (x, values, scales.astype(jnp.float32)),
-        [
-            jax.ShapeDtypeStruct(
-                (config.num_splits, num_rows, num_columns),
-                dtype if config.num_splits == 1 else jnp.float32,
-            )
-        ],
+        [jax.ShapeDtypeStruct((config.num_splits, num_rows, num_columns), dtype)],
         name="scaled_matmul",
         # Adjacent programs read the same columns.
         grid=(
@@ -123,7 +134,18 @@ def scaled_matmul_triton(
         num_stages=config.num_stages,
         interpret=interpret,
     )[0]
-    return reduce(add, list(parts)).astype(dtype)
+    return sum_of_parts(parts)
+
+
+def sum_of_parts(parts: jax.Array) -> jax.Array:
+    """Return the sum over the first axis, computed in f32 and in order.
+
+    The parts have the dtype of the result, so that few bytes are written and read again. Their
+    rounding errors are about as large, together, as the error of rounding the sum.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return reduce(add, [part.astype(jnp.float32) for part in parts]).astype(parts.dtype)
 
 
 def _kernel(

@@ -8,7 +8,8 @@ names in `TensorSpec.cuts`. Each name has a `Share`, which defines the part of t
 device takes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.stored_tensor import read_partly
 
 
 class Share(NamedTuple):
@@ -95,16 +97,45 @@ class Cut:
     axis: int
     sections: tuple[tuple[Share | None, int], ...]
 
-    def take(self, tensor: Any, device: int, xp: Any = np) -> Any:
+    @property
+    def num_devices(self) -> int | None:
+        """The number of devices; None if every device takes the whole axis."""
+        return next((len(share.starts) for share, _ in self.sections if share), None)
+
+    @property
+    def size(self) -> int:
+        """The size of the axis in the part of each device."""
+        return sum(size for _, _, size in self._ranges(0))
+
+    @property
+    def unit(self) -> int:
+        """The largest number of rows whose multiples are all places at which the axis is cut."""
+        devices = range(self.num_devices or 1)
+        places = (x for device in devices for one in self._ranges(device) for x in one)
+        return math.gcd(*(size for _, size in self.sections), *places)
+
+    def of_runs(self, unit: int, axis: int) -> "Cut":
+        """Return the cut of another tensor, which has one row for `unit` rows of this one.
+
+        Its axis `axis` corresponds to the axis of this cut, whose `unit` is a multiple of `unit`.
+        """
+        return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
+
+    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a device's part of a tensor with this shape."""
+        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+
+    def take(self, tensor: Any, device: int, xp: Any = np, *, fill: int = 0) -> Any:
         """Return the part of a file tensor that device number `device` takes.
 
-        `xp` is the module of the tensor's array type: NumPy or `jax.numpy`.
+        `xp` is the module of the tensor's array type: NumPy or `jax.numpy`. `fill` replaces the
+        zeros that are appended.
         """
         x, pieces = xp.moveaxis(tensor, self.axis, 0), []
         for start, count, size in self._ranges(device):
             pieces.append(x[start : start + count])
             if size > count:
-                pieces.append(xp.zeros((size - count, *x.shape[1:]), x.dtype))
+                pieces.append(xp.full((size - count, *x.shape[1:]), fill, x.dtype))
         return xp.moveaxis(xp.concatenate(pieces), 0, self.axis)
 
     def put(self, part: np.ndarray, device: int, tensor: np.ndarray) -> None:
@@ -191,6 +222,14 @@ class DividedSpec(TensorSpec):
     def is_packed(self) -> bool:
         """See `TensorSpec`."""
         return self.local.is_packed
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """See `TensorSpec.read`."""
+        return replace(self.local, names=self.names).read(find)
+
+    def read_partly(self, find: Callable[[str], Any]) -> list[Any]:
+        """Return what `read` returns, for a process that uses only parts of it."""
+        return [read_partly(find(name)) for name in self.names]
 
     def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
         """Return the part of each file tensor that device number `device` takes.

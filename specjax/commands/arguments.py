@@ -9,7 +9,8 @@ from typing import Any
 
 from specjax.checkpoint.demo import TARGET
 from specjax.checkpoint.quantised.bits import BITS
-from specjax.config import COLLECTIVES, DTYPES, KV_CACHE_DTYPES, METHODS, OWN_METHODS
+from specjax.config import COLLECTIVES, DTYPES, KV_CACHE_DTYPES
+from specjax.methods import METHODS, OWN_METHODS
 
 DEVICE_OPTIONS = (
     *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "collectives"),

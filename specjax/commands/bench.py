@@ -4,14 +4,24 @@ This module imports nothing slow, so that help is instant.
 """
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from specjax.checkpoint.demo import DRAFTERS, TARGET
 from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP, add_devices, add_quantization
+from specjax.commands.bench_arguments import (
+    add_latency_arguments,
+    add_serve_arguments,
+    add_throughput_arguments,
+)
 from specjax.config import DTYPES
-from specjax.host.speculation.methods import NAMES as POLICIES
+from specjax.host.speculation import POLICIES
 
 DESCRIPTION = "Measure the gain of speculation on real prompts."
 PROFILE_DESCRIPTION = "Measure step times and acceptance rates, to choose K from."
+LATENCY = "Time one batch of prompts from beginning to end."
+THROUGHPUT = "Measure how fast a set of prompts is generated, given all at once."
+SERVE = "Send requests to a server at a rate, and measure the latencies that clients see."
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
 SHOW = "Print a profile's time per output token, by batch size and K."
@@ -19,7 +29,28 @@ _BATCH = "prompts that decode together on each replica"
 PROFILE_HELP = "a profile, as `specjax profile` writes it"
 
 
+class Subcommand(NamedTuple):
+    """A subcommand of `specjax bench`.
+
+    Attributes:
+        module: the module whose `run(args)` runs it.
+        add_arguments: declares its arguments.
+    """
+
+    help: str
+    module: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `specjax bench`, and its subcommands."""
+    add_speculation_arguments(parser)
+    kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    for name, one in SUBCOMMANDS.items():
+        one.add_arguments(kinds.add_parser(name, help=one.help, description=one.help))
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `specjax.bench.speculation.run` reads."""
     parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
     parser.add_argument(
@@ -51,13 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
     add_devices(parser)
-    kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
-    _add_sweep(kinds.add_parser("sweep", help=SWEEP, description=SWEEP))
-    _add_simulate(kinds.add_parser("simulate", help=SIMULATE, description=SIMULATE))
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `specjax.bench.profile.run` and of its subcommands."""
+    """Declare the arguments of `specjax profile` and of its subcommands."""
+    _add_profile(parser)
+    kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    _add_show(kinds.add_parser("show", help=SHOW, description=SHOW))
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
     _add_setup(parser, ks="0,1,3,5", batch_sizes="1,4,16", max_tokens=64, rounds=3)
     parser.add_argument(
         "--output", default="profile.json", metavar="FILE", help="default: %(default)s"
@@ -65,8 +99,6 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--online", action="store_true", help="let its rates be learned further while serving"
     )
-    kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
-    _add_show(kinds.add_parser("show", help=SHOW, description=SHOW))
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +161,16 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, default=256, metavar="N", help="per seed; default: %(default)s"
     )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens in the prompt of every second request; default: %(default)s",
+    )
+    parser.add_argument(
+        "--one-k", action="store_true", help="adaptive K is the same for all requests of a round"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -136,3 +178,15 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", metavar="FILE", help=PROFILE_HELP)
     parser.add_argument("--batch-size", metavar="B,B", help="default: the sizes in the profile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+_COMMANDS, _BENCH = "specjax.commands.bench_", "specjax.bench."
+SUBCOMMANDS: Mapping[str, Subcommand] = {
+    "latency": Subcommand(LATENCY, f"{_COMMANDS}latency", add_latency_arguments),
+    "throughput": Subcommand(THROUGHPUT, f"{_COMMANDS}throughput", add_throughput_arguments),
+    "serve": Subcommand(SERVE, f"{_COMMANDS}serve", add_serve_arguments),
+    "sweep": Subcommand(SWEEP, f"{_BENCH}sweep", _add_sweep),
+    "simulate": Subcommand(SIMULATE, f"{_BENCH}simulate", _add_simulate),
+    "profile": Subcommand(PROFILE_DESCRIPTION, f"{_BENCH}profile", _add_profile),
+    "speculation": Subcommand(DESCRIPTION, f"{_BENCH}speculation", add_speculation_arguments),
+}

@@ -3,8 +3,8 @@
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from specjax.bench.environment import describe_versions
@@ -12,9 +12,9 @@ from specjax.commands.info import read_model
 from specjax.commands.info_text import as_size
 from specjax.commands.info_text import as_text as value_text
 from specjax.commands.speculation import read_speculation
-from specjax.config import METHODS, OWN_SHAPE
 from specjax.inspect.hlo import Launch
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe, in_layer
+from specjax.methods import METHODS, OWN_SHAPE
 
 _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 
@@ -22,13 +22,38 @@ _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 def run(args: argparse.Namespace) -> int:
     """Run `specjax info --compile`."""
     request = read_request(args)
-    (report,) = compile_steps([request], resources=args.resources)
+    requests = [request, *([] if request.quantization is None else [_plain(request)])]
+    report, *others = compile_steps(requests, resources=args.resources)
     if args.json:
+        plain = {"plain": as_json(others[0])} if others else {}
         # Do not report this machine's devices, because nothing runs on them.
-        print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
+        print(json.dumps({**as_json(report), **plain, "versions": describe_versions()}, indent=2))
     else:
-        print("\n".join(as_lines(report)))
+        lines = [*as_lines(report), *(line for one in others for line in _beside(report, one))]
+        print("\n".join(lines))
     return 0
+
+
+def _plain(request: StepRequest) -> StepRequest:
+    """Return the request for the same step with plain weights."""
+    return replace(request, quantization=None)
+
+
+def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
+    """Yield lines that compare a step with quantised weights and the step with plain weights."""
+    yield f"{report.request.quantization}, and plain weights"
+
+    def line(name: str, show: Callable[[StepReport], str]) -> str:
+        return _line(name, f"{show(report):>12}  {show(plain):>12}")
+
+    yield line("parameters", lambda one: as_size(one.minimum.weights))
+    yield line("kernels of the step", lambda one: str(one.num_launches["step"]))
+    for kind in report.layers:
+        most = f"kernels of a {kind} layer"
+        yield line(most, lambda one, kind=kind: str(one.layers[kind].maximum))
+    yield line("bytes moved", lambda one: as_size(one.step.moved))
+    yield line("ratio", lambda one: f"{one.step.ratio:.4f}")
+    yield line("one command buffer", lambda one: "yes" if one.is_one_command_buffer else "NO")
 
 
 def read_request(args: argparse.Namespace) -> StepRequest:
@@ -71,6 +96,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         tensor_parallel_size=1 if args.tensor_parallel_size is None else args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives or "auto",
+        quantization=args.quantization,
     )
 
 
@@ -126,6 +152,8 @@ def _about(report: StepReport) -> Iterator[str]:
     drafter = {None: "no drafter", "mtp": "the model's own module", "eagle": OWN_SHAPE}
     yield f"decode step of {request.model} on {request.target}"
     yield _line("requests", f"{request.batch} of {request.context} tokens, {drafts}, bfloat16")
+    if request.quantization is not None:
+        yield _line("quantization", request.quantization)
     yield _line("drafter", request.drafter or drafter.get(request.method, str(request.method)))
     yield _line("layers", f"{compiled} of {report.num_layers}")
     yield _line("GEMMs", request.gemm)

@@ -148,11 +148,13 @@ def render(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[TokensPr
 
 def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
     """Return an output as JSON-compatible types, with one row per sample."""
-    apart = ("outputs", "metrics", "num_cached_tokens")
-    request = {key: value for key, value in asdict(output).items() if key not in apart}
+    apart = ("outputs", "metrics", "num_cached_tokens", "rounds")
+    request = asdict(output)
+    rows = [request | sample for sample in request["outputs"]]
     return [
-        request | asdict(one) | {"error": None if one.error is None else str(one.error)}
-        for one in output.outputs
+        {key: value for key, value in row.items() if key not in apart}
+        | {"error": None if row["error"] is None else str(row["error"])}
+        for row in rows
     ]
 
 

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         page_size=args.page_size,
         kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
         num_devices=1 if args.devices is None else args.devices,
     )
     report = {"answer": answer(report)} | report | {"environment": describe_environment()}
@@ -100,6 +101,7 @@ def describe(
     max_num_seqs: int | None = None,
     page_size: int = 16,
     kv_cache_dtype: str = "auto",
+    quantization: str | None = None,
     num_devices: int = 1,
 ) -> dict[str, Any]:
     """Return the report as JSON-compatible types, by section.
@@ -111,6 +113,7 @@ def describe(
             config file.
         dtype: the dtype of weights and caches. The sections "h100" and "h200" always use bfloat16.
         kv_cache_dtype: the dtype of cache pages, as for `LLM`, in all sections.
+        quantization: the numbers to which plain weights are rounded, as for `LLM`.
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
         num_devices: the number of GPUs over which the model is divided in "h100" and "h200".
 
@@ -120,7 +123,7 @@ def describe(
     check_positive(devices=num_devices)
     plans = [
         make_plan(
-            open_model(model, takes_configs=True, num_devices=count),
+            open_model(model, takes_configs=True, num_devices=count, quantization=quantization),
             speculative_config=speculation,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -218,10 +221,13 @@ class Described:
         return dict(total) if any(total.values()) else None
 
     def drafter_weights(self, dtype: str) -> int:
-        """Return the bytes of the drafter's parameters in `dtype`, on each device."""
+        """Return the bytes of the drafter's parameters in `dtype`, on each device.
+
+        They include its copy of an output head.
+        """
         if self.target.num_devices > 1 and self.drafter.weights is not None:
             return weight_bytes(specs_of(self.drafter.weights), dtype)
-        return sum(
+        return self.plan.head_bytes + sum(
             x.size * np.dtype(dtype if _is_wide(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
         )

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     settings = ServerSettings(**given_options(args, _names(ServerSettings)))
     limits = Limits(**given_options(args, _names(Limits)))
     settings.read_keys()
+    settings.read_response_template()
     options = read_engine_args(args)
     with bind(settings) as bound:
         llm = AsyncLLM.from_engine_args(options)

@@ -4,12 +4,19 @@ This module imports nothing slow, so that help is instant.
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from specjax.commands.arguments import MODEL_HELP, add_speculation
+from specjax.commands.vllm_arguments import (
+    SHORT,
+    ExtendTexts,
+    is_switch,
+    read_json,
+    read_json_or_text,
+    read_size,
+)
 from specjax.server.settings import Limits, ServerSettings
 from specjax.serving.options import DEFAULTS, LLMOptions
 from specjax.serving.vllm_options import ONE_VALUE, PASSED_OVER
@@ -18,7 +25,11 @@ DESCRIPTION = "Serve a model over HTTP, with OpenAI's API."
 # Options of `LLM` without a flag: `params` is not text, and `add_speculation` has the drafter.
 _NO_FLAGS = ("params", "speculative_config", "verbose")
 # Flags of `vllm serve` for what always happens here.
-_ALWAYS = ("disable_fastapi_docs",)
+_ALWAYS = (
+    "disable_fastapi_docs",
+    "disable_frontend_multiprocessing",
+    "enable_server_load_tracking",
+)
 
 
 def engine_options() -> dict[str, Any]:
@@ -51,10 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, hint in engine_options().items():
         _add(group, name, hint, DEFAULTS[name], "")
     for name in *vllm_options(), *_ALWAYS:
-        flag = name.replace("_", "-")
         options: Any = {"default": argparse.SUPPRESS, "dest": name, "help": argparse.SUPPRESS}
-        parser.add_argument(f"--{flag}", nargs="?", const=True, type=_json_or_text, **options)
-        parser.add_argument(f"--no-{flag}", action="store_false", **options)
+        if is_switch(name):
+            parser.add_argument(*_flags(name), action=argparse.BooleanOptionalAction, **options)
+            continue
+        options |= {"nargs": "?", "const": True, "type": read_json_or_text}
+        parser.add_argument(*_flags(name), **options)
 
 
 def _add(group: Any, name: str, hint: Any, default: Any, text: str) -> None:
@@ -62,30 +75,22 @@ def _add(group: Any, name: str, hint: Any, default: Any, text: str) -> None:
     if default not in (None, "", (), False):
         text = "; ".join(filter(None, [text, f"default: {default}"]))
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    flag = f"--{name.replace('_', '-')}"
     if hint is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif hint == tuple[str, ...]:
-        options |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
+        options |= {"nargs": "+", "action": ExtendTexts, "metavar": "TEXT"}
     else:
         plain = [one for one in get_args(hint) or (hint,) if one in (int, float, str)]
-        options["type"] = plain[0] if plain else _json
+        kind = plain[0] if plain else read_json
+        options["type"] = read_size if kind is int else kind
         options["metavar"] = plain[0].__name__.upper() if plain else "JSON"
-    group.add_argument(flag, **options)
+    group.add_argument(*_flags(name), **options)
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def _flags(name: str) -> list[str]:
+    """Return the flags of an option, with vLLM's short one."""
+    short = [SHORT[name]] if name in SHORT else []
+    return [*short, f"--{name.replace('_', '-')}"]
 
 
 def given_options(args: argparse.Namespace, names: Mapping[str, Any] | list[str]) -> dict[str, Any]:

@@ -25,6 +25,14 @@ class Extras(IntFlag):
     MASKS = 4  # grammar masks, an edit that drafting ignores
 
 
+def extras_of_step(extras: jax.Array, variant: Variant) -> jax.Array:
+    """Return the bits i32[] of `Extras`, which all rows of `extras` i32[B] have.
+
+    In a plain variant they are a constant, so that XLA removes all conditionals on them.
+    """
+    return jnp.int32(0) if variant.is_plain else extras[0]
+
+
 class ExtraWork(NamedTuple):
     """Optional work on a step's logits f32[B, T, V]. Work that no request needs is skipped."""
 

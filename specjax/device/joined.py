@@ -1,8 +1,9 @@
-"""Runs prefill chunks and a decode round in one pass of the target.
+"""Runs two parts of a step in one pass of the target.
 
-The target's weights are then read once instead of twice. This matters because a short chunk and a
-small round each take about as long as reading the weights. If requests arrive continuously, most
-steps have both chunks and a round.
+The parts are prefill chunks and a decode round, or the two parts of a split round: requests that
+draft, and requests that do not. The target's weights are then read once instead of twice. This
+matters because a short chunk and a small round each take about as long as reading the weights. If
+requests arrive continuously, most steps have both chunks and a round.
 """
 
 from dataclasses import replace
@@ -85,3 +86,50 @@ def joined_step(
             params, state, chunks, extension, model=model, variant=chunk_variant
         )
     return state, (chunk_outputs, outputs)
+
+
+def split_round(
+    params: Params,
+    state: EngineState,
+    drafting: DecodeInputs,
+    others: DecodeInputs,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, tuple[StepOutputs, StepOutputs]]:
+    """Run `decode_step` with `k` drafts for some requests and without drafts for others.
+
+    Return the state, and a pair: the outputs of the requests that draft, and of the others.
+    """
+    target, aux_layers, parts = model.target, model.drafter.aux_layers, ((drafting, k), (others, 0))
+    drafts, all_rows, held = [], [], []
+    for inputs, num_drafts in parts:
+        with jax.named_scope("draft"):
+            state, draft = propose(
+                params, state, inputs, model=model, variant=variant, k=num_drafts
+            )
+        rows = round_rows(state, inputs, num_drafts, model)
+        drafts.append(draft)
+        all_rows.append(rows)
+        held.append(round_tokens(state, inputs.slots, draft, rows.width).reshape(-1))
+    with jax.named_scope("verify"):
+        rows = JoinedRows(tuple(all_rows))
+        tokens = jnp.concatenate(held)
+        features, caches = target.extend(params.target, tokens, rows, state.caches, aux_layers)
+        logits = target.logits(params.target, features.hidden)
+    state, outputs = replace(state, caches=caches), []
+    for (inputs, num_drafts), draft, own, part in zip(
+        parts, drafts, all_rows, rows.slices, strict=True
+    ):
+        by_request = own.by_request(logits[part])[:, : num_drafts + 1]
+        extension = Extension(jax.tree.map(lambda x, part=part: x[part], features), by_request)
+        with jax.named_scope("settle"):
+            # The next round may draft for other requests, so all rows must be observed before it.
+            arguments = inputs, draft, extension
+            state, one = settle(
+                params, state, *arguments, model=model, variant=variant, may_defer=False
+            )
+        outputs.append(one)
+    first, second = outputs
+    return state, (first, second)

@@ -21,12 +21,15 @@ class Layout:
     vocab_size: int
     num_tables: int = 1  # page tables per request: one, and one more per window
     num_snapshots: int = 0
+    path_width: int = 0  # tokens of a path of `Suggestions`; 0 without drafts from the host
 
     @classmethod
-    def of(cls, config: EngineConfig, vocab_size: int, windows: Sequence[int]) -> "Layout":
+    def of(
+        cls, config: EngineConfig, vocab_size: int, windows: Sequence[int], path_width: int = 0
+    ) -> "Layout":
         """Return the layout of an engine's inputs. `windows` is the result of `page_windows`."""
         sizes = config.max_num_seqs, config.max_model_len, config.pages_per_seq
-        return cls(*sizes, vocab_size, 1 + len(windows), config.num_snapshots)
+        return cls(*sizes, vocab_size, 1 + len(windows), config.num_snapshots, path_width)
 
     @property
     def table_width(self) -> int:

@@ -19,7 +19,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
-from specjax.checkpoint.stored_tensor import Readable, read_partly
+from specjax.checkpoint.stored_tensor import Readable
 from specjax.device.placement import (
     DIVIDED,
     REPLICATED,
@@ -93,8 +93,8 @@ def load_params(
         def find(name: str) -> Readable:
             return files.tensor(rename(name))
 
-        if place == DIVIDED and not sharding.is_fully_addressable:
-            parts = [read_partly(find(name)) for name in spec.names]  # other processes have others
+        if isinstance(spec, DividedSpec) and not sharding.is_fully_addressable:
+            parts = spec.read_partly(find)  # other processes have others
         else:
             parts = spec.read(find)
         parts = [_narrowed(part) for part in parts]
@@ -138,7 +138,7 @@ def lay_out(
         made = _join_afar(spec, dtype, devices)([automatic(part) for part in parts])
         return move(made, sharding)
     if isinstance(spec, DividedSpec) and isinstance(own, NamedSharding):
-        if own != sharding or all(isinstance(part, np.ndarray) for part in parts):
+        if own != sharding or not any(isinstance(part, jax.Array) for part in parts):
             each = zip(*(spec.parts(parts, i) for i in place_numbers(sharding)), strict=True)
             placed = tuple(assemble(one, own) for one in each)
             return with_other_parts(_join_each(spec.local, dtype, own)(placed), sharding)

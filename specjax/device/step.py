@@ -32,7 +32,7 @@ from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.deferral import defer
 from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.edits import History
-from specjax.device.extras import Extras, ExtraWork
+from specjax.device.extras import Extras, ExtraWork, extras_of_step
 from specjax.device.inputs import (
     AdmitInputs,
     DecodeInputs,
@@ -44,6 +44,7 @@ from specjax.device.inputs import (
 from specjax.device.models.model import Features, restore_snapshots, take_snapshots
 from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
+from specjax.device.suggestions import replace_drafts
 from specjax.device.verification import Draft, Target, Verdict
 
 
@@ -222,14 +223,17 @@ def propose(
         page_tables(inputs, model)[0],
         state.requests,
         History(state.tokens[slots], starts + 1),
-        _extras(inputs, variant) & Extras.EDITS > 0,
+        extras_of_step(inputs.extras, variant) & Extras.EDITS > 0,
         model.kernels,
         model.row_multiple,
         model.verification.shares_noise,
         variant,
         model.vocabulary,
     )
-    draft, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
+    own = model.drafter.with_head(params)
+    draft, drafter = model.drafter.draft(model.target, own, state.drafter, context, k)
+    if inputs.suggestions is not None:
+        draft = replace_drafts(draft, inputs.suggestions, context.history, model.vocabulary)
     return replace(state, drafter=drafter), draft
 
 
@@ -421,11 +425,6 @@ def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepMode
     )
 
 
-def _extras(inputs: PrefillInputs | DecodeInputs, variant: Variant) -> jax.Array:
-    """Return the bits of `Extras`. XLA removes conditionals on a constant."""
-    return jnp.int32(0) if variant.is_plain else inputs.extras[0]
-
-
 def _extra_work(
     state: EngineState,
     inputs: PrefillInputs | DecodeInputs,
@@ -436,7 +435,7 @@ def _extra_work(
 ) -> ExtraWork:
     requests = partial(state.requests.at, inputs.slots)
     return ExtraWork(
-        _extras(inputs, variant),
+        extras_of_step(inputs.extras, variant),
         requests,
         history,
         masks,

@@ -56,6 +56,11 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
         packed, rows = layout.packing(DecodeInputs).rows(plan.batch)
         rows.num_drafts[:] = plan.num_drafts
         rows.num_drafts[:count] = [min(s.draft_limit, plan.num_drafts) for s in plan.sequences]
+        paths: Any = rows.suggestions
+        for row, path in enumerate(plan.suggested):
+            if path is not None:
+                paths.starts[row] = path.start
+                paths.tokens[row, : len(path.tokens)] = path.tokens
     else:
         packed, rows = layout.packing(PrefillInputs).rows(plan.batch)
         for row, chunk in enumerate(plan.chunks):

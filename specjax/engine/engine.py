@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from specjax.engine.replay import time_padding
 from specjax.engine.round_clock import RoundClock
 from specjax.engine.variants import of_rounds
 from specjax.host.budgets import explain_waiting
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -73,6 +74,7 @@ class Engine:
         params: Params,
         policy: Policy,
         verification: Verification | None = None,
+        suggester: Suggester | None = None,
         *,
         placement: Placement | None = None,
         make_programs: Callable[..., Programs] | None = None,
@@ -87,15 +89,11 @@ class Engine:
         config.check_budgets(self._max_drafts, draft_slots)
         if waiting := explain_waiting(config, self._max_drafts, draft_slots):
             warn(waiting)
-        windows = page_windows(target, config)
-        self.scheduler = Scheduler(
-            config,
-            policy,
-            draft_slots=draft_slots,
-            num_snapshots=config.num_snapshots if self._is_recurrent else None,
-            windows=windows,
-        )
-        self.layout = Layout.of(config, target.vocab_size, windows)
+        windows, suggester = page_windows(target, config), suggester or Suggester()
+        num_snapshots = config.num_snapshots if self._is_recurrent else None
+        sizes: Any = {"draft_slots": draft_slots, "num_snapshots": num_snapshots}
+        self.scheduler = Scheduler(config, policy, windows=windows, suggester=suggester, **sizes)
+        self.layout = Layout.of(config, target.vocab_size, windows, suggester.width)
         self.programs = (make_programs or self.make_programs)(
             config,
             target,
@@ -112,7 +110,7 @@ class Engine:
         self.clock = RoundClock()
         self.launcher = Launcher(config, self.layout, self.programs, self.repertoire, self.clock)
         self._timed: set[Shape] = set()  # shapes of rounds whose times the policy knows
-        self._recorder = Recorder()
+        self._recorder = Recorder(is_trained=drafter.weights is not None)
         self._in_flight: list[InFlight] = []
         self._num_steps = 0
         self._is_stepping = threading.Lock()
@@ -284,7 +282,7 @@ class Engine:
             except Exception as error:  # the request's own program failed, e.g. logits processors
                 failed += scheduler.fail_all(request, error)
         self._recorder.record_finished(failed)
-        scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))
+        scheduler.shapes, scheduler.splits = repertoire.ready_for(scheduler.demands)
         if scheduler.policy.is_learning and not self.programs.is_compiling:
             for shape in scheduler.shapes.decode:
                 if shape not in self._timed:
@@ -331,10 +329,10 @@ class Engine:
             if step.joins is not None:
                 self.repertoire.note_apart(step.joins, min(chunk_ms, milliseconds))
         # An earlier policy may have chosen this K.
-        if isinstance(plan, DecodePlan) and policy.is_learning and any(num_kept):
-            if plan.num_drafts in policy.choices:
-                is_of_k = plan.k == plan.num_drafts and not self.config.exact
-                policy.observe(step.outcome(num_kept, milliseconds if is_of_k else None, chunk_ms))
+        is_known = isinstance(plan, DecodePlan) and plan.num_drafts in policy.choices
+        if is_known and policy.is_learning and any(num_kept):
+            own_ms = None if self.config.exact else milliseconds  # all Ks have the same shape
+            policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.

@@ -16,7 +16,8 @@ from specjax.engine.batch import Part
 from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
 from specjax.host.plans import DecodePlan
-from specjax.host.speculation.policy import Round
+from specjax.host.speculation.requests import RequestOutcomes
+from specjax.host.speculation.rounds import Round
 
 
 @dataclass
@@ -32,21 +33,39 @@ class InFlight:
     features: Features | None = None  # of the chunks' rows, if a request exports features
     is_joined: bool = False  # whether chunks and a round ran as one program
     joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
+    rest: DecodePlan | None = None  # the other part of a split round, if it ran in this program
 
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
         """Return the outcome of a round.
 
         `num_kept` holds the number of tokens that each sequence gained. `milliseconds` is the time
-        of the round, or None if unknown. `chunk_ms` is the time of the chunks before the round.
+        of the round, or None if unknown. It is not used for a round with fewer drafts than its
+        shape has. `chunk_ms` is the time of the chunks before the round. If `rest` is set, its
+        outputs must not have been committed yet.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)
         k = plan.num_drafts
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        verdicts = Counter(sequence.draft_outcome(k, n) for sequence, n in pairs)
-        num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
-        times = milliseconds, chunk_ms, self.is_joined
-        return Round(plan.batch, k, num_context, verdicts, *times)
+        found = [sequence.draft_outcome(k, n) for sequence, n in pairs]
+        requests = RequestOutcomes(
+            [sequence.rank for sequence, _ in pairs],
+            [outcome.num_drafts for outcome in found],
+            [outcome.num_accepted for outcome in found],
+        )
+        others = self.rest.sequences if self.rest else ()
+        return Round(
+            plan.batch,
+            k,
+            sum(len(sequence.token_ids) - n for sequence, n in pairs),
+            Counter(found),
+            milliseconds if plan.k == k else None,
+            None if plan.is_rest else chunk_ms,
+            self.is_joined,
+            requests,
+            others=self.rest.batch if self.rest else 0,
+            others_context=sum(len(sequence.token_ids) for sequence in others),
+        )
 
     def look(self) -> None:
         """Set `done` to the current time if the outputs have become ready."""

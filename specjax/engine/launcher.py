@@ -28,12 +28,14 @@ from specjax.engine.programs import (
     Propose,
     Restore,
     Settle,
+    SplitRound,
     Take,
 )
 from specjax.engine.repertoire import Repertoire
 from specjax.engine.round_clock import RoundClock
 from specjax.engine.variants import of_begin, of_drafts, of_settle
 from specjax.host.plans import DecodePlan, PrefillPlan
+from specjax.host.speculation.rounds import SplitShape
 
 
 class Launcher:
@@ -54,10 +56,15 @@ class Launcher:
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
         """Launch a step's chunks and round, as one program if such a program is compiled.
 
-        `page_tables` is `Residents.page_tables`. A round with grammars is complete only after
-        `settle`.
+        So are the two parts of a split round. `page_tables` is `Residents.page_tables`. A round
+        with grammars is complete only after `settle`.
         """
-        joined = self._joined_of(parts) if len(parts) > 1 else None
+        *before, last = parts
+        if isinstance(last, DecodePlan) and last.is_rest and (split := self._split_of(parts)):
+            chunks = [self._launch(part, page_tables) for part in before[:-1]]
+            return [*chunks, *self._launch_split(split, parts[-2:], page_tables)]
+        is_pair = len(parts) == 2 and isinstance(parts[0], PrefillPlan)
+        joined = self._joined_of(parts) if is_pair else None
         if joined is not None and joined in self._programs.ready:
             return self._launch_joined(joined, parts, page_tables)
         launched = [self._launch(part, page_tables) for part in parts]
@@ -96,6 +103,29 @@ class Launcher:
         for step in steps:
             step.is_joined = True
         return [*steps]
+
+    def _launch_split(
+        self, split: SplitRound, parts: SequenceOf[Part], page_tables: np.ndarray
+    ) -> list[InFlight | Extended]:
+        launched, (_, rest) = time.perf_counter(), parts
+        assert isinstance(rest, DecodePlan)
+        packed = [self._pack(part, page_tables) for part in parts]
+        self._deferred.observe()
+        outputs = self._programs.run(split, *packed)
+        one, other = (
+            self._in_flight(part, split.variant, out, launched)
+            for part, out in zip(parts, outputs, strict=True)
+        )
+        one.rest = rest
+        return [one, other]
+
+    def _split_of(self, parts: SequenceOf[Part]) -> SplitRound | None:
+        """Return the program that runs both parts of a split round; None if it is not ready."""
+        *_, drafting, rest = parts
+        assert isinstance(drafting, DecodePlan)
+        asked = self._repertoire.asked_by(drafting.demands | rest.demands)
+        shape = SplitShape(drafting.batch, drafting.k, rest.batch)
+        return self._repertoire.splits(asked).get(shape)
 
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.

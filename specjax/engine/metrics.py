@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.speculation.contexts import first_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,16 @@ class Metrics:
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
         k_histogram: number of rounds per K.
+        request_k_histogram: number of rounds of requests per number of drafts. A request may have
+            fewer drafts than its round.
+        drafts_per_context, accepted_tokens_per_context: the number of rounds of requests
+            with drafts, and of their accepted drafts, by bucket of the request's length. Buckets
+            are named by their smallest length.
+        drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
+            method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
+            host.
+        draft_tokens_per_source: number of draft tokens, likewise.
+        accepted_tokens_per_source: number of accepted draft tokens, likewise.
         requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
@@ -63,6 +75,12 @@ class Metrics:
     acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
+    request_k_histogram: dict[int, int]
+    drafts_per_context: dict[int, int]
+    accepted_tokens_per_context: dict[int, int]
+    drafts_per_source: dict[str, int]
+    draft_tokens_per_source: dict[str, int]
+    accepted_tokens_per_source: dict[str, int]
     prefix_cache_queries: int
     prefix_cache_hits: int
     prefix_cache_evictions: int
@@ -146,15 +164,23 @@ class Compilations(NamedTuple):
 
 
 class Recorder:
-    """Counts steps and their results, and adds up times."""
+    """Counts steps and their results, and adds up times.
 
-    def __init__(self):
+    If `is_trained` is true, drafts come from a trained drafter. A warning then says if hardly any
+    are accepted.
+    """
+
+    def __init__(self, *, is_trained: bool = False):
+        self._low_acceptance = LowAcceptance() if is_trained else None
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._finished: Counter[str] = Counter()
         self._drafted: list[int] = []  # by position
         self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
+        self._request_k: Counter[int] = Counter()
+        self._drafts_at: Counter[int] = Counter()  # by bucket of lengths
+        self._accepted_at: Counter[int] = Counter()
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
@@ -191,20 +217,26 @@ class Recorder:
             self._counts["prefill_steps"] += 1
             self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
             return
-        self._counts["decode_steps"] += 1
-        self._k[plan.num_drafts] += 1
+        if not plan.is_rest:
+            self._counts["decode_steps"] += 1
+            self._k[plan.num_drafts] += 1
         more = [0] * (plan.num_drafts - len(self._accepted))
         self._drafted += more
         self._accepted += more
-        pairs = Counter(zip([row.num_drafts for row in rows], num_kept, strict=True))
-        for (num_drafts, kept), count in pairs.items():
+        found = Counter(zip([row.num_drafts for row in rows], num_kept, plan.buckets, strict=True))
+        for (num_drafts, kept, bucket), count in found.items():
+            self._request_k[num_drafts] += count if kept else 0
             if num_drafts and kept:
+                self._drafts_at[first_length(bucket)] += count
+                self._accepted_at[first_length(bucket)] += count * (kept - 1)
                 self._counts["drafts"] += count
                 self._counts["draft_tokens"] += count * num_drafts
                 for position in range(num_drafts):
                     self._drafted[position] += count
                 for position in range(kept - 1):
                     self._accepted[position] += count
+                if self._low_acceptance is not None:
+                    self._low_acceptance.record(count * num_drafts, count * (kept - 1))
 
     def snapshot(
         self,
@@ -213,6 +245,7 @@ class Recorder:
     ) -> Metrics:
         """Return the current counters."""
         counts, drafts = self._counts, self._counts["drafts"]
+        sources = scheduler.suggester.counts.items()
         pools, snapshots = scheduler.residents.pools, scheduler.prefixes.snapshots
         num_steps = counts["steps"]
 
@@ -237,6 +270,12 @@ class Recorder:
             acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
             mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
+            request_k_histogram=dict(self._request_k),
+            drafts_per_context=dict(self._drafts_at),
+            accepted_tokens_per_context=dict(self._accepted_at),
+            drafts_per_source={name: of.num_rounds for name, of in sources},
+            draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
+            accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,
             prefix_cache_evictions=sum(pool.num_evictions for pool in pools)
@@ -252,6 +291,9 @@ class Recorder:
             wait_ms=per_step(1e3 * self._seconds["wait"]),
             host_gap_ms=1e3 * self._seconds["gap"] / max(1, counts["gaps"]),
         )
+
+
+_PER_SOURCE = [one.name for one in fields(Metrics) if one.name.endswith("_per_source")]
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
@@ -284,6 +326,15 @@ def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
             "position", dict(enumerate(m.num_accepted_tokens_per_pos))
         ),
         "spec_decode_num_rounds_total": labelled("k", m.k_histogram),
+        "spec_decode_num_request_rounds_total": labelled("k", m.request_k_histogram),
+        "spec_decode_drafts_per_context_total": labelled("context", m.drafts_per_context),
+        "spec_decode_accepted_tokens_per_context_total": labelled(
+            "context", m.accepted_tokens_per_context
+        ),
+        **{
+            f"spec_decode_{name}_total": labelled("source", getattr(m, name))
+            for name in _PER_SOURCE
+        },
         "num_steps_total": counter(m.num_steps),
         "compile_seconds_total": counter(m.compile_seconds),
         "num_compiles_after_warmup_total": counter(m.num_compiles_after_warmup),

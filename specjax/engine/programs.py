@@ -21,7 +21,7 @@ from specjax.device.inputs import (
     SnapshotInputs,
     StepModel,
 )
-from specjax.device.joined import joined_step
+from specjax.device.joined import joined_step, split_round
 from specjax.device.processors import process_first, process_round
 from specjax.device.state import EngineState
 from specjax.device.step import (
@@ -39,6 +39,7 @@ from specjax.device.step import (
 )
 from specjax.device.verification import Draft
 from specjax.engine.tracing import Packed, Program, Traces
+from specjax.host.speculation.rounds import SplitShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,36 @@ class Joined(Program):
             variant=self.decode.variant,
             k=self.decode.k,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRound(Program):
+    """Runs a round in which only some requests draft, as one program.
+
+    Takes the inputs of the requests that draft and of the others, and returns their outputs as a
+    pair.
+    """
+
+    shape: SplitShape
+    variant: Variant
+    is_last = True
+
+    @property
+    def packed(self) -> tuple[Packed, ...]:
+        """See `Program`."""
+        return (DecodeInputs, self.shape.drafting), (DecodeInputs, self.shape.others)
+
+    def run(
+        self,
+        params: Params,
+        state: EngineState,
+        drafting: DecodeInputs,
+        others: DecodeInputs,
+        *,
+        model: StepModel,
+    ) -> tuple[EngineState, tuple[StepOutputs, StepOutputs]]:
+        parts, k = (drafting, others), self.shape.k
+        return split_round(params, state, *parts, model=model, variant=self.variant, k=k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,26 @@ requests do not wait.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
 from specjax.engine.port import Programs
-from specjax.engine.programs import Joined
+from specjax.engine.programs import Joined, SplitRound
 from specjax.engine.tracing import Program
 from specjax.engine.variants import (
     FEW_LOGPROBS,
     covers,
     first_programs_of,
+    is_in_pieces,
     of_rounds,
     programs_of,
 )
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Demands
 from specjax.host.shapes import Shape, Shapes, num_rows
+from specjax.host.speculation.rounds import SplitShape, SplitWish
 from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
@@ -56,6 +58,7 @@ class Repertoire:
         self._num_ready = -1  # number of ready programs when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
+        self._splits: dict[Variant, dict[SplitShape, SplitRound]] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
@@ -194,8 +197,10 @@ class Repertoire:
 
         `plan.better_shape` is the shape that fits best but was not compiled. If it is None, nothing
         is noted. The better shape is compiled in the background once its absence has cost too much
-        time.
+        time. So is the program of a split round that would have been faster (`plan.wish`).
         """
+        if isinstance(plan, DecodePlan) and plan.wish is not None:
+            self._note_wish(plan.wish, variant, milliseconds)
         if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
@@ -217,6 +222,26 @@ class Repertoire:
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
         self._add_loss([program], JOINED_SAVES * milliseconds)
+
+    def ready_for(self, all_demands: Iterable[Demands]) -> tuple[Shapes, Collection[SplitShape]]:
+        """Return the shapes of steps and of split rounds that are ready for requests."""
+        asked = self.asked_by(all_demands)
+        return self.shapes(asked), self.splits(asked).keys()
+
+    def splits(self, asked: Variant) -> dict[SplitShape, SplitRound]:
+        """Return the programs for split rounds of the variant `asked` that are ready, by shape."""
+        self._look()
+        if asked not in self._splits:
+            ready = [one for one in self._programs.ready if isinstance(one, SplitRound)]
+            own = of_rounds(asked)
+            self._splits[asked] = {one.shape: one for one in ready if covers(one.variant, own)}
+        return self._splits[asked]
+
+    def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
+        """Add to the time lost because a split round's program was not ready."""
+        if self._config.compile_ahead or is_in_pieces(variant):  # see `note_apart`
+            return
+        self._add_loss([SplitRound(wish.shape, variant)], wish.gain * milliseconds)
 
     def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
         """Add `milliseconds` to the time lost because the programs `needed` were not ready.
@@ -307,3 +332,4 @@ class Repertoire:
         """Clear the caches of results that depend on the known variants and the ready programs."""
         self._chosen.clear()
         self._shapes.clear()
+        self._splits.clear()

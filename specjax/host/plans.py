@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
+from specjax.host.drafts.suggester import Suggestion
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
+from specjax.host.speculation.contexts import BOUNDS, context_bucket
+from specjax.host.speculation.rounds import SplitWish
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,13 @@ class PrefillPlan:
     batch: int
     width: int
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    suggested: ClassVar[tuple[()]] = ()
+
+    def land(self) -> None:
+        """Note that the chunks have ended."""
+        for chunk in self.chunks:
+            if chunk.samples:
+                chunk.sequence.land(1)
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -59,6 +70,22 @@ class DecodePlan:
     k: int
     num_drafts: int  # how many of the k drafts may be accepted
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    suggested: tuple[Suggestion | None, ...] = ()  # by sequence; empty without drafts from the host
+    is_rest: bool = False  # whether it has the requests without drafts of a split round
+    wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
+
+    @property
+    def buckets(self) -> list[int]:
+        """The bucket of each sequence's length (see `contexts`)."""
+        lengths = [len(sequence.token_ids) for sequence in self.sequences]
+        if max(lengths, default=0) < BOUNDS[0]:  # most often; this saves time
+            return [0] * len(lengths)
+        return [context_bucket(length) for length in lengths]
+
+    def land(self) -> None:
+        """Note that the round has ended."""
+        for sequence in self.sequences:
+            sequence.land(self.num_drafts + 1)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
@@ -68,13 +95,17 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step: prefill chunks of some sequences, and a decode round of prefilled sequences."""
+    """A step: prefill chunks of some sequences, and a decode round of prefilled sequences.
+
+    If the round is split, `decode` has the sequences that draft, and `rest` the others.
+    """
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
     num_tokens: int  # number of scheduled tokens, as budgets count them
+    rest: DecodePlan | None = None
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """The parts `prefill` and `decode`, in this order. A part that is None is left out."""
-        return tuple(part for part in (self.prefill, self.decode) if part is not None)
+        """The parts `prefill`, `decode` and `rest`. A part that is None is left out."""
+        return tuple(p for p in (self.prefill, self.decode, self.rest) if p is not None)

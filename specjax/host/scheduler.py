@@ -9,7 +9,7 @@ token, and at most one token more than the sequence has drafts.
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,6 +17,8 @@ from operator import attrgetter
 
 from specjax.config import EngineConfig
 from specjax.host.budgets import Budget
+from specjax.host.drafts.suggester import Suggester
+from specjax.host.loads import load_of
 from specjax.host.pages import PageAllocator
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan, StepPlan
 from specjax.host.prefix_cache import PrefixCache
@@ -25,7 +27,8 @@ from specjax.host.residency import Residency
 from specjax.host.residents import Residents
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shapes
-from specjax.host.speculation.policy import DecodeLoad, Policy
+from specjax.host.speculation.policy import Policy
+from specjax.host.speculation.rounds import SplitShape
 
 
 @dataclass
@@ -35,8 +38,11 @@ class _Step:
     budget: Budget
     width: int  # the width of its chunks
     max_chunks: int
+    k: int
+    num_drafts: int  # how many of the k drafts may be accepted
     chunks: list[Chunk] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
+    resting: list[Sequence] = field(default_factory=list)  # without drafts, in a split round
 
 
 class Scheduler:
@@ -60,13 +66,15 @@ class Scheduler:
         draft_slots: int = 0,
         num_snapshots: int | None = None,
         windows: SequenceOf[int] = (),
+        suggester: Suggester | None = None,
     ):
         """`num_snapshots` is None unless the model is recurrent.
 
         `draft_slots` is the number of extra rows per sequence for drafting. `windows` are the
-        sizes, in tokens, of sliding windows whose layers have separate pages.
+        sizes, in tokens, of sliding windows whose layers have separate pages. `suggester` is None
+        if drafts come only from the device.
         """
-        self.policy = policy
+        self.policy, self.suggester = policy, suggester or Suggester()
         self.num_preemptions = 0
         self.num_looked_up = 0  # number of tokens of admitted sequences
         self.num_found = 0  # how many of these tokens were cached
@@ -75,6 +83,7 @@ class Scheduler:
         self._draft_slots = draft_slots
         ks = (max(policy.choices),) if config.exact else policy.choices
         self.shapes = self.all_shapes = Shapes.all_of(config, ks)
+        self.splits: Collection[SplitShape] = ()  # shapes of split rounds that are compiled
         self._num_steps = 0
         self._num_arrivals = 0
         self._forget_all()
@@ -195,10 +204,8 @@ class Scheduler:
         """Return the next step, or None if there is nothing to launch until results arrive."""
         self._num_steps += 1
         self.residents.slide()
-        config = self.config
-        budget = Budget(
-            config.max_num_scheduled_tokens, config.max_num_batched_tokens, self._draft_slots
-        )
+        config, max_tokens = self.config, self.config.max_num_scheduled_tokens
+        budget = Budget(max_tokens, config.max_num_batched_tokens, self._draft_slots)
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
         remaining: list[int] = []  # tokens left to prefill, by sequence
@@ -211,13 +218,15 @@ class Scheduler:
                 remaining.append(num_left)
             elif sequence.may_go_on:
                 ready.append(sequence)
-        has_all, max_tokens = self.shapes is self.all_shapes, config.max_num_scheduled_tokens
+        has_all = self.shapes is self.all_shapes
         remaining += self._joining()
         width = self.shapes.best_width(remaining, max_tokens)
-        step = _Step(budget, width, self.shapes.max_chunks(width))
-        wanted_k = self._choose_k(ready)
-        k = self.shapes.round(len(ready), wanted_k)[1]
-        num_drafts = min(wanted_k, k)
+        splits = None if remaining or config.exact else self.splits  # chunks join whole rounds
+        wanted_k = self.policy.choose(load_of(ready, self.policy, max_tokens, self.shapes, splits))
+        split, wish = self.policy.split, self.policy.wish
+        k = wanted_k if split else self.shapes.round(len(ready), wanted_k)[1]
+        step = _Step(budget, width, self.shapes.max_chunks(width), k, min(wanted_k, k))
+        resting = set(ready).difference(ready[i] for i in split.drafting) if split else ()
         # Residents are in order of rank, and sorting is stable.
         for sequence in sorted(ready + prefilling, key=_turn):
             residency = sequence.residency
@@ -225,21 +234,27 @@ class Scheduler:
                 continue
             if residency.num_computed < residency.num_to_prefill:
                 self._plan_chunk(step, sequence, residency)
-            elif budget.holds(k + 1):
-                self._plan_round(step, sequence, residency, k, num_drafts)
+            else:
+                self._plan_round(step, sequence, residency, rests=sequence in resting)
         self._admit(step)
         self._publish(step.chunks)
-        prefill = decode = None
+        prefill = decode = rest = None
         if step.chunks:
             shape = self.shapes.chunks(len(step.chunks), width)
             wanted = None if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
             prefill = PrefillPlan(tuple(step.chunks), *shape, wanted)
-        if step.decoding:
-            count = len(step.decoding)
+        decoding, suggested = tuple(step.decoding), ()
+        if decoding:
+            suggested = self.suggester.suggest(decoding, step.num_drafts)
+        if split and (decoding or step.resting):  # a part may be empty: its rows are padding
+            decode = DecodePlan(decoding, split.shape.drafting, k, k, None, suggested, wish=wish)
+            rest = DecodePlan(tuple(step.resting), split.shape.others, 0, 0, is_rest=True)
+        elif count := len(decoding):
             batch = self.shapes.batch(count, k)
             wanted = None if has_all else self.all_shapes.round(count, wanted_k)
-            decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts, wanted)
-        return StepPlan(prefill, decode, step.budget.num_spent) if prefill or decode else None
+            sizes = batch, k, step.num_drafts
+            decode = DecodePlan(decoding, *sizes, wanted, suggested, wish=wish)
+        return StepPlan(prefill, decode, step.budget.num_spent, rest) if prefill or decode else None
 
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
@@ -250,10 +265,7 @@ class Scheduler:
         sequence has finished while the step was in flight, its output of the step is dropped. If it
         was preempted instead, the output is kept.
         """
-        if isinstance(part, DecodePlan):
-            _land(part.sequences, part.num_drafts + 1)
-        else:
-            _land([chunk.sequence for chunk in part.chunks if chunk.samples], 1)
+        part.land()
         num_kept, touched = [], []
         for sequence, row in zip(part.sequences, outputs, strict=True):
             if sequence.finish_reason is not None:
@@ -268,6 +280,7 @@ class Scheduler:
                 touched.append(sequence)
             elif kept:
                 touched.append(sequence)
+        self.suggester.learn(part.sequences, part.suggested, outputs, num_kept)
         return num_kept, touched
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -282,16 +295,6 @@ class Scheduler:
             self.fail(sequence, error)
         return failed
 
-    def _choose_k(self, ready: list[Sequence]) -> int:
-        """Return the policy's K for the next round."""
-        policy, num_context, members = self.policy, 0, {}
-        if policy.weighs_requests:
-            max_k = max(policy.choices)
-            num_context = sum(len(s.token_ids) for s in ready)
-            members = Counter((s.request.group, s.max_drafts(max_k, s.min_length)) for s in ready)
-        max_tokens = self.config.max_num_scheduled_tokens
-        return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
-
     def _joining(self) -> list[int]:
         """Return the token count of each waiting sequence that fits in the free slots and pages."""
         joining = []
@@ -304,13 +307,16 @@ class Scheduler:
         return joining
 
     def _plan_round(
-        self, step: _Step, sequence: Sequence, residency: Residency, k: int, num_drafts: int
+        self, step: _Step, sequence: Sequence, residency: Residency, *, rests: bool
     ) -> None:
-        max_tokens = sequence.max_tokens_in_flight + num_drafts + 1
+        part, k, n = (step.resting, 0, 0) if rests else (step.decoding, step.k, step.num_drafts)
+        if not step.budget.holds(k + 1):
+            return
+        max_tokens = sequence.max_tokens_in_flight + n + 1
         num_tokens = len(sequence.token_ids) - 1 + max_tokens
         if self.residents.grow(sequence, num_tokens) or self._preempt_for(sequence, num_tokens):
             step.budget.spend(k + 1)
-            step.decoding.append(sequence)
+            part.append(sequence)
             residency.last_step = self._num_steps
             sequence.num_in_flight += 1
             sequence.max_tokens_in_flight = max_tokens
@@ -412,6 +418,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a finished sequence."""
+        self.suggester.finish(sequence)
         if sequence.residency is not None:
             self.residents.vacate(sequence)
         samples = self._live[sequence.request.request_id]
@@ -434,13 +441,6 @@ class Scheduler:
 def _starts_others(sequence: Sequence) -> bool:
     """Return whether the request's other samples still wait for this sample to be prefilled."""
     return sequence.index == 0 and not sequence.has_started_siblings
-
-
-def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Note that a step, which adds at most `max_tokens` tokens per sequence, has ended."""
-    for sequence in sequences:
-        sequence.num_in_flight -= 1
-        sequence.max_tokens_in_flight -= max_tokens
 
 
 _last_step = attrgetter("residency.last_step")  # of a resident sequence

@@ -8,6 +8,7 @@ from specjax.host.prefix_cache import PageKey
 from specjax.host.request import Matcher, Request, TextWatch
 from specjax.host.residency import Residency
 from specjax.host.speculation.acceptance import DraftOutcome
+from specjax.host.speculation.contexts import context_bucket
 from specjax.outputs import TokenLogprobs
 
 NO_LIMIT = 2**30  # more drafts than any round has
@@ -52,7 +53,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    # Drafts and accepted drafts of each round with drafts, in turn. A byte holds up to 64.
+    # Drafts and accepted drafts of each round that gave tokens, in turn. A byte holds up to 64.
     rounds: bytearray = field(default_factory=bytearray)
     features: list[Any] = field(default_factory=list)  # (start, features) per chunk, if exported
     watch: TextWatch | None = None
@@ -133,6 +134,11 @@ class Sequence:
         """Whether any tokens may be left to generate after the rounds in flight."""
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
+    def land(self, max_tokens: int) -> None:
+        """Note that a step in flight, which gives at most `max_tokens` tokens, has ended."""
+        self.num_in_flight -= 1
+        self.max_tokens_in_flight -= max_tokens
+
     def max_drafts(self, k: int, length: int) -> int:
         """Return how many of `k` drafts may become part of the output.
 
@@ -150,7 +156,8 @@ class Sequence:
         num_accepted = min(num_kept - 1, num_drafts)
         if self.is_finished:  # drafts after the end are not usable
             num_drafts = num_accepted
-        return DraftOutcome(num_drafts, num_accepted, self.request.group)
+        bucket = context_bucket(len(self.token_ids))
+        return DraftOutcome(num_drafts, num_accepted, self.request.group, bucket)
 
     @property
     def is_finished(self) -> bool:
@@ -201,7 +208,7 @@ class Sequence:
         self.last_token_ts = time.monotonic()
         if self.first_token_ts is None:
             self.first_token_ts = self.last_token_ts
-        if row.num_drafts and tokens:
+        if tokens:
             self.rounds.append(row.num_drafts)
             self.rounds.append(len(tokens) - 1)
         if row.logprobs:

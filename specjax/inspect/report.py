@@ -19,8 +19,6 @@ from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import (
     COLLECTIVES,
     KV_CACHE_DTYPES,
-    METHODS,
-    OWN_SHAPE,
     SpeculativeConfig,
     check_choice,
     check_count,
@@ -35,6 +33,7 @@ from specjax.inspect.hlo import Launch
 from specjax.inspect.kept import Kept
 from specjax.inspect.minimum import Minimum, minimum_bytes
 from specjax.inspect.resources import Resources
+from specjax.methods import METHODS, OWN_SHAPE
 
 GEMMS = {"triton": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}}  # XLA's options
 DTYPE = "bfloat16"
@@ -61,6 +60,7 @@ class StepRequest:
         tensor_parallel_size: the number of GPUs over which the model is divided.
         enable_expert_parallel: whether each of these GPUs has whole experts.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
+        quantization: the numbers to which plain weights are rounded, see `LLM`.
     """
 
     model: str | Path
@@ -76,6 +76,7 @@ class StepRequest:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     collectives: str = "auto"
+    quantization: str | None = None
     target: str = "h200"
 
     def __post_init__(self):
@@ -83,10 +84,7 @@ class StepRequest:
             GPU.named(self.target)
         except ValueError as error:
             raise ValueError(f"compile={error}") from None
-        if self.gemm not in GEMMS:
-            raise ValueError(
-                f"gemm={self.gemm!r} is not supported; choose one of {', '.join(GEMMS)}"
-            )
+        check_choice("gemm", self.gemm, tuple(GEMMS))
         check_choice("collectives", self.collectives, COLLECTIVES)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_positive(
@@ -124,6 +122,7 @@ class StepRequest:
             "num_layers": self.num_layers,
             "dtype": DTYPE,
             "divides_experts": self.enable_expert_parallel,
+            "quantization": self.quantization,
         }
 
     @property

@@ -121,10 +121,12 @@ def open_parts(
     dtype: str,
     num_devices: int = 1,
     divides_experts: bool = False,
+    quantization: str | None = None,
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
-    If `model` is a checkpoint with weights, their headers determine which matrices are in float8.
+    If `model` is a checkpoint with weights, their headers determine which matrices are quantised;
+    else the config does.
 
     Args:
         model: a checkpoint or a config, as for `specjax info`.
@@ -133,14 +135,14 @@ def open_parts(
         dtype: the dtype of weights and states.
         num_devices: the number of devices over which the weights are divided.
         divides_experts: whether each of several devices has whole experts.
+        quantization: the numbers to which plain weights are rounded, see `LLM`.
 
     Raises:
         ValueError: the files do not describe a model, the model has fewer than `num_layers` layers,
             or experts are to be divided but the model has none.
     """
-    source = open_model(
-        model, takes_configs=True, num_devices=num_devices, divides_experts=divides_experts
-    )
+    devices = {"num_devices": num_devices, "divides_experts": divides_experts}
+    source = open_model(model, takes_configs=True, quantization=quantization, **devices)
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     if speculation is not None:

@@ -51,6 +51,8 @@ class ResponseParser:
         self._reader: CallReader | None = None  # of the current region, if it has calls
         self._num_before = 0  # number of calls before the current region
         self._region_start = 0  # index of the current region's opening anchor
+        self._text_start = 0  # index of the current region's text
+        self._reasoning: list[tuple[int, int]] = []  # regions of reasoning, in `_text`
         begun = template.start.last_end(prompt)
         self._text = "" if begun is None else prompt[begun:]
         self._position = 0  # index of the first character that has not been read
@@ -71,6 +73,20 @@ class ResponseParser:
     def has_prefix(self) -> bool:
         """Whether the prompt ends with the beginning of a response."""
         return self._num_given > 0
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether messages of this format may have reasoning."""
+        return "reasoning" in self._texts
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """The start and end of each region of reasoning in the generated text, without anchors.
+
+        A region is in the list when it has ended.
+        """
+        given = self._num_given
+        return [(max(0, start - given), max(0, end - given)) for start, end in self._reasoning]
 
     def feed(self, text: str) -> MessageDelta:
         """Read more text of the response; return what it adds to the message."""
@@ -145,7 +161,7 @@ class ResponseParser:
         self._position = max(self._position, end)
 
     def _enter(self, field: Field, found: Found) -> None:
-        self._field, self._region_start = field, found.start
+        self._field, self._region_start, self._text_start = field, found.start, found.end
         if field.reader is not None:
             self._num_before = self._calls.num_begun
             self._reader = field.reader(self._calls, found.names, self._schemas)
@@ -164,4 +180,6 @@ class ResponseParser:
             self._reader = None
         elif self._field is not None:
             self._texts[self._field.part].next_region()
+            if self._field.part == "reasoning":
+                self._reasoning.append((self._text_start, self._position))
         self._field, self._region_start = self._rest, end

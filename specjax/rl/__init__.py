@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specjax.rl.engine import RolloutEngine
     from specjax.rl.folders import read_weights
     from specjax.rl.freshness import VersionAcceptance
+    from specjax.rl.history import RolloutHistory
     from specjax.rl.ray_pool import WorkersDied
     from specjax.rl.ray_workers import RayRollouts
     from specjax.rl.rollouts import (
@@ -36,6 +37,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutEngine",
     "RolloutError",
+    "RolloutHistory",
     "Score",
     "Span",
     "TunixRollout",
@@ -51,6 +53,7 @@ _MODULES = {
     "RefitReport": "specjax.rl.distill",
     "RolloutEngine": "specjax.rl.engine",
     "RolloutError": "specjax.rl.rollouts",
+    "RolloutHistory": "specjax.rl.history",
     "VersionAcceptance": "specjax.rl.freshness",
     "RayRollouts": "specjax.rl.ray_workers",
     "WorkersDied": "specjax.rl.ray_pool",

@@ -7,11 +7,10 @@ before the first process replaces a weight.
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from specjax.engine.engine import Engine
 from specjax.engine.follower import Follower
 from specjax.rl.named import Weights, read_finite
+from specjax.rl.quantising import all_sources
 from specjax.rl.weights import read_update, stage_drafter, stage_target
 
 
@@ -57,8 +56,7 @@ def replace_elsewhere(engine: Engine) -> None:
 
 def _stage(follower: Follower, weights: Weights, drafter: Weights) -> None:
     params = follower.params
-    # The sources of new arrays; None for each array that stays.
-    sources, own = ([None] * len(jax.tree.leaves(tree)) for tree in (params.target, params.drafter))
+    sources = own = None
     if weights is None:
         named = read_finite(drafter, params.drafter, "drafter's weights")
     else:
@@ -66,7 +64,7 @@ def _stage(follower: Follower, weights: Weights, drafter: Weights) -> None:
         sources = stage_target(new, follower.target, params.target)
     if named is not None:
         own = stage_drafter(named, follower.drafter, params.drafter)
-    follower.staged = *sources, *own
+    follower.staged = tuple(all_sources(params, follower.drafter, sources, own))
 
 
 def _replace(follower: Follower) -> None:

@@ -18,13 +18,14 @@ from specjax.llm import LLM
 from specjax.rl.checksum import checksum
 from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
+from specjax.rl.history import RolloutHistory
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
+from specjax.rl.quantising import Source
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
 from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
-    ArraySource,
     WeightUpdate,
     copies,
     next_version,
@@ -138,6 +139,7 @@ class RolloutEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         label: Hashable = None,
+        history: RolloutHistory | None = None,
     ) -> RolloutBatch:
         """Generate `n` samples of each prompt, which share the cache pages of the prompt.
 
@@ -151,15 +153,26 @@ class RolloutEngine:
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
+            history: rollouts of the same prompts to draft from, to which these are added. The
+                engine must draft from texts (method "suffix").
 
         Raises:
-            ValueError: a prompt or parameter is not supported; raised before generation.
+            ValueError: a prompt or parameter is not supported, or the history is of another model;
+                raised before generation.
             RolloutError: the device failed; the error has the rollouts generated so far.
         """
-        placed: list[tuple[int, Rollout]] = []
+        placed: list[tuple[tuple[int, int], Rollout]] = []
+        starts = self._make(prompts, sampling_params)
+        places = {start.request.request_id: i for i, start in enumerate(starts)}
+        if history is not None:
+            with self._turns:
+                starts = history.begin(starts, self._llm, self.version)
         try:
-            for running, rollout in self._loop.run(self._make(prompts, sampling_params), label):
-                placed.append((running.place, rollout))
+            for running, rollout in self._loop.run(starts, label):
+                placed.append(((places[running.request_id], running.sequence.index), rollout))
+                if history is not None:
+                    with self._turns:
+                        history.add(rollout)
         except RolloutError as error:
             error.rollouts = _ordered(placed)
             raise
@@ -251,7 +264,8 @@ class RolloutEngine:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
                 paths; a mapping from Hugging Face names to arrays, whose layout conversion is
                 compiled at the first update; pairs (name, array); or a folder (see `read_weights`).
-                Floating-point arrays are cast to the engine's dtypes. Buffers such as
+                Floating-point arrays are cast to the engine's dtypes. If the engine's weights are
+                quantised, plain weights are rounded to the same formats. Buffers such as
                 `e_score_correction_bias` may be absent, and then keep their values. With an MTP
                 drafter, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
@@ -395,15 +409,15 @@ class RolloutEngine:
             for i, sample in enumerate(samples)
         ]
 
-    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
+    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Source | None] | None:
         if named is None:
             return None
         return stage_drafter(named, self.drafter, self._engine.params.drafter)
 
     def _replace(
         self,
-        target: list[ArraySource] | None,
-        own: list[ArraySource] | None,
+        target: list[Source | None] | None,
+        own: list[Source | None] | None,
         pause: str,
         version: int | None,
     ) -> WeightUpdate:
@@ -426,12 +440,11 @@ class RolloutEngine:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
         number = self.drafter_version if version is None else version
-        sources = (target or []) + (own or [])
-        return WeightUpdate.of(number, sources, time.perf_counter() - start)
+        return WeightUpdate.of(number, [*(target or ()), *(own or ())], time.perf_counter() - start)
 
     def _mark(self) -> Mark:
         return Mark(self.version, self.drafter_version, self.metrics())
 
 
-def _ordered(rollouts: list[tuple[int, Rollout]]) -> RolloutBatch:
+def _ordered(rollouts: list[tuple[tuple[int, int], Rollout]]) -> RolloutBatch:
     return RolloutBatch(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))

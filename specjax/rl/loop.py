@@ -9,12 +9,14 @@ several threads wait, each step advances the rollouts of all of them.
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
+from specjax.rl.quantising import kinds_of
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError
 from specjax.rl.running import Running
 from specjax.rl.starts import Start
@@ -46,6 +48,8 @@ class Loop:
         self.is_closed = False
         self._tokenizer = tokenizer
         self._has_raw = has_raw
+        # Kinds of numbers in the target's weights. Updates keep them.
+        self.quantization = kinds_of(engine.params.target)
         self._stops: dict[str, threading.Thread] = {}  # thread that called `stop`, by reason
         self._running: set[Running] = set()
         self._failures: dict[Hashable, Exception] = {}  # by request id, until the call ends
@@ -211,7 +215,7 @@ class Loop:
         """Record samples as running, to track which weights versions generate their tokens."""
         owner = {start.request.request_id: start for start in starts}
         tracked = []
-        for place, sequence in enumerate(samples):
+        for sequence in samples:
             start = owner[sequence.request.request_id]
             before = start.before
             tracked.append(
@@ -219,7 +223,6 @@ class Loop:
                     sequence,
                     Completion(sequence, self._tokenizer),
                     start.params,
-                    place,
                     start.prompt_index,
                     sequence.index if before is None else before.sample_index,
                     label,
@@ -233,7 +236,8 @@ class Loop:
     def _hand_out(self, running: Running) -> Rollout:
         with self.turns:
             self._running.discard(running)
-            return running.rollout(self.version, has_raw=self._has_raw)
+            made = running.rollout(self.version, has_raw=self._has_raw)
+            return replace(made, quantization=self.quantization)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
         """Wait until the lock is free and the loop is not stopped, then run one step.

@@ -36,6 +36,8 @@ class Rollout:
         prompt_index: the index of the prompt in the call.
         sample_index: the index of this sample among the samples of the prompt.
         error: the error if only this rollout failed, else None.
+        quantization: the kinds of quantised numbers in the target's weights, such as "fp8" or
+            "fp8, int4"; None if they are plain. The quantised model gives all log-probabilities.
     """
 
     prompt_token_ids: np.ndarray
@@ -50,6 +52,7 @@ class Rollout:
     prompt_index: int
     sample_index: int
     error: Exception | None = None
+    quantization: str | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -130,6 +133,11 @@ class RolloutBatch(Sequence[Rollout]):
     def __getitem__(self, index: int | slice) -> "Rollout | RolloutBatch":
         found = self._rollouts[index]
         return RolloutBatch(found) if isinstance(found, tuple) else found
+
+    @property
+    def quantization(self) -> str | None:
+        """See `Rollout`. If rollouts are from different engines, all kinds are named."""
+        return ", ".join(sorted({one.quantization for one in self if one.quantization})) or None
 
     @property
     def num_tokens(self) -> int:

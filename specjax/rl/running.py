@@ -19,7 +19,6 @@ class Running:
     sequence: Sample
     completion: Completion
     params: SamplingParams  # the user's parameters
-    place: int  # index among the rollouts of the call
     prompt_index: int
     sample_index: int
     label: Hashable = None  # label of the call

@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
-from specjax.config import METHODS
 from specjax.device.drafters.checkpoint import is_prefixed
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.loading import copy_to, lay_out, lay_out_whole
@@ -30,7 +29,15 @@ from specjax.device.resharding import devices_of
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.sleep import SleepOfAll
+from specjax.methods import METHODS
 from specjax.rl.named import Weights, is_deleted, read_finite, read_named
+from specjax.rl.quantising import (
+    Source,
+    all_sources,
+    plain_shapes,
+    quantising,
+    report_errors,
+)
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
@@ -48,6 +55,7 @@ class ArraySource:
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
     # If set, it divides the only part over devices. The part may be divided already.
     division: DividedSpec | None = None
+    rounding: None = None
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """Build the engine's array in new memory, with this dtype and sharding."""
@@ -62,8 +70,8 @@ class ArraySource:
 def replace_weights(
     engine: Engine,
     sleep: SleepOfAll,
-    target: Sequence[ArraySource] | None,
-    own: Sequence[ArraySource] | None,
+    target: Sequence[Source | None] | None,
+    own: Sequence[Source | None] | None,
     *,
     tear: Callable[[], None],
 ) -> None:
@@ -74,10 +82,7 @@ def replace_weights(
     from then until the last array is replaced.
     """
     num_target = len(jax.tree.leaves(engine.params.target))
-    sources = [
-        *(target or [None] * num_target),
-        *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
-    ]
+    sources = all_sources(engine.params, engine.drafter, target, own)
 
     def change(i: int, leaf: Any, home: Sharding) -> Any:
         if (source := sources[i]) is None:
@@ -99,17 +104,22 @@ class WeightUpdate(NamedTuple):
     num_arrays: int
     num_bytes: int
     seconds: float  # from the start of the pause until the new weights are in use
+    # The largest error of a weight that was quantised, relative to it in the Frobenius norm; None
+    # if the engine's weights are not quantised.
+    largest_error: float | None = None
 
     @classmethod
-    def of(cls, version: int, sources: Sequence[ArraySource], seconds: float) -> "WeightUpdate":
+    def of(cls, version: int, sources: Sequence[Source | None], seconds: float) -> "WeightUpdate":
         """Return the result of an update from these sources."""
-        parts = [part for source in sources for part in source.parts]
+        parts = [part for source in sources if source for part in source.parts]
         num_bytes = sum(part.size * part.dtype.itemsize for part in parts)
-        return cls(version, len(sources), num_bytes, seconds)
+        num_arrays = sum(bool(source and source.parts) for source in sources)
+        error = report_errors(sources, version, seconds)
+        return cls(version, num_arrays, num_bytes, seconds, error)
 
 
-def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Return an `ArraySource` for each of a target's arrays; see `stage`.
+def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[Source | None]:
+    """Return a `Source` for each of a target's arrays; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or have two different values for a tied embedding.
@@ -122,8 +132,8 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
     return sources
 
 
-def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """Return an `ArraySource` for each of a drafter's arrays; see `stage`.
+def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Source | None]:
+    """Return a `Source` for each of a drafter's arrays; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -205,10 +215,11 @@ def stage(
     specs_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     name: str,
     is_unused: Callable[[str], bool],
-) -> list[ArraySource]:
-    """Return an `ArraySource` for each leaf of `current`, in the same order.
+) -> list[Source | None]:
+    """Return a `Source` for each leaf of `current`, in the same order; None for leaves that stay.
 
-    Buffers that are not given keep their values. This is logged once.
+    Quantised weights are made of plain ones. Buffers that are not given keep their values. This is
+    logged once.
 
     Args:
         given: arrays by path in the tree or by Hugging Face name; see `read_named`.
@@ -222,12 +233,8 @@ def stage(
     Raises:
         ValueError: the arrays do not fit; the error lists missing, wrong and unexpected arrays.
     """
-    places = paths(current)
-    if narrow := [path for path, leaf in places.items() if leaf.dtype.itemsize == 1]:
-        raise ValueError(
-            f"the engine keeps {_listed(narrow)} in 8 or 4 bits and takes "
-            f"no {name}; build it from a checkpoint in bfloat16, without quantization"
-        )
+    plain = plain_shapes(current)
+    places = paths(plain)
     has_paths = any(tensor in places for tensor in given)
     specs: dict[str, Any] = paths(
         specs_of({} if has_paths else {tensor: tuple(x.shape) for tensor, x in given.items()})
@@ -273,7 +280,8 @@ def stage(
         parts = tuple(given[tensor] for tensor in tensors(path))
         return ArraySource(parts, spec, division(path) if has_paths else None)
 
-    return [source(path, leaf) for path, leaf in places.items()]
+    sources = [source(path, leaf) for path, leaf in places.items()]
+    return quantising(jax.tree.unflatten(jax.tree.structure(plain), sources), current)
 
 
 @cache

@@ -128,9 +128,18 @@ class Answer:
         return output
 
     async def _stream(self, streams: Sequence[AsyncIterator[RequestOutput]], send: Send) -> None:
-        service, job = self._service, self._job
-        events = Events(send, service.limits.max_stall_seconds)
+        events = Events(send, self._service.limits.max_stall_seconds)
         await events.start()
+        try:
+            async with events.unless_stalled():
+                await self._send_events(streams, events)
+        except ClientStalledError:
+            _LOG.warning("the client of %s does not read; its request ends", self._job.id)
+
+    async def _send_events(
+        self, streams: Sequence[AsyncIterator[RequestOutput]], events: Events
+    ) -> None:
+        service, job = self._service, self._job
         wants = job.request.stream_options
         has_usage = service.settings.enable_force_include_usage or (wants and wants.include_usage)
         try:
@@ -142,8 +151,6 @@ class Answer:
                     reply.usage, reply.metrics = self._usage(), self._metrics(outputs)
                     await events.put(_ENCODER.encode(reply))
             await events.end()
-        except ClientStalledError:
-            _LOG.warning("the client of %s does not read; its request ends", job.id)
         except APIError as error:
             await events.put(error.encode())
             await events.end()
@@ -153,7 +160,7 @@ class Answer:
             await events.end()
 
     async def _pump(
-        self, prompt: int, stream: AsyncIterator[RequestOutput], events: "Events"
+        self, prompt: int, stream: AsyncIterator[RequestOutput], events: Events
     ) -> RequestOutput:
         """Send the events of one prompt until it is finished. Return its last output."""
         form, wants = self._job.form, self._job.request.stream_options
@@ -174,7 +181,7 @@ class Answer:
         self._service.monitor.finish(output, self._job.params)
         return output
 
-    async def _put(self, choice: Any, events: "Events", *, is_counted: bool | None) -> None:
+    async def _put(self, choice: Any, events: Events, *, is_counted: bool | None) -> None:
         reply = self._reply(self._job.form.chunk_object, [choice])
         if is_counted:
             reply.usage = self._usage()
@@ -212,7 +219,8 @@ class Answer:
     def _usage(self) -> Usage:
         prompt, completion = self._numbers["prompt"], self._numbers["completion"]
         cached = CachedTokens(self._numbers["cached"])
-        return Usage(prompt, prompt + completion, completion, cached)
+        details = self._job.form.token_details()
+        return Usage(prompt, prompt + completion, completion, cached, details)
 
     def _metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | msgspec.UnsetType:
         if len(outputs) > 1 or self._job.params.n > 1 or outputs[0].metrics is None:

@@ -14,15 +14,18 @@ from specjax.server import doors
 from specjax.server.chat import create_chat
 from specjax.server.completions import create_completion
 from specjax.server.errors import INTERNAL, TYPES, APIError
+from specjax.server.page import show_page
 from specjax.server.request_ids import RequestIdHeader
 from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.security import KeyCheck
 from specjax.server.service import Service
 
 ROUTES = [
+    Route("/", show_page),
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat, methods=["POST"]),
     Route("/v1/models", doors.list_models),
+    Route("/v1/models/{name:path}", doors.show_model),
     Route("/tokenize", doors.tokenize, methods=["POST"]),
     Route("/detokenize", doors.detokenize, methods=["POST"]),
     Route("/health", doors.health),
@@ -66,7 +69,8 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
     """Answer requests to unknown paths, or with a wrong method."""
     assert isinstance(error, HTTPException)
     status = error.status_code if error.status_code in TYPES else 400
-    return APIError(status, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return APIError(status, text, headers=error.headers).response()
 
 
 async def _fail(request: Request, error: Exception) -> Response:

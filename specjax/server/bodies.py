@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -82,11 +82,15 @@ def _convert(fields: dict[str, Any], kind: type[Body]) -> Body:
         if missing := _MISSING.search(str(error)):
             raise APIError(400, f"{missing[1]} is missing", missing[1]) from None
         raise of_validation(error) from None
-    unknown = sorted(fields.keys() - _known(kind))
-    if unknown:
-        shown = ", ".join(name[:40] for name in unknown[:_MAX_NAMED])
+    if unknown := fields.keys() - _known(kind):
+        shown = shown_names(unknown)
         _LOG.warning("a request has %d unknown fields, ignored: %s", len(unknown), shown)
     return body
+
+
+def shown_names(names: Iterable[str]) -> str:
+    """Return a client's names for a log line: the first few, cut, with line breaks escaped."""
+    return ", ".join(repr(name[:40]) for name in sorted(names)[:_MAX_NAMED])
 
 
 @cache

@@ -1,8 +1,8 @@
 """The endpoint /v1/chat/completions."""
 
 import logging
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -13,12 +13,13 @@ from specjax.messages.chat import ChatOptions, Response
 from specjax.outputs import CompletionOutput, RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.server.answers import Answer
-from specjax.server.bodies import read_body
+from specjax.server.bodies import read_body, shown_names
 from specjax.server.errors import APIError
-from specjax.server.jobs import Job, check_job
+from specjax.server.jobs import Job, check_job, new_id
 from specjax.server.logprobs import chat_logprobs, prompt_logprobs
 from specjax.server.messages import SampleMessage
 from specjax.server.parameters import read_params
+from specjax.server.rounds import RoundReports
 from specjax.server.service import Service
 from specjax.server.wire import (
     ChatChoice,
@@ -44,7 +45,7 @@ async def create_chat(request: Request) -> ASGIApp:
     """
     service: Service = request.app.state.service
     body = await read_body(request, ChatRequest, service.limits)
-    service.admission.check(body.n or 1)  # before any work on texts
+    service.admission.check(1)  # before any work on texts
     model = service.check_model(body.model)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = read_params(
@@ -58,11 +59,13 @@ async def create_chat(request: Request) -> ASGIApp:
         lambda: _prepare(service, body, params), body, "messages"
     )
     has_reasoning = body.include_reasoning is not False
+    decode = partial(service.tokenizer.decode, skip_special_tokens=False)
     samples = [
-        SampleMessage(response.parser(), has_reasoning=has_reasoning) for _ in range(params.n)
+        SampleMessage(response.parser(), decode, has_reasoning=has_reasoning)
+        for _ in range(params.n)
     ]
     form = ChatForm(service, body, samples)
-    name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    name = new_id("chatcmpl", body)
     job = Job(name, model, [prompt], response.params, body, form, "messages", asked)
     await check_job(service, job)
     return Answer(service, job)
@@ -129,8 +132,7 @@ def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:
-        shown = ", ".join(sorted(key[:40] for key in unknown)[:10])
-        _LOG.warning("messages have unknown keys, ignored: %s", shown)
+        _LOG.warning("messages have unknown keys, ignored: %s", shown_names(unknown))
     return [{key: one[key] for key in one if key in MESSAGE_KEYS} for one in messages]
 
 
@@ -165,6 +167,7 @@ class ChatForm:
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._samples = samples
+        self._rounds = RoundReports(service.tokenizer) if request.return_rounds else None
 
     def openings(self, prompt: int) -> Iterator[ChatDelta]:
         """See `AnswerForm`."""
@@ -175,9 +178,9 @@ class ChatForm:
         """See `AnswerForm`."""
         for sample in output.outputs:
             message = self._samples[sample.index]
-            delta = message.feed(sample.text or "")
+            delta = message.feed(sample.text or "", sample.token_ids)
             choice = ChatDelta(sample.index, delta, self._logprobs(sample))
-            choice.token_ids = self._token_ids(sample.token_ids)
+            self._add_reports(choice, sample)
             if sample.finish_reason is None:
                 yield choice
                 continue
@@ -192,12 +195,12 @@ class ChatForm:
         """See `AnswerForm`."""
         for sample in output.outputs:
             message, reason = self._samples[sample.index].parse(
-                sample.text or "", sample.finish_reason
+                sample.text or "", sample.token_ids, sample.finish_reason
             )
             choice = ChatChoice(
                 sample.index, message, self._logprobs(sample), reason, sample.stop_reason
             )
-            choice.token_ids = self._token_ids(sample.token_ids)
+            self._add_reports(choice, sample)
             yield choice
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -210,8 +213,17 @@ class ChatForm:
             found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return found
 
-    def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self._request.return_token_ids else UNSET
+    def token_details(self) -> dict[str, int] | UnsetType:
+        """See `AnswerForm`."""
+        counts = [one.num_reasoning_tokens for one in self._samples]
+        known = [count for count in counts if count is not None]
+        return {"reasoning_tokens": sum(known)} if known else UNSET
+
+    def _add_reports(self, choice: ChatDelta | ChatChoice, sample: CompletionOutput) -> None:
+        if self._request.return_token_ids:
+            choice.token_ids = sample.token_ids
+        if self._rounds is not None:
+            choice.rounds = self._rounds.of(sample.index, sample)
 
     def _logprobs(self, sample: CompletionOutput) -> ChatLogprobs | None:
         if sample.logprobs is None:

@@ -1,11 +1,10 @@
 """The endpoint /v1/completions."""
 
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -13,9 +12,10 @@ from specjax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from specjax.server.answers import Answer
 from specjax.server.bodies import read_body
 from specjax.server.errors import APIError
-from specjax.server.jobs import Job, check_job
+from specjax.server.jobs import Job, check_job, new_id
 from specjax.server.logprobs import completion_logprobs, prompt_logprobs
 from specjax.server.parameters import read_params
+from specjax.server.rounds import RoundReports
 from specjax.server.service import Service
 from specjax.server.wire import CompletionChoice, CompletionLogprobs, CompletionRequest
 from specjax.text.prompts import TokensPrompt
@@ -29,7 +29,7 @@ async def create_completion(request: Request) -> ASGIApp:
     """
     service: Service = request.app.state.service
     body = await read_body(request, CompletionRequest, service.limits)
-    service.admission.check(body.n or 1)  # before any work on texts
+    service.admission.check(1)  # before any work on texts
     model = service.check_model(body.model)
     prompts = await service.in_thread(lambda: read_prompts(service, body), body, "prompt")
     # With max_tokens=0, an echo has only the prompt: the one token that is generated is dropped.
@@ -45,7 +45,7 @@ async def create_completion(request: Request) -> ASGIApp:
     if body.echo:
         params = replace(params, prompt_logprobs=params.prompt_logprobs or body.logprobs)
     form = CompletionForm(service, body, prompts, params.n, is_only_echo=is_only_echo)
-    name = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    name = new_id("cmpl", body)
     job = Job(name, model, prompts, params, body, form, "prompt", asked)
     await check_job(service, job)
     return Answer(service, job)
@@ -102,6 +102,7 @@ class CompletionForm:
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = service.settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._prompts = prompts
+        self._rounds = RoundReports(service.tokenizer) if request.return_rounds else None
         self._offsets: dict[int, int] = {}  # of the next token in its choice's text, by index
 
     def openings(self, prompt: int) -> Iterator[CompletionChoice]:
@@ -123,6 +124,10 @@ class CompletionForm:
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """See `AnswerForm`."""
         return {}
+
+    def token_details(self) -> UnsetType:
+        """See `AnswerForm`."""
+        return UNSET
 
     def _choice(
         self, prompt: int, sample: CompletionOutput, output: RequestOutput
@@ -150,6 +155,8 @@ class CompletionForm:
         if self._request.return_token_ids:
             choice.token_ids = sample.token_ids
             choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
+        if self._rounds is not None:
+            choice.rounds = self._rounds.of(index, sample)
         return choice
 
     def _echoed(self, prompt: int, ids: list[int]) -> str:

@@ -17,9 +17,11 @@ from specjax.engine.sleep import check_level
 from specjax.rl.loop import PAUSES
 from specjax.rl.named import read_named
 from specjax.rl.online import OnlineWeights
+from specjax.rl.quantising import kinds_of, plain_shapes
 from specjax.rl.weights import WeightUpdate, next_version
 from specjax.server.admission import Admission
 from specjax.server.errors import APIError
+from specjax.server.operations import Operations
 
 # What the engine is while it runs no step.
 PAUSED, ASLEEP, TORN = "paused", "asleep", "without whole weights, as an update failed half-way"
@@ -30,7 +32,8 @@ _HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
 
 def max_bytes(params: Params) -> int:
     """Return the maximum size of all parts of an update."""
-    return MAX_BYTES_PER_WEIGHT * sum(leaf.size for leaf in jax.tree.leaves(params)) + _HEADER_BYTES
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(plain_shapes(params)))
+    return MAX_BYTES_PER_WEIGHT * num_weights + _HEADER_BYTES
 
 
 @dataclass
@@ -62,6 +65,8 @@ class Control:
     Attributes:
         turn: the lock for doors that change the engine.
         gathering: the update that has started; None if there is none.
+        operations: what has been done so far.
+        sleep_level: 0 while the engine is awake; see `LLM.sleep`.
     """
 
     def __init__(self, llm: AsyncLLM, admission: Admission, root: str | None):
@@ -69,6 +74,7 @@ class Control:
         self._root = None if root is None else Path(root).resolve()
         self.turn = asyncio.Lock()
         self.gathering: Gathering | None = None
+        self.operations, self.sleep_level = Operations(), 0
         self.weights = OnlineWeights(llm, on_tear=lambda: llm.stops.add(TORN))
 
     @property
@@ -88,10 +94,12 @@ class Control:
             ValueError: there is no such mode; or it is "wait", and no step runs already.
         """
         await self._stop(PAUSED, mode)
+        self.operations.pause()
 
     async def resume(self) -> None:
         """Undo `pause`."""
         await self._go(PAUSED)
+        self.operations.resume()
 
     async def sleep(self, level: int, mode: str) -> None:
         """Free the device's memory until `wake_up`; see `LLM.sleep`. For `mode`, see `pause`.
@@ -102,10 +110,12 @@ class Control:
         check_level(level)
         await self._stop(ASLEEP, mode)
         await self._apply(lambda llm: llm.sleeps.begin(level))
+        self.sleep_level = max(self.sleep_level, level)
 
     async def wake_up(self) -> None:
         """Undo `sleep`. A paused engine stays paused."""
         await self._apply(lambda llm: llm.sleeps.end())
+        self.sleep_level = 0
         await self._go(ASLEEP)
 
     async def abort(self, names: Sequence[str]) -> int:
@@ -134,9 +144,14 @@ class Control:
                 self._admission.closed.add(TORN)
                 await self.abort([])
             raise
+        self.operations.num_updates["drafter" if is_drafter else "target"] += 1
         if not self.weights.is_torn:
             await self._go(TORN)
         return made
+
+    async def quantization(self) -> str | None:
+        """Return the kinds of quantised numbers in the target's weights; see `Rollout`."""
+        return kinds_of((await self._params()).target)
 
     def relabel(self, version: int) -> None:
         """Give the current weights a new version.

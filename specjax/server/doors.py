@@ -4,6 +4,7 @@ import asyncio
 import time
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -36,20 +37,31 @@ def _json(body: object) -> Response:
 async def list_models(request: Request) -> Response:
     """Answer /v1/models."""
     service: Service = request.app.state.service
-    models = [
-        {
-            "id": name,
-            "object": "model",
-            "created": _STARTED,
-            "owned_by": "specjax",
-            "root": service.names[0],
-            "parent": None,
-            "max_model_len": service.max_model_len,
-            "permission": [{"id": f"modelperm-{name}", "created": _STARTED} | _PERMISSION],
-        }
-        for name in service.names
-    ]
+    models = [_model(service, name) for name in service.names]
     return _json({"object": "list", "data": models})
+
+
+async def show_model(request: Request) -> Response:
+    """Answer /v1/models/NAME.
+
+    Raises:
+        APIError: there is no such model.
+    """
+    service: Service = request.app.state.service
+    return _json(_model(service, service.check_model(request.path_params["name"])))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "specjax",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.max_model_len,
+        "permission": [{"id": f"modelperm-{name}", "created": _STARTED} | _PERMISSION],
+    }
 
 
 async def tokenize(request: Request) -> Response:

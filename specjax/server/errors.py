@@ -1,6 +1,7 @@
 """Errors that clients see, in the format of OpenAI's API."""
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -44,14 +45,25 @@ class APIError(Exception):
     Args:
         param: the path of the request's field that caused the error, like "messages[0].role".
         retry_after: the seconds after which the client may try again.
+        headers: further headers of the response.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, *, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
-        self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
 
     def encode(self) -> bytes:
         """Return the error as JSON."""
@@ -66,10 +78,7 @@ class APIError(Exception):
 
     def response(self) -> Response:
         """Return the error as a response."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return Response(self.encode(), self.status, headers, "application/json")
+        return Response(self.encode(), self.status, self.headers, "application/json")
 
 
 def of_validation(error: msgspec.ValidationError) -> APIError:

@@ -24,12 +24,13 @@ class Events:
     If the client does not read, sending waits for it, so that no events queue up.
 
     Args:
-        max_stall: the maximum seconds that sending waits. Then it raises ClientStalledError.
+        max_stall: the maximum seconds that sending waits within `unless_stalled`.
     """
 
     def __init__(self, send: Send, max_stall: float):
         self._send, self._max_stall = send, max_stall
         self._num_sent = 0
+        self._blocked_since: float | None = None  # when the client was last known to read
 
     async def start(self) -> None:
         """Send the headers."""
@@ -65,15 +66,40 @@ class Events:
             if self._num_sent == num_sent:
                 await self._write(b":\n\n")
 
+    @asynccontextmanager
+    async def unless_stalled(self) -> AsyncIterator[None]:
+        """Leave the block with ClientStalledError when sending has waited for too long.
+
+        One timer for all events is cheaper than a timeout for each.
+        """
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+
+        def check() -> None:
+            nonlocal timer
+            now, since = loop.time(), self._blocked_since
+            end = self._max_stall + (now if since is None else since)
+            if end <= now:
+                limit.reschedule(now)
+            else:
+                timer = loop.call_at(end, check)
+
+        timer = loop.call_later(self._max_stall, check)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if limit.expired():
+                raise ClientStalledError from None
+            raise
+        finally:
+            timer.cancel()
+
     async def _write(self, body: bytes, *, is_last: bool = False) -> None:
         self._num_sent += 1
-        try:
-            async with asyncio.timeout(self._max_stall):
-                await self._send(
-                    {"type": "http.response.body", "body": body, "more_body": not is_last}
-                )
-        except TimeoutError:
-            raise ClientStalledError from None
+        if self._blocked_since is None:
+            self._blocked_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        self._blocked_since = None
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

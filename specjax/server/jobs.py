@@ -2,9 +2,12 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import UnsetType
 
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams, StructuredOutputs
@@ -12,6 +15,8 @@ from specjax.server.errors import APIError
 from specjax.server.service import Service
 from specjax.server.wire import GenerationFields
 from specjax.text.prompts import TokensPrompt
+
+MAX_ID_CHARS = 200
 
 
 class AnswerForm(Protocol):
@@ -36,6 +41,10 @@ class AnswerForm(Protocol):
         """Return further fields of an answer that is not streamed."""
         ...
 
+    def token_details(self) -> dict[str, int] | UnsetType:
+        """Return the numbers of tokens that `usage.completion_tokens_details` has."""
+        ...
+
 
 @dataclass(frozen=True)
 class Job:
@@ -55,6 +64,19 @@ class Job:
     def ids(self) -> list[str]:
         """The ids of the engine's requests, one per prompt."""
         return [f"{self.id}-{i}" for i in range(len(self.prompts))]
+
+
+def new_id(prefix: str, request: GenerationFields) -> str:
+    """Return the id of an answer: the prefix, and the `request_id` of the request or a new one.
+
+    Raises:
+        APIError: the `request_id` is too long, or has characters that would change a log's lines.
+    """
+    given = request.request_id
+    if given and not (given.isprintable() and len(given) <= MAX_ID_CHARS):
+        text = f"request_id={given[:80]!r} must be printable, of at most {MAX_ID_CHARS} characters"
+        raise APIError(400, text, "request_id")
+    return f"{prefix}-{given or uuid.uuid4().hex}"
 
 
 async def check_job(service: Service, job: Job) -> None:

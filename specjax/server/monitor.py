@@ -1,16 +1,13 @@
-"""Prometheus metrics with vLLM's names: the engine's counters, and times of requests."""
+"""Prometheus metrics with vLLM's names: the engine's counters, and times of requests.
+
+Counters that vLLM lacks begin with "specjax:".
+"""
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from specjax.async_llm import AsyncLLM
@@ -18,6 +15,8 @@ from specjax.engine.metrics import Metrics
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.server.admission import Admission
+from specjax.server.families import Families
+from specjax.server.histogram import Histogram
 
 _LONG = (10.0, 20.0, 40.0, 80.0)
 _MIDDLE = (0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
@@ -46,40 +45,25 @@ HISTOGRAMS = {
 }
 
 
-class Histogram:
-    """Counts values by bucket. It is not thread-safe, and is used only on the event loop."""
-
-    def __init__(self, bounds: Sequence[float]):
-        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def read(self) -> tuple[list[tuple[str, float]], float]:
-        """Return the cumulative counts by upper bound, and the sum of all values."""
-        total, buckets = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        return buckets, self._sum
-
-
 class Monitor(Collector):
-    """Collects the metrics of a server."""
+    """Collects the metrics of a server.
+
+    Attributes:
+        families: makes metrics with the labels of this server.
+        registry: the collectors whose metrics are exposed, with this one.
+    """
 
     def __init__(self, llm: AsyncLLM, model: str, admission: Admission):
         self._llm, self._admission = llm, admission
-        self._labels = {"model_name": model, "engine": "0"}
+        self.families = Families({"model_name": model, "engine": "0"})
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.num_open = 0  # requests that are being answered
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
 
     def expose(self) -> bytes:
         """Return all metrics in Prometheus' text format. May wait for the engine."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to a histogram."""
@@ -111,50 +95,49 @@ class Monitor(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus_client."""
         yield from self._engine_metrics(self._llm.metrics())
-        labels, values = list(self._labels), list(self._labels.values())
         for name, (text, _) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
-            buckets, total = self._histograms[name].read()
-            family.add_metric(values, buckets, total)
-            yield family
+            yield self.families.histogram(f"vllm:{name}", text, self._histograms[name])
 
     def _engine_metrics(self, m: Metrics) -> Iterator[Metric]:
-        labels, values = list(self._labels), list(self._labels.values())
-        gauges = {
-            "num_requests_running": m.num_requests_running,
-            "num_requests_waiting": m.num_requests_waiting,
-            "kv_cache_usage_perc": m.kv_cache_usage,
-        }
-        counters = {
-            "num_preemptions": m.num_preemptions,
-            "prompt_tokens": m.num_prompt_tokens,
-            "prompt_tokens_cached": m.prefix_cache_hits,
-            "generation_tokens": m.num_generation_tokens,
-            "prefix_cache_queries": m.prefix_cache_queries,
-            "prefix_cache_hits": m.prefix_cache_hits,
-            "spec_decode_num_drafts": m.num_drafts,
-            "spec_decode_num_draft_tokens": m.num_draft_tokens,
-            "spec_decode_num_accepted_tokens": m.num_accepted_tokens,
-        }
-        for name, value in gauges.items():
-            family = GaugeMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=labels)
-            family.add_metric(values, value)
-            yield family
-        for name, value in counters.items():
-            family = CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=labels)
-            family.add_metric(values, value)
-            yield family
-        labelled = {
-            "request_success": ("finished_reason", m.requests_finished.items()),
-            "admission_rejections": ("reason", [("queue_full", self._admission.num_refused)]),
-            "spec_decode_num_accepted_tokens_per_pos": (
-                "position",
-                enumerate(m.num_accepted_tokens_per_pos),
-            ),
-        }
-        for name, (label, pairs) in labelled.items():
-            text = name.replace("_", " ")
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=[*labels, label])
-            for key, value in pairs:
-                family.add_metric([*values, str(key)], value)
-            yield family
+        families = self.families
+        yield from families.gauges(
+            {
+                "vllm:num_requests_running": m.num_requests_running,
+                "vllm:num_requests_waiting": m.num_requests_waiting,
+                "vllm:kv_cache_usage_perc": m.kv_cache_usage,
+                "specjax:num_compiling": m.num_compiling,
+                "specjax:host_ms": m.host_ms,
+                "specjax:wait_ms": m.wait_ms,
+                "specjax:host_gap_ms": m.host_gap_ms,
+            }
+        )
+        yield from families.counters(
+            {
+                "vllm:num_preemptions": m.num_preemptions,
+                "vllm:prompt_tokens": m.num_prompt_tokens,
+                "vllm:prompt_tokens_cached": m.prefix_cache_hits,
+                "vllm:generation_tokens": m.num_generation_tokens,
+                "vllm:prefix_cache_queries": m.prefix_cache_queries,
+                "vllm:prefix_cache_hits": m.prefix_cache_hits,
+                "vllm:spec_decode_num_drafts": m.num_drafts,
+                "vllm:spec_decode_num_draft_tokens": m.num_draft_tokens,
+                "vllm:spec_decode_num_accepted_tokens": m.num_accepted_tokens,
+                "specjax:num_steps": m.num_steps,
+                "specjax:prefix_cache_evictions": m.prefix_cache_evictions,
+                "specjax:num_compiles_after_warmup": m.num_compiles_after_warmup,
+                "specjax:host_seconds": m.host_ms * m.num_steps / 1e3,
+                "specjax:wait_seconds": m.wait_ms * m.num_steps / 1e3,
+            }
+        )
+        finished, refused = m.requests_finished.items(), self._admission.num_refused
+        yield families.counter_by("vllm:request_success", "finished_reason", finished)
+        yield families.counter_by("vllm:admission_rejections", "reason", [("queue_full", refused)])
+        yield families.counter_by(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "position",
+            enumerate(m.num_accepted_tokens_per_pos),
+        )
+        yield families.counter_by("specjax:spec_decode_num_rounds", "k", m.k_histogram.items())
+        for name in "drafts", "draft_tokens", "accepted_tokens":
+            values = getattr(m, f"{name}_per_source").items()
+            yield families.counter_by(f"specjax:spec_decode_{name}_per_source", "source", values)

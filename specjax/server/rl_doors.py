@@ -1,6 +1,7 @@
 """Doors for a trainer, with vLLM's names: pause, sleep and new weights. They need `--rl`."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -73,8 +74,11 @@ class UpdateWeightVersion(msgspec.Struct, forbid_unknown_fields=True):
 Door = Callable[[Service, Control, Request], Awaitable[Any]]
 
 
-def _route(path: str, door: Door, method: str = "POST") -> Route:
-    """Return the route of a door, whose answer is JSON, and whose ValueErrors are refusals."""
+def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = False) -> Route:
+    """Return the route of a door, whose answer is JSON, and whose ValueErrors are refusals.
+
+    Doors with `is_update` change weights, and are timed.
+    """
 
     async def answer(request: Request) -> Response:
         service: Service = request.app.state.service
@@ -82,7 +86,8 @@ def _route(path: str, door: Door, method: str = "POST") -> Route:
         if "origin" in request.headers:  # a web page must not reach a server without a key
             raise APIError(400, "this door is not for web pages; leave out the header Origin")
         try:
-            body = await door(service, control, request)
+            with control.operations.timed(path[1:]) if is_update else nullcontext():
+                body = await door(service, control, request)
         except (ValueError, ImportError) as error:
             raise APIError(400, service.public(control.public(str(error)))) from None
         except ClientDisconnect:
@@ -221,7 +226,7 @@ async def _update_version(service: Service, control: Control, request: Request) 
 
 
 async def _weight_info(service: Service, control: Control, request: Request) -> Any:
-    return _versions(control)
+    return {**_versions(control), "quantization": await control.quantization()}
 
 
 def _versions(control: Control) -> dict[str, int]:
@@ -238,10 +243,10 @@ RL_ROUTES = [
     _route("/wake_up", _wake_up),
     _route("/is_sleeping", _is_sleeping, "GET"),
     _route("/reset_prefix_cache", _reset_prefix_cache),
-    _route("/start_weight_update", _start_target),
-    _route("/start_draft_weight_update", _start_drafter),
-    _route("/update_weights", _update),
-    _route("/finish_weight_update", _finish),
+    _route("/start_weight_update", _start_target, is_update=True),
+    _route("/start_draft_weight_update", _start_drafter, is_update=True),
+    _route("/update_weights", _update, is_update=True),
+    _route("/finish_weight_update", _finish, is_update=True),
     _route("/update_weight_version", _update_version),
     _route("/weight_info", _weight_info, "GET"),
 ]

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specjax.server.errors import APIError
 
 # Endpoints that neither generate nor change anything, for probes and scrapers.
-OPEN = {"/health", "/ping", "/version", "/metrics", "/load"}
+OPEN = {"/", "/health", "/ping", "/version", "/metrics", "/load"}
 
 
 class KeyCheck:

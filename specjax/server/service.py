@@ -14,6 +14,7 @@ from specjax.server.control import Control
 from specjax.server.errors import APIError
 from specjax.server.monitor import Monitor
 from specjax.server.parameters import of_value
+from specjax.server.rl_metrics import RLMetrics
 from specjax.server.settings import Limits, ServerSettings
 from specjax.text.tokenizer import ChatTokenizer
 
@@ -46,6 +47,8 @@ class Service:
         if settings.rl:
             self.control = Control(llm, self.admission, settings.rl_weights_root)
         self.monitor = Monitor(llm, self.names[0], self.admission)
+        if self.control is not None:
+            self.monitor.registry.register(RLMetrics(self.control, self.monitor.families))
         self._tokenizer: ChatTokenizer | None = None
         self._folder: str | None = None
         try:
@@ -69,7 +72,9 @@ class Service:
     @cached_property
     def chat_format(self) -> Callable[[str], ChatFormat]:
         """A function that returns the `ChatFormat` for the text of a chat template."""
-        return lru_cache(maxsize=8)(partial(ChatFormat, self.tokenizer))
+        template = self.settings.read_response_template()
+        made = partial(ChatFormat, self.tokenizer, response_template=template)
+        return lru_cache(maxsize=8)(made)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

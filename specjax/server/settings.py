@@ -3,12 +3,16 @@
 This module imports nothing slow, so that help is instant.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from specjax.checks import check_choice, check_count, check_positive, is_number
+from specjax.messages.formats import FORMATS
+from specjax.messages.template import ResponseTemplate
+from specjax.vllm_names import CONTENT_FORMATS
 
 SPEC_METRICS = ("none", "summary", "detailed")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -34,7 +38,7 @@ class Limits:
         None, "time of a request; it then ends with its tokens so far, finish_reason abort"
     )
     max_stall_seconds: float = _flag(
-        60.0, "time that a client may take to send its body, or not read its answer"
+        60.0, "time that a client may take to send its request, or not read its answer"
     )
 
     def __post_init__(self):
@@ -67,10 +71,16 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = _flag((), "web origins whose pages may send requests")
     ssl_keyfile: str | None = _flag(None, "key for TLS, which only you may read")
     ssl_certfile: str | None = _flag(None, "certificate for TLS")
+    ssl_ca_certs: str | None = _flag(None, "certificates that sign those of clients")
+    ssl_cert_reqs: int = _flag(0, "client certificates: 0 none, 1 checked if sent, 2 needed")
+    ssl_ciphers: str | None = _flag(None, "ciphers for TLS, in OpenSSL's format")
     uvicorn_log_level: str = _flag("info", f"one of {', '.join(LOG_LEVELS)}")
     disable_uvicorn_access_log: bool = _flag(False, "do not log a line per HTTP request")
     chat_template: str | None = _flag(
         None, "a file with a chat template, or the name of a template of the checkpoint"
+    )
+    response_template: str | None = _flag(
+        None, "how tool calls and reasoning are written: a format's name, or a JSON file"
     )
     chat_template_content_format: str = _flag("auto", "see LLM.chat")
     default_chat_template_kwargs: Mapping[str, Any] | None = _flag(
@@ -97,12 +107,23 @@ class ServerSettings:
         check_choice(
             "--per-request-spec-decode-metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
         )
+        check_choice(
+            "--chat-template-content-format", self.chat_template_content_format, CONTENT_FORMATS
+        )
+        self._check_template()
         if self.uds is not None and (self.host, self.port) != ("127.0.0.1", 8000):
             raise ValueError("--uds listens on a Unix socket; leave out --host and --port")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile goes with --ssl-certfile, which is missing")
         if self.ssl_certfile is not None and self.ssl_keyfile is None:
             raise ValueError("--ssl-certfile goes with --ssl-keyfile, which is missing")
+        check_choice("--ssl-cert-reqs", self.ssl_cert_reqs, (0, 1, 2))
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-cert-reqs goes with --ssl-ca-certs, which is missing")
+        for name in "ssl_ca_certs", "ssl_ciphers":
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} goes with --ssl-certfile, which is missing")
         if self.max_log_len is not None:
             check_count(**{"--max-log-len": self.max_log_len})
             if not self.enable_log_requests:
@@ -117,6 +138,14 @@ class ServerSettings:
         for name in "ssl_keyfile", "api_key_file":
             if (path := getattr(self, name)) is not None:
                 check_private(f"--{name.replace('_', '-')}", Path(path))
+
+    def _check_template(self) -> None:
+        given, kwargs = self.chat_template or "", self.default_chat_template_kwargs
+        is_path = given.endswith((".jinja", ".jinja2", ".j2", ".json", ".txt")) or given[:1] == "/"
+        if is_path and "{" not in given and not Path(given).is_file():
+            raise ValueError(f"--chat-template {given} is not a file")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValueError(f"--default-chat-template-kwargs {kwargs!r} must be a JSON object")
 
     def _check_rl(self) -> None:
         if self.rl_weights_root is not None:
@@ -151,6 +180,26 @@ class ServerSettings:
         """
         given = self.chat_template
         return Path(given).read_text() if given and Path(given).is_file() else given
+
+    def read_response_template(self) -> str | Mapping[str, Any] | None:
+        """Return the setting `response_template`: the name of a format, or the file's mapping.
+
+        Raises:
+            ValueError: it is neither, or the file's template is malformed.
+        """
+        given = self.response_template
+        if given is None or given in FORMATS:
+            return given
+        try:
+            template = json.loads(Path(given).read_bytes())
+            ResponseTemplate.of(template)
+        except OSError:
+            names = ", ".join(FORMATS)
+            text = f"--response-template {given} is neither a file nor one of {names}"
+            raise ValueError(text) from None
+        except ValueError as error:
+            raise ValueError(f"--response-template {given}: {error}") from None
+        return template
 
 
 def check_private(name: str, path: Path) -> None:

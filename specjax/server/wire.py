@@ -62,6 +62,7 @@ class GenerationFields(Struct, kw_only=True):
     priority: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_rounds: bool | None = None
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -168,6 +169,13 @@ class Usage(Struct):
     completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
+class DraftRound(Struct):
+    """The texts of the tokens that a round gave: its accepted drafts, and then one more token."""
+
+    num_drafts: int
+    tokens: list[str]
+
+
 class CompletionLogprobs(Struct):
     """Log-probabilities of a completion: a list entry per token."""
 
@@ -188,6 +196,7 @@ class CompletionChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    rounds: list[DraftRound] | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -241,6 +250,7 @@ class ChatDelta(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    rounds: list[DraftRound] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -252,6 +262,7 @@ class ChatChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    rounds: list[DraftRound] | UnsetType = UNSET
 
 
 class Reply(Struct, kw_only=True):

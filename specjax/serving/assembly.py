@@ -13,12 +13,14 @@ import numpy as np
 from rich.filesize import decimal
 
 from specjax.checkpoint.hub import resolve
+from specjax.checks import check_choice
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
+from specjax.device.drafters.narrow import narrow_drafter, with_head_copy
 from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
-from specjax.device.parallel import divide_params
+from specjax.device.parallel import divide_params, shapes_of
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.device.weights.stored import dequantise
@@ -32,6 +34,8 @@ from specjax.engine.log import get_log
 from specjax.engine.meeting import Meeting
 from specjax.engine.process import check_jax
 from specjax.engine.replicas import ReplicatedEngine
+from specjax.engine.simulated import SimulatedPrograms
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -59,6 +63,9 @@ from specjax.text.generation_config import read_default_params
 from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 from specjax.vllm_names import without_draft_size
 
+# Makes an engine's `Programs`, by the option `device`; None for `Engine.make_programs`.
+DEVICES: Mapping[str, Any] = {"auto": None, "simulated": SimulatedPrograms}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,6 +85,15 @@ class Plan:
     def num_drafts(self) -> int:
         """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    @property
+    def head_bytes(self) -> int:
+        """The bytes of the drafter's copy of the target's output head, if it has one."""
+        given = self.source.params
+        target = shapes_of(self.source.specs, self.dtype.name) if given is None else given
+        copied = partial(with_head_copy, drafter=self.drafter, config=self.speculation)
+        made = jax.eval_shape(copied, Params(target, self.drafter_params))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.head))
 
     def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
         """Return the bytes of the target's caches, and of the drafter's caches.
@@ -116,6 +132,7 @@ class Replica(NamedTuple):
 
     params: Params
     policy: Policy
+    suggester: Suggester
     placement: Placement
 
 
@@ -133,10 +150,11 @@ class Serving:
     default_params: SamplingParams  # from the checkpoint's generation_config.json
     method: str | None  # drafting method
     hosts: Hosts | None  # the other processes, if any
+    device: str = "auto"  # a name in `DEVICES`
 
     def build_engine(self, *, show_progress: bool) -> Engine:
         """Return the engine. If there are several replicas, return a `ReplicatedEngine` instead."""
-        make: Any = Engine.make_programs
+        make: Any = DEVICES[self.device] or Engine.make_programs
         if self.hosts is not None:
             make = partial(LeaderPrograms, hosts=self.hosts, make=make)
         with self.hosts or nullcontext():
@@ -148,6 +166,7 @@ class Serving:
                     one.params,
                     one.policy,
                     self.verification,
+                    one.suggester,
                     placement=one.placement,
                     make_programs=make,
                     show_progress=show_progress,
@@ -159,7 +178,7 @@ class Serving:
     def follow(self) -> None:
         """Run the steps of process 0's engine until it is closed; see `Follower`."""
         assert self.hosts is not None
-        make: Any = Engine.make_programs
+        make: Any = DEVICES[self.device] or Engine.make_programs
         own = self.replicas[0]
         parts = self.target, self.drafter, own.params, own.placement
         Follower(self.hosts, *parts, make).follow()
@@ -219,10 +238,18 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
+    narrow = {"head_dtype": speculation.head_dtype, "quantization": speculation.quantization}
+    for name, value in narrow.items():
+        if value is not None and target.num_devices > 1:
+            raise ValueError(
+                f"speculative_config.{name}={value!r} needs tensor_parallel_size=1; leave it out"
+            )
     drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
+    params = narrow_drafter(params, speculation)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)
-    return replace(plan, drafter=drafter, drafter_params=params, weights=weights)
+    plan = replace(plan, drafter=drafter, drafter_params=params)
+    return replace(plan, weights=weights + plan.head_bytes)
 
 
 def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: Any) -> Serving:
@@ -235,10 +262,15 @@ def assemble(model: str | Path | Model, hosts: Hosts | None = None, **options: A
         CheckpointError: files are missing, damaged or of the wrong kind.
         RuntimeError: other processes do not connect in time, or have ended.
     """
+    check_choice("device", options["device"], tuple(DEVICES))
     meeting = Meeting.take(options)
     hosts = hosts or lead(model, meeting, options)
+    device = options.pop("device")
+    if device == "simulated":
+        log = get_log(verbose=options["verbose"])
+        log.warning("the device is simulated: no model runs, and outputs mean nothing")
     with hosts or nullcontext():
-        return _assemble(model, hosts, **options)
+        return replace(_assemble(model, hosts, **options), device=device)
 
 
 def _assemble(
@@ -300,7 +332,7 @@ def _assemble(
         config = agreed_config(hosts, config)
     params = _load(source, dtype, placement, log.info)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)
-    both = Params(params, drafter_params)
+    both = with_head_copy(Params(params, drafter_params), drafter, speculation)
     if speculation and plan.profile:
         check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
     keep_programs(None if compilation_cache is None else Path(compilation_cache).expanduser())
@@ -309,7 +341,7 @@ def _assemble(
     return Serving(
         target,
         drafter,
-        tuple(Replica(own, choose(), place) for own, place in placed),
+        tuple(Replica(own, choose(), Suggester.of(speculation), place) for own, place in placed),
         config,
         make_verification(speculation) if speculation else None,
         tokenizer,

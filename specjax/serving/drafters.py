@@ -8,12 +8,13 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
 from specjax.checks import did_you_mean
-from specjax.config import METHODS, OWN_METHODS, OWN_SHAPE, SpeculativeConfig
+from specjax.config import SpeculativeConfig
 from specjax.device.drafters.dflash_files import OF_TRANSFORMERS
 from specjax.device.drafters.medusa import find_first_file
 from specjax.device.drafters.p_eagle import MASK_KEYS
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import MODELS, read_config
+from specjax.methods import METHODS, OWN_METHODS, OWN_SHAPE
 from specjax.serving.source import has_weights
 
 # Methods by their names in the speculators library, and by parts of architectures' names.

@@ -48,6 +48,7 @@ class LLMOptions(TypedDict, total=False):
     enable_expert_parallel: bool
     kernels: str
     collectives: str
+    device: str
     compilation_cache: str | Path | None
     seed: int
     verbose: bool
@@ -87,6 +88,7 @@ DEFAULTS: LLMOptions = {
     "enable_expert_parallel": False,
     "kernels": "auto",
     "collectives": "auto",
+    "device": "auto",
     "compilation_cache": "~/.cache/specjax",
     "seed": 0,
     "verbose": True,

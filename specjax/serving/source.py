@@ -13,7 +13,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
-from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig
+from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.registry import (
     OWN_SHAPES,
@@ -23,6 +23,7 @@ from specjax.device.drafters.registry import (
 )
 from specjax.device.loading import Log, no_log
 from specjax.device.models.config_fields import check_plain
+from specjax.device.models.described import described_specs
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import (
@@ -34,6 +35,7 @@ from specjax.device.models.registry import (
 from specjax.device.parallel import check_shapes, padding_of, specs_of
 from specjax.device.placement import Placement
 from specjax.device.weights.stored import dequantise
+from specjax.methods import METHODS, OWN_SHAPE
 from specjax.serving.defaults import params_dtype, stored_dtype
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
@@ -55,11 +57,13 @@ class ModelSource:
     def specs(self) -> Any:
         """The `TensorSpec`s of the parameters.
 
-        If the folder has weights, these are the specs of its stored tensors, for example float8
-        with scales, or of the weights that `quantization` makes of them.
+        These are the specs of the stored tensors, for example float8 with scales, or of the weights
+        that `quantization` makes of them. Without weights, the config describes them.
         """
-        if self.folder is None or not self.has_weights:
+        if self.hf is None:
             return specs_of(self.target)
+        if self.folder is None or not self.has_weights:
+            return described_specs(self.hf, self.target, self.quantization, self.dtype)
         return stored_specs(self.folder, self.target, self.quantization)
 
     @property
@@ -99,7 +103,10 @@ def open_model(
         path = Path(model).expanduser()
         if takes_configs and path.suffix == ".json" and not path.is_dir():
             hf = HFConfig(read_json(path.parent, path.name), str(path))
-            return ModelSource(on(describe_model(hf)), stored_dtype(hf), hf)
+            if quantization is not None:
+                check_plain(hf, quantization)
+            target = on(describe_model(hf))
+            return ModelSource(target, stored_dtype(hf), hf, quantization=quantization)
         folder = resolve(model)
         hf, is_complete = read_config(folder), has_weights(folder)
         target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)

@@ -28,13 +28,14 @@ PASSED_OVER = {
     *("mm_processor_cache_type", "enable_mm_processor_stats", "disable_chunked_mm_input"),
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("shutdown_timeout", "fail_on_environ_validation", "enable_prompt_tokens_details"),
+    "trust_remote_code",  # code of a checkpoint is never run
+    *("h11_max_incomplete_event_size", "h11_max_header_count"),  # h11 reads no requests here
     *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),  # see docs/tools.md
 }
 _DEVICES = "devices are divided by tensor_parallel_size, data_parallel_size and expert parallelism"
 # Options that may change outputs. For each, the values that match the behaviour here and are
 # accepted, and the reason to refuse every other value.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), _DEVICES),
@@ -86,6 +87,8 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "worker_cls": (("auto",), "an engine runs in this process"),
     "worker_extension_cls": (("", None), "an engine runs in this process"),
     "weight_transfer_config": ((None,), "weights are updated by specjax.rl"),
+    "api_server_count": ((1, None), "one process answers clients"),
+    "response_role": (("assistant",), "the assistant answers"),
     "additional_config": ((None, {}), "there are no plugins to read it"),
 }
 

@@ -9,13 +9,13 @@ from typing import Any
 from specjax.sampling_params import check_text
 from specjax.text.prompts import TokensPrompt
 from specjax.text.tokenizer import ChatTokenizer
+from specjax.vllm_names import CONTENT_FORMATS
 
 MESSAGE_KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id"),
     *("reasoning", "reasoning_content"),
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
-CONTENT_FORMATS = ("auto", "string", "openai")
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 Message = dict[str, Any]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 from specjax.host.request import Request, TextWatch
@@ -66,6 +67,7 @@ class Completion:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error or self._error,
+            rounds=bytes(sequence.rounds),
         )
 
     def text(self) -> str | None:
@@ -117,6 +119,10 @@ class Outputs:
         """Return the outputs of `samples`. `prompt` is the text that the user gave, or None."""
         return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
 
+    @cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        return list(self.request.prompt_token_ids)
+
     @property
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
@@ -141,7 +147,7 @@ class Outputs:
         return RequestOutput(
             request.request_id,
             self.prompt,
-            list(request.prompt_token_ids),
+            self._prompt_token_ids,
             prompt_logprobs,
             [completion.output() for completion in self.completions],
             finished=self.is_finished,
@@ -164,7 +170,8 @@ class Outputs:
 
 
 def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
-    return zip(sample.rounds[::2], sample.rounds[1::2], strict=True)
+    pairs = zip(sample.rounds[::2], sample.rounds[1::2], strict=True)
+    return (pair for pair in pairs if pair[0])
 
 
 class Shown:
@@ -211,6 +218,7 @@ class Shown:
             token_ids=now.token_ids[num_tokens:],
             text=None if now.text is None else now.text[len(before.text or "") :],
             logprobs=None if now.logprobs is None else now.logprobs[num_tokens:],
+            rounds=now.rounds[len(before.rounds) :],
         )
 
 

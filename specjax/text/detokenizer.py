@@ -13,6 +13,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, ChatTokenizer
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_MAX_WINDOW = 8  # tokens; until then a context grows, because its text is known
 TEXT = -1  # the result of `_kind` for a token that has text and is not a byte token
 
 
@@ -79,6 +80,9 @@ class StopStrings:
         if no stop text is complete. Nothing may be appended after a stop text.
         """
         assert self.stop_reason is None, "the output has stopped"
+        if not self._stop:
+            self._text.extend(tokens)
+            return None
         for num_kept, token in enumerate(tokens, start=1):
             new = self._text.append(token)
             self._num_tokens += 1
@@ -227,6 +231,7 @@ class _GrowingText:
         self._tokenizer = tokenizer
         self._has_byte_tokens = tokenizer.has_byte_tokens
         self._context = list(context)
+        self._context_text = self._stable(self._context) if context else ""
         self._run: _ByteRun | None = None
 
     @property
@@ -239,6 +244,14 @@ class _GrowingText:
         if self._run is None or not self._run.is_valid:
             return len(self.characters)
         return self._run.start
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. This is faster than `append` for each, because it decodes once."""
+        if self._has_byte_tokens:
+            for token in tokens:
+                self.append(token)
+        elif shown := [token for token in tokens if _kind(self._tokenizer, token) is not None]:
+            self._decode(shown)
 
     def append(self, token: int) -> int:
         """Append a token. Return the index of the first character that it adds or changes."""
@@ -272,17 +285,25 @@ class _GrowingText:
 
     def _undo(self, run: _ByteRun) -> int:
         self.characters[run.start :] = REPLACEMENT * run.length
-        self._context = [run.incomplete[-1][0]]  # any token of the run works
+        self._set_context([run.incomplete[-1][0]])  # any token of the run works
         run.incomplete, run.is_valid = [], False
         return run.start
 
     def _decode(self, tokens: list[int]) -> None:
         """Add the text of `tokens`. If they are byte tokens, they form one whole character."""
-        known = self._stable(self._context)
         window = self._context + tokens
-        self.characters += self._stable(window)[len(known) :]
+        text = self._stable(window)
+        self.characters += text[len(self._context_text) :]
         # A byte run in the context must begin with a character; elsewhere decode resynchronizes.
-        self._context = tokens if self._has_byte_tokens else window[-MAX_TOKENS_PER_CHARACTER:]
+        if self._has_byte_tokens:
+            self._set_context(tokens)
+        elif len(window) >= _MAX_WINDOW:
+            self._set_context(window[-MAX_TOKENS_PER_CHARACTER:])
+        else:
+            self._context, self._context_text = window, text
+
+    def _set_context(self, tokens: list[int]) -> None:
+        self._context, self._context_text = tokens, self._stable(tokens)
 
     def _stable(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens)

@@ -1,5 +1,7 @@
 """Experts in MXFP4, which stay packed, against what transformers makes of them."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,15 @@ import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
 from support.refusals import refusal
+from support.updates import updated
 
 from specjax import SamplingParams
 from specjax.checkpoint.mxfp4 import mxfp4_experts
 from specjax.device.models.registry import load_model, save_model
-from specjax.device.weights.mxfp4_experts import MXFP4Experts, packed_experts
+from specjax.device.placement import Placement
+from specjax.device.weights.mxfp4_experts import mxfp4_specs
+from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.stored import dequantise
-from specjax.rl.weights import stage_target
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
 
@@ -44,7 +48,7 @@ def test_every_number_is_what_transformers_makes_of_it(num_in):
     blocks, scales = packed(3, num_in, 40)
     scales[0] = np.arange(20 * num_in // 16).reshape(40, -1) + 67  # from 2^-60 to 2^59 at most
     spec, bf16 = mxfp4_experts("x", 3, num_in, 40), np.dtype("bfloat16")
-    kept = packed_experts(spec)
+    kept = mxfp4_specs(spec)
     numbers, exponents = (
         jax.jit(one.join, static_argnames="dtype")([given], dtype=bf16)
         for one, given in ((kept.values, blocks), (kept.scales, scales))
@@ -53,7 +57,7 @@ def test_every_number_is_what_transformers_makes_of_it(num_in):
     assert numbers.dtype == exponents.dtype == np.dtype(kept.values.dtype) == np.uint8
     found = jax.jit(spec.join, static_argnames="dtype")([blocks, scales], dtype=bf16)
     expected = unpacked(blocks, scales, torch.bfloat16).float().numpy()
-    plain = MXFP4Experts(numbers, scales=exponents).plain(bf16).values
+    plain = replace(kept, values=numbers, scales=exponents).plain(bf16).values
     for one in found, plain:
         assert one.shape == spec.shape == (3, num_in, 40)
         np.testing.assert_array_equal(np.asarray(one, np.float32), expected)
@@ -61,7 +65,7 @@ def test_every_number_is_what_transformers_makes_of_it(num_in):
 
 def test_loading_unpacks_nothing_on_the_way():
     """The program that packs numbers anew needs no memory but for its result."""
-    spec = packed_experts(mxfp4_experts("x", 4, 256, 64)).values
+    spec = mxfp4_specs(mxfp4_experts("x", 4, 256, 64)).values
     (shape,) = spec.file_shapes
     given = [jax.ShapeDtypeStruct(shape, jnp.uint8)]
     join = jax.jit(lambda parts: spec.join(parts, FLOAT32))
@@ -93,16 +97,23 @@ def packings(checkpoints, rewrite_tensors):
 
 
 def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
-    """What is saved is plain, and updates are refused. The bytes are known before loading."""
+    """What is saved is plain. The bytes are known before loading."""
     (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
-    assert {type(layer.mlp.down) for layer in params.layers} == {MXFP4Experts}
+    assert {type(layer.mlp.down) for layer in params.layers} == {PackedExperts}
     bytes_ = sum(x.nbytes for x in jax.tree.leaves(params))
     assert weight_bytes(open_model(packings[0]).specs, "float32") == bytes_
     jax.tree.map(np.testing.assert_array_equal, dequantise(params, FLOAT32), plain)
     save_model(tmp_path / "saved", model, params, packings[0])
     loaded = load_model(tmp_path / "saved", FLOAT32)[1]
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
-    refusal(lambda: stage_target({}, model, params), "8 or 4 bits", "gate_up")
+
+
+def test_an_update_by_numbers_that_have_a_code_keeps_them(packings):
+    """A trainer of the plain model has other names; the scales may be others."""
+    (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
+    other = jax.tree.map(lambda x: 0 * x if x.dtype == np.uint8 else x, params)
+    made = updated(model, other, packings[1])
+    jax.tree.map(np.testing.assert_array_equal, dequantise(made, FLOAT32), plain)
 
 
 def test_logits_are_those_of_the_model_that_they_stand_for(packings):
@@ -112,12 +123,23 @@ def test_logits_are_those_of_the_model_that_they_stand_for(packings):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+def test_parts_of_several_devices_stay_packed(packings):
+    """Half of the inner columns each."""
+    lines, loaded, placement = [], [], Placement.on(*jax.devices()[:2])
+    for folder in packings:
+        loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
+    assert {type(layer.mlp.down) for layer in loaded[0].layers} == {PackedExperts} and not lines
+    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
+
+
 def test_the_same_tokens_with_and_without_drafts(packings):
+    """Drafts on two devices, which have half of the experts each."""
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
     made = []
-    for method in None, "ngram":
-        with make_llm(packings[0], method, dtype="float32") as llm:
+    devices = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    for method, more in (None, {}), ("ngram", devices):
+        with make_llm(packings[0], method, dtype="float32", **more) as llm:
             made.append(generate_tokens(llm, prompts, params))
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
 

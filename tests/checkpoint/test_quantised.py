@@ -1,8 +1,7 @@
 """Weights of 4 bits and of 8-bit integers, by the tools and tables of their formats."""
 
 import json
-import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -18,10 +17,11 @@ from specjax.cli import main
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
-from specjax.device.placement import Placement
+from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.packed import Packed
+from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
@@ -31,42 +31,19 @@ from specjax.serving.source import open_model
 torch = pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
-from support.quantised import FORMS  # noqa: E402
+from support.quantised import FORMS, folders  # noqa: E402
 
 FLOAT32 = np.dtype(np.float32)
-WIDE = {"hidden_size": 128, "intermediate_size": 192}
-QUANTISED = re.compile(r"(layers.*(_proj|_qkvz|_qkv|_z)|mtp.fc|lm_head)\.weight$")
-
-
-def write(form, tensors):
-    """The tensors of a checkpoint with quantised matrices, and the weights that these stand for."""
-    stored, meant = dict(tensors), {}
-    for name, tensor in tensors.items():
-        if form == "modelopt" and name.startswith("mtp"):
-            continue  # as published
-        if QUANTISED.search(name) and (made := FORMS[form].write(tensor.float())):
-            del stored[name]
-            stem, meant[name] = name.removesuffix("weight"), made[1]
-            stored |= {stem + ending: part for ending, part in made[0].items()}
-    return stored, meant
+SIZES = {
+    "llama": {"hidden_size": 128, "intermediate_size": 192},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
 
 
 @pytest.fixture(scope="module")
-def folders_of(checkpoints, rewrite_tensors):
-    """(a folder in a form, one with the weights that it stands for), of a model."""
-
-    @cache
-    def make(kind, form, **config):
-        target = checkpoints.target(kind, **config)
-        if kind in ("qwen3_5_text", "deepseek_v3"):
-            target = checkpoints.mtp(target, layout="single")
-        narrow, plain = (checkpoints.copy(target.folder) for _ in range(2))
-        file = "model.safetensors"
-        rewrite_tensors(narrow / file, lambda tensors: write(form, tensors)[0])
-        rewrite_tensors(plain / file, lambda tensors: tensors | write(form, tensors)[1])
-        return checkpoints.copy(narrow, quantization_config=FORMS[form].config), plain
-
-    return make
+def folders_of(checkpoints):
+    """See `support.quantised.folders`."""
+    return cache(partial(folders, checkpoints))
 
 
 def kinds_of(params):
@@ -92,6 +69,9 @@ def kinds_of(params):
         ("qwen3_5_text", "modelopt", "bfloat16", Packed),
         ("deepseek_v3", "awq", "bfloat16", Packed),
         ("deepseek_v3", "int-tensor", "float32", Scaled),  # experts and latents, too
+        ("qwen3_moe", "awq", "float32", PackedExperts),
+        ("qwen3_moe", "nvfp4", "bfloat16", PackedExperts),
+        ("qwen3_moe", "gptq", "float32", PackedExperts),
         ("llama", "gptq", "float32", Packed),
         ("llama", "gptq-order", "float32", Packed),
         ("qwen3_5_text", "gptq-v2", "float32", Packed),
@@ -100,23 +80,27 @@ def kinds_of(params):
 def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, dtype, expected):
     """Bit for bit. The bytes are known before loading."""
     loaded = []
-    for folder in folders_of(kind, form, **(WIDE if kind == "llama" else {})):
+    for folder in folders_of(kind, form, **SIZES.get(kind, {})):
         model, params = load_model(folder, np.dtype(dtype))
         if kind in ("qwen3_5_text", "deepseek_v3"):
             config = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
             params = params, load_drafter(folder, config, model, np.dtype(dtype))[1]
         loaded.append(params)
     assert expected in kinds_of(loaded[0]) and kinds_of(loaded[1]).isdisjoint({Packed, Scaled})
+    assert expected != PackedExperts or ExpertMatrices not in kinds_of(loaded[0])
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], dtype), loaded[1])
     if not isinstance(loaded[0], tuple):
         bytes_ = sum(x.nbytes for x in jax.tree.leaves(loaded[0]))
-        assert weight_bytes(open_model(folders_of(kind, form, **(
-            WIDE if kind == "llama" else {}))[0]).specs, dtype) == bytes_  # fmt: skip
+        source = open_model(folders_of(kind, form, **SIZES.get(kind, {}))[0])
+        assert weight_bytes(source.specs, dtype) == bytes_
 
 
 @pytest.mark.parametrize(
     "kind, form",
-    [("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq"), ("qwen2", "modelopt")],
+    [
+        *(("llama", "pack-32"), ("llama", "gptq-order"), ("qwen3_5_text", "awq")),
+        *(("qwen2", "modelopt"), ("qwen3_moe", "pack-64")),
+    ],
 )
 def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, form):
     narrow, plain = folders_of(kind, form)
@@ -146,15 +130,10 @@ def test_info_counts_the_parameters_of_a_packed_drafter(folders_of, capsys):
 
 
 def test_what_is_unpacked_is_said(folders_of):
-    """Matrices that are divided over devices, with the numbers of the plain ones; and experts."""
-    loaded, lines, placement = [], [], Placement.on(*jax.devices()[:2])
-    for folder in folders_of("llama", "awq"):
-        loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
-    jax.tree.map(np.testing.assert_array_equal, *loaded)
+    lines = []
     load_model(folders_of("deepseek_v3", "awq")[0], FLOAT32, log=lines.append)
-    said = [line for line in lines if "are unpacked to float32" in line]
-    assert "15 quantised" in said[0] and "self_attn.q_proj" in said[0]
-    assert len(said) == 2 and "kv_b_proj" in said[1]
+    (said,) = [line for line in lines if "are unpacked to float32" in line]
+    assert "kv_b_proj" in said
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -141,6 +141,8 @@ def test_what_cannot_be_quantised_is_refused(checkpoints, rewrite_tensors):
     refusal(lambda: LLM(other, quantization="fp8"), "quantization_config", "quantised already")
     value = open_model(folder).target
     refusal(lambda: LLM(value, params={}, quantization="fp8"), "needs a checkpoint")
+    words = "quantization='int4' changes no matrix", "multiple of 128"
+    refusal(lambda: LLM(folder, quantization="int4"), *words)
     name, bad = "model.layers.1.mlp.up_proj.weight", checkpoints.copy(folder)
     rewrite_tensors(bad / "model.safetensors", lambda old: old | {name: old[name] / 0})
     refusal(lambda: load_weights(bad, value, FLOAT32, quantization="int8"), name, "NaN or inf")

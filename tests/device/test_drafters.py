@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from specjax.config import METHODS, SpeculativeConfig
+from specjax.config import SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.dflash import DFlashDrafter
 from specjax.device.drafters.draft_model import DraftModel
@@ -13,6 +13,7 @@ from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.drafters.p_eagle import PEagleDrafter
 from specjax.device.drafters.registry import DRAFTERS
+from specjax.methods import METHODS
 from specjax.rl.weights import brings_module, stage_drafter
 from specjax.train.losses import drafter_loss
 from specjax.train.target import demo_glm4_moe_lite, demo_qwen3_5
@@ -49,7 +50,7 @@ def test_rows_that_drafting_adds_to_the_budget_of_a_step():
     for kind, *slots in table.values():
         assert [kind(None).draft_slots(k) for k in (0, 1, 5)] == slots
     assert [NGramDrafter().draft_slots(k) for k in (0, 1, 5)] == [0, 0, 0]
-    assert {*table, "ngram"} == set(METHODS)
+    assert {*table, "ngram", "suffix"} == set(METHODS)
 
 
 @pytest.mark.parametrize("drafter", [NoDrafter(), NGramDrafter()])

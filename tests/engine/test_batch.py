@@ -90,7 +90,7 @@ def test_a_step_is_told_nothing_that_the_device_decides():
         AdmitInputs: "slots requests tokens",
         SnapshotInputs: "slots ids ends",
         PrefillInputs: "slots starts counts is_last is_resumed extras page_tables",
-        DecodeInputs: "slots num_drafts extras page_tables",
+        DecodeInputs: "slots num_drafts extras page_tables suggestions",
     }.items():
         assert [field.name for field in fields(inputs)] == names.split()
     before = pack(DECODE, PAGE_TABLES, LAYOUT, Extras(0))

@@ -14,13 +14,13 @@ SEEDS = [range(6), pytest.param(range(6, 16), marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
-    """An engine with drafts, and one that is given one request at a time and has none."""
+    """An engine with drafts, also from the host, and one without that takes requests in turn."""
     folder = head = hybrid(checkpoints)
     if request.param == "eagle3":
         folder, head = llama(checkpoints).folder, eagle3(checkpoints).folder
     snapshots = {"num_snapshots": NUM_SNAPSHOTS}
     with (
-        make_llm(folder, request.param, head, **snapshots) as llm,
+        make_llm(folder, request.param, head, speculation={"with": ["suffix"]}, **snapshots) as llm,
         make_llm(folder, enable_prefix_caching=False, **snapshots) as alone,
     ):
         yield llm, alone
@@ -28,10 +28,12 @@ def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=["some", "more"])
 def test_tokens_are_those_of_each_request_alone(served, seeds):
-    found = Found()
+    found, counts = Found(), served[0].engine.scheduler.suggester.counts
+    counts.clear()
     for seed in seeds:
         found += run_real_schedule(*served, seed)
     assert not found.identity.mismatches
     assert len(found.identity.near_ties) < 0.02 * found.identity.num_outputs
     rare = "preemptions", "aborted", "prefix hits", "accepted"
     assert all(found.tally[name] > 3 for name in rare), found.tally
+    assert counts["suffix"].num_accepted_tokens > 10

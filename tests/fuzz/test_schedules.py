@@ -26,6 +26,8 @@ OFTEN = {  # at least so many times in all of them
     "masks": 200,
     "rounds in another's shape": 150,
     "joined": 66,  # chunks and a round in one program
+    "split": 33,  # some requests draft, in one program with the others
+    "split in two": 66,
     "steps with requests held": 100,
     "rounds observed later": 100,
 }

@@ -166,15 +166,20 @@ def test_k_is_chosen_once_a_step_by_who_decodes():
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
-    """By group and drafts that are of use: of the last two tokens of a request, one."""
+    """By group, length and drafts that are of use: of the last two tokens of a request, one."""
     policy = Noting(weighs)
     scheduler = make_scheduler(make_config(shapes=((4, 16),)), policy)
     for i, max_tokens in enumerate((9, 9, 3)):
         add(scheduler, i, 4 + i, max_tokens)
     give(scheduler, scheduler.schedule())
     scheduler.schedule()
-    expected = (4 + 5 + 6 + 3, {(1.0, 3): 2, (1.0, 1): 1}) if weighs else (0, {})
-    assert policy.loads[-1] == DecodeLoad(3, expected[0], 64, expected[1])
+    load = policy.loads[-1]
+    if not weighs:
+        assert load == DecodeLoad(3, 0, 64)
+        return
+    assert (load.num_sequences, load.num_context, load.max_tokens) == (3, 4 + 5 + 6 + 3, 64)
+    assert load.requests[1:] == ([1.0] * 3, [5, 6, 7], [3, 3, 1])
+    assert len(set(load.requests.keys)) == 3
 
 
 def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():

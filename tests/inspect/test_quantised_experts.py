@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from pallas_kernels.batched_scaled_matmul.triton import batched_scaled_matmul_triton
-from pallas_kernels.grouped_mxfp4_matmul.triton import grouped_mxfp4_matmul_triton
+from pallas_kernels.grouped_packed_matmul.triton import grouped_packed_matmul_triton
 from pallas_kernels.grouped_scaled_matmul.triton import grouped_scaled_matmul_triton
+from pallas_kernels.packed_matmul import FourBits
 
 # Rows, groups, depth and columns of Qwen3-30B-A3B and DeepSeek-V3; below of gpt-oss-20b.
 FLOAT8 = [
@@ -19,6 +20,12 @@ FLOAT8 = [
 ]
 CASES = [("float8", *shape, block) for shape in FLOAT8 for block in ("128", "1")]
 CASES += [("mxfp4", rows, 32, 2880, 5760, "") for rows in (4, 256, 1024, 32768)]
+# Qwen3-30B-A3B's experts with 4-bit numbers: AWQ and compressed-tensors, and NVFP4.
+CASES += [
+    (kind, rows, 128, 2048, 1536, "")
+    for kind in ("zeros", "int4", "nvfp4")
+    for rows in (8, 512, 4096, 65536)
+]
 # Latents of GLM-4.7-Flash and DeepSeek-V3: rows, heads, and both of the widths.
 CASES += [
     *(
@@ -28,6 +35,13 @@ CASES += [
     ),
     *(("latents", 8, 128, *widths, "128") for widths in ((128, 512), (512, 128))),
 ]
+
+FOUR_BITS = {
+    "mxfp4": (FourBits(32, is_float=True), "uint8"),
+    "nvfp4": (FourBits(16, is_float=True), "float8_e4m3fn"),
+    "int4": (FourBits(128), "bfloat16"),
+    "zeros": (FourBits(128), "float16"),
+}
 
 pytestmark = pytest.mark.h200
 
@@ -41,10 +55,22 @@ def product(kind, rows, groups, depth, columns, block):
         x, places = ((rows, groups, depth), "bfloat16"), []
         arrays = x, ((groups, columns, depth), "float8_e4m3fn"), ((groups, *sizes), "float32")
         run = partial(batched_scaled_matmul_triton, block=sides)
-    elif kind == "mxfp4":
-        exponents = (groups, depth // 32, columns), "uint8"
-        arrays = x, ((groups, columns, depth // 2), "uint8"), exponents
-        run = grouped_mxfp4_matmul_triton
+    elif kind in FOUR_BITS:
+        form, scales = FOUR_BITS[kind]
+        of_groups = groups, form.num_groups(depth), columns
+        arrays = x, ((groups, columns, form.width(depth)), "uint8"), (of_groups, scales)
+        others = {
+            "zeros": ((of_groups, "uint8"), ["zeros"]),
+            "factors": (((groups, columns), "float32"), ["nvfp4"]),
+        }
+        given = [name for name, (_, kinds) in others.items() if kind in kinds]
+        arrays += tuple(others[name][0] for name in given)
+
+        def run(x, values, scales, *rest):
+            optional = {"zeros": None, "factors": None, **dict(zip(given, rest, strict=False))}
+            return grouped_packed_matmul_triton(
+                *(x, values, scales, *optional.values()), *rest[len(given) :], form=form
+            )
     else:
         of_block = (128, 128) if block == "128" else (1, depth)
         sizes = [-(-n // side) for n, side in zip((columns, depth), of_block, strict=True)]

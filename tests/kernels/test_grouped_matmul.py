@@ -12,8 +12,9 @@ from jaxlib.triton import dialect
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
-from pallas_kernels.grouped_mxfp4_matmul.triton import grouped_mxfp4_matmul_triton
+from pallas_kernels.grouped_packed_matmul.triton import grouped_packed_matmul_triton
 from pallas_kernels.grouped_scaled_matmul.triton import grouped_scaled_matmul_triton
+from pallas_kernels.packed_matmul import FourBits
 
 # Sizes of the groups are data: cases with as many rows and as many groups are one program.
 CASES = {
@@ -157,13 +158,18 @@ def test_experts_of_more_than_2_31_elements_have_addresses_of_64_bits(dtype):
     """Those of DeepSeek-V3, as the kernel that Triton gets computes them: where an expert begins,
     a product by its size, is found in 64 bits, and stays so when it is added to the pointer."""
     depth, columns = 7168, 8192 if dtype == "uint8" else 4096
+
+    def mxfp4(x, values, exponents, sizes):
+        form = FourBits(32, is_float=True)
+        return grouped_packed_matmul_triton(x, values, exponents, None, None, sizes, form=form)
+
     function, width, others = {
         "float8_e4m3fn": (
             partial(grouped_scaled_matmul_triton, block=(128, 128)),
             depth,
             [((256, columns // 128, depth // 128), "float32")],
         ),
-        "uint8": (grouped_mxfp4_matmul_triton, depth // 2, [((256, depth // 32, columns), dtype)]),
+        "uint8": (mxfp4, depth // 2, [((256, depth // 32, columns), dtype)]),
     }.get(dtype, (grouped_matmul_triton, depth, []))
     shape = (256, columns, width) if others else (256, depth, columns)
     x = (8, depth), "bfloat16" if others else dtype

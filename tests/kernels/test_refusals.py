@@ -22,7 +22,7 @@ from pallas_kernels.gated_delta_rule import (
 from pallas_kernels.gated_delta_rule import triton as delta_rule_triton
 from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_packed_matmul import grouped_packed_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.packed_matmul import FourBits, packed_matmul
@@ -82,12 +82,12 @@ OPERATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         grouped_matmul,
         {"x": (5, 24), "weights": (3, 24, 40), "group_sizes": (3,)},
     ),
-    "grouped_mxfp4_matmul": (
-        grouped_mxfp4_matmul,
+    "grouped_packed_matmul": (
+        partial(grouped_packed_matmul, form=FourBits(32), zeros=None, factors=None),
         {
             "x": (5, 96),
             "values": jax.ShapeDtypeStruct((3, 40, 64), "uint8"),
-            "exponents": jax.ShapeDtypeStruct((3, 3, 40), "uint8"),
+            "scales": jax.ShapeDtypeStruct((3, 3, 40), "uint8"),
             "group_sizes": (3,),
         },
     ),
@@ -234,10 +234,10 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
         "sources must be": [{"sources": (5, 1)}],
         "targets must be": [{"targets": (4,)}, {"sources": (4,), "targets": (5,)}],
     },
-    "grouped_mxfp4_matmul": {
-        "x must be": [{"x": (5, 80)}, {"values": (3, 40)}],
-        r"values must be .* 32 ceil\(96 / 64\)": [{"values": (3, 40, 48)}],
-        r"exponents must be .* \(3, 3, 40\)": [{"exponents": (3, 40, 3)}],
+    "grouped_packed_matmul": {
+        "x must be": [{"x": (5,)}, {"values": (3, 40)}],
+        r"values must have 64 bytes for each output": [{"values": (3, 40, 48)}],
+        r"scales must be \(3, 3, 40\)": [{"scales": (3, 40, 3)}],
         "group_sizes must be": [{"group_sizes": (2,)}],
     },
     "grouped_scaled_matmul": {
@@ -339,7 +339,7 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         "share a dtype of bfloat16, float16, float32; got": {"x": "bfloat16"},
         "at most; got 5000": {"weights": (5000, 24, 1), "group_sizes": (5000,)},
     },
-    "grouped_mxfp4_matmul": {"dtype of bfloat16, float32; got float16": {"x": "float16"}},
+    "grouped_packed_matmul": {"dtype of bfloat16, float32; got float16": {"x": "float16"}},
     "grouped_scaled_matmul": {
         "values one of float8_e4m3fn, int8; got": {"values": (3, 150, 200)},
         r"2\^31 numbers at most, or more than 2\^32 bytes": {  # which Pallas would index wrongly

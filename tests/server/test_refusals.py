@@ -5,6 +5,7 @@ import json
 import pytest
 from support.http import JSON, served
 
+from specjax.messages.formats import FORMATS
 from specjax.server.settings import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -95,6 +96,9 @@ COMPLETION_CASES = [
         "response_format",
     ),
     ({"prompt": "a", "model": "other"}, 404, "model"),
+    ({"prompt": "a", "request_id": "a\nb"}, 400, "request_id"),
+    ({"prompt": "a", "request_id": "a\u202eb"}, 400, "request_id"),
+    ({"prompt": "a", "request_id": "a" * 201}, 400, "request_id"),
 ]
 CHAT_CASES = [
     ({}, 400, "messages"),
@@ -168,7 +172,8 @@ def test_tokens_that_cannot_be_made_or_read(server, path, body, param):
 
 def test_paths_and_methods_that_there_are_not(server):
     assert server.get("/v1/embeddings").error == (404, None)
-    assert server.get(COMPLETIONS).error == (405, None)
+    answer = server.get(COMPLETIONS)
+    assert answer.error == (405, None) and answer.headers["allow"] == "POST"
 
 
 def test_a_huge_value_gives_a_short_answer(server):
@@ -177,6 +182,26 @@ def test_a_huge_value_gives_a_short_answer(server):
     assert answer.error == (400, "stop") and len(answer.body) < 1000
     answer = server.post(COMPLETIONS, {"prompt": "a", "model": "m" * 10**6})
     assert answer.error == (404, "model") and len(answer.body) < 1000
+
+
+def test_no_name_of_a_client_begins_a_line_of_the_log(server, caplog):
+    caplog.set_level("WARNING")
+    names = {"a\nb": 1, "\x1b[2J": 1, "\u2028": 1}
+    server.post(COMPLETIONS, {"prompt": "a"} | names)
+    server.post(CHAT, {"messages": [HI | names]})
+    assert len(caplog.messages) == 2 and all(text.isprintable() for text in caplog.messages)
+
+
+def test_a_format_of_calls_may_be_given(simulated, tmp_path):
+    asked = {"messages": [HI], "max_tokens": 3, "tools": [{"function": {"name": "f"}}]}
+    with served(simulated) as server:
+        message = server.post(CHAT, asked).json["error"]["message"]
+    assert "--response-template" in message and "qwen3_coder" in message
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(dict(FORMATS["qwen3"].template)))
+    for given in "qwen3", str(file):
+        with served(simulated, response_template=given) as server:
+            assert server.post(CHAT, asked).status == 200
 
 
 def test_a_schema_that_takes_too_long(simulated, monkeypatch):

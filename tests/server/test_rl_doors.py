@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,25 @@ from typing import Any
 
 import jax
 import numpy as np
+import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save
-from support.engines import VOCAB, assert_idle, generate_tokens, make_llm, patched
+from support.engines import (
+    VOCAB,
+    assert_idle,
+    generate_tokens,
+    make_llm,
+    patched,
+    simulated_engines,
+)
 from support.http import Served, served
 from support.weights import rewrite
 
 from specjax import SamplingParams
+from specjax.device.drafters.drafter import Params
 from specjax.rl.weights import ArraySource
+from specjax.server.control import max_bytes
 from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.settings import ServerSettings
 
@@ -123,6 +135,26 @@ def test_an_update_by_folder_file_or_parts_gives_the_tokens_of_a_new_engine(serv
     assert complete(server) == (known(0), [11])
 
 
+def test_a_quantised_engine_takes_plain_weights(checkpoints):
+    """It rounds them, and says to what. A file may be as large as the plain model in float32."""
+    wide = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192}
+    first, second = (checkpoints.target("llama", **wide, seed=seed).folder for seed in (0, 1))
+    with simulated_engines():
+        llms = [make_llm(folder, quantization="int4") for folder in (first, second)]
+    with llms[0], llms[1], served(llms[0], rl=True) as running:
+        assert running.get("/weight_info").json["quantization"] == "int4"
+        data = (second / "model.safetensors").read_bytes()
+        assert post(running, UPDATE, data, FILE)["weight_version"] == 1
+        params, expected = (llm.engine.params for llm in llms)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+        size = sum(4 * x.size for x in tensors_of(second).values())
+        assert max_bytes(params) - max_bytes(Params(None, None)) == size
+        tensors = tensors_of(first) | {"model.norm.weight": np.full(128, np.nan, np.float32)}
+        answer = running.send("POST", UPDATE, save(tensors), FILE)
+        assert answer.error[0] == 400 and b"NaN" in answer.body
+        jax.tree.map(np.testing.assert_array_equal, params, llms[0].engine.params)
+
+
 def test_draft_weights_have_a_door_of_their_own(server, heads):
     before = complete(server)
     rounds = server.llm.metrics().num_drafts
@@ -205,7 +237,10 @@ def test_paused_requests_finish_first_or_end(server, known, mode, reason):
         tokens, _, ended = read()
         assert ended == reason and tokens == known(0)[: len(tokens)]
         assert (len(tokens) < GREEDY["max_tokens"]) == (mode == "abort")
-        post(server, "/resume")
+        threading.Timer(0.3, post, [server, "/resume"]).start()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=3)
+        retried = client.completions.create(model="tiny", prompt=[1, 2], max_tokens=1)
+        assert retried.choices[0].finish_reason == "length"
     assert complete(server)[0] == known(0)
 
 
@@ -258,6 +293,51 @@ def test_after_an_update_that_failed_half_way_nothing_runs_until_the_next(server
         assert server.post(COMPLETIONS, BODY).error == (503, None)
     update(server, 1)
     assert complete(server)[0] == known(1)
+
+
+def metrics_of(server: Served) -> Any:
+    """A function: the value of a metric, by its name and the last of its labels."""
+    found = {}
+    for family in text_string_to_metric_families(server.get("/metrics").body.decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny" and sample.labels.pop("engine") == "0"
+            found[sample.name, *sample.labels.values()] = sample.value
+    return found.__getitem__
+
+
+def test_metrics_count_what_a_trainer_did(server):
+    update(server, 1)
+    before = metrics_of(server)
+    assert before(("vllm:engine_sleep_state", "awake")) == 1
+    post(server, "/pause")
+    post(server, "/pause")
+    began = time.monotonic()
+    version = update(server, 2)
+    assert server.post(UPDATE, {"update_info": {"path": "none"}}).status == 400
+    post(server, "/sleep?level=1")
+    during = metrics_of(server)
+    assert during(("specjax:is_paused",)) == 1
+    assert during(("vllm:engine_sleep_state", "awake")) == 0
+    assert during(("vllm:engine_sleep_state", "caches_freed")) == 1
+    post(server, "/wake_up")
+    paused = time.monotonic() - began
+    post(server, "/resume")
+    after = metrics_of(server)
+
+    def gained(*key: str) -> float:
+        return after(key) - before(key)
+
+    assert gained("specjax:weight_updates_total", "target") == 1
+    assert gained("specjax:weight_updates_total", "drafter") == 0
+    assert gained("specjax:pauses_total") == 1
+    assert paused <= gained("specjax:paused_seconds_total") < paused + 5
+    seconds = "vllm:rl_weight_update_operation_duration_seconds"
+    assert gained(f"{seconds}_count", "update_weights") == 1  # the refused one is not in it
+    assert 0 < gained(f"{seconds}_sum", "update_weights") < paused
+    assert after(("specjax:weight_version",)) == version
+    assert after(("vllm:rl_weight_update_operations_in_flight",)) == 0
+    assert after(("specjax:is_paused",)) == 0
+    assert after(("vllm:engine_sleep_state", "awake")) == 1
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +418,8 @@ def test_doors_need_the_flag_and_the_key(simulated):
     with served(simulated, rl=True, api_key=("k",)) as keyed:
         assert {keyed.send(*door, headers={}).status for door in doors} == {401}
         answer = keyed.send("GET", "/weight_info", headers={"authorization": "Bearer k"})
-        assert answer.json == {"weight_version": 0, "draft_weight_version": 0}
+        versions = {"weight_version": 0, "draft_weight_version": 0}
+        assert answer.json == versions | {"quantization": None}
         given = {"authorization": "Bearer k", "content-type": "application/json"}
         answer = keyed.send("POST", UPDATE, {"update_info": {"path": "a"}}, given)
         assert answer.error[0] == 400 and b"--rl-weights-root" in answer.body

@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
+from argparse import ArgumentParser
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -14,7 +19,8 @@ import pytest
 
 from specjax.cli import build_parser, main
 from specjax.commands.serve import read_engine_args
-from specjax.commands.serve_arguments import engine_options, vllm_options
+from specjax.commands.serve_arguments import _ALWAYS, add_arguments, engine_options, vllm_options
+from specjax.commands.vllm_arguments import respelled
 from specjax.engine_args import EngineArgs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +81,15 @@ def test_a_port_in_use_and_files_that_others_can_read(capsys, taken, key, tmp_pa
     (["--max-request-seconds", "nan"], "must be a number above 0"),
     (["--k", "3"], "--k goes with --drafter"),
     (["--speculative-config", "[1]"], "--speculative-config must be a JSON object"),
+    (["--response-template", "x"], "neither a file nor one of qwen3_coder"),
+    (["--response-template", __file__], "--response-template"),
     (["--enable-lora"], "enable_lora=True is not supported"),
     (["--load-format", "dummy"], "load_format='dummy' is not supported"),
+    (["--ssl-ca-certs", "c"], "--ssl-certfile, which is missing"),
+    (["--ssl-cert-reqs", "2"], "--ssl-ca-certs, which is missing"),
+    (["--chat-template", "/no/such.jinja"], "is not a file"),
+    (["--chat-template-content-format", "list"], "auto, string, openai"),
+    (["--default-chat-template-kwargs", "[1]"], "must be a JSON object"),
     (["--host", "no.such.host.invalid"], "cannot be used"),
 ], ids=str)  # fmt: skip
 def test_settings_that_contradict_each_other(capsys, argv, words):
@@ -103,6 +116,77 @@ def test_every_option_of_an_engine_is_a_flag():
     assert {name: found[name] for name in given} == given
     assert found["speculative_config"]["num_speculative_tokens"] == 2
     assert not set(vllm_options()) & set(engine_options())
+
+
+def read(text):
+    """The options of the engine, and the parsed arguments, of a command line."""
+    args = build_parser().parse_args(respelled(shlex.split(text)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return vars(args) | vars(read_engine_args(args))
+
+
+# What recipes of vLLM have, and what becomes of it here.
+RECIPES = {
+    "serve m -tp 8 -dp 2 -ep -O3": {
+        "tensor_parallel_size": 8,
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+    },
+    "serve m --max_model_len=32k --max-num-batched-tokens 8K": {
+        "max_model_len": 32_000,
+        "max_num_batched_tokens": 8192,
+    },
+    "serve --trust-remote-code m --enforce-eager --language-model-only": {"model": "m"},
+    "serve m --speculative-config.method ngram --speculative_config.num_speculative_tokens=3": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    },
+    "serve m --no-enable-prefix-caching --async-scheduling --kv-cache-dtype fp8": {
+        "enable_prefix_caching": False,
+        "async_scheduling": True,
+        "kv_cache_dtype": "fp8",
+    },
+    """serve m --allowed-origins '["https://a", "https://b"]' --served-model-name x y""": {
+        "allowed_origins": ["https://a", "https://b"],
+        "served_model_name": ["x", "y"],
+    },
+    "serve m --tool-call-parser hermes --enable-auto-tool-choice --reasoning-parser qwen3": {},
+    "serve m --h11-max-header-count 256 --attention-backend X --limit-mm-per-prompt.image 0": {},
+    """serve m --default-chat-template-kwargs '{"enable_thinking": false}'""": {
+        "default_chat_template_kwargs": {"enable_thinking": False},
+    },
+}
+
+
+@pytest.mark.parametrize("line", RECIPES)
+def test_recipes_of_vllm_are_read(line):
+    found = read(line)
+    assert {name: found[name] for name in RECIPES[line]} == RECIPES[line]
+
+
+def test_the_beginning_of_a_flag_is_no_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "m", "--config", "x.yaml"])  # not --config-format
+    assert "unrecognized arguments: --config" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "m", "--max-model-len", "1x"])
+    assert "'1x' is not an integer, like 4096 or 4k" in capsys.readouterr().err
+
+
+def test_the_page_of_flags_has_every_flag():
+    spec = spec_from_file_location("flag_tables", ROOT / "docs/flag_tables.py")
+    tables = module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = tables.fill((ROOT / "docs/flags.md").read_text())
+    parser = ArgumentParser(add_help=False)
+    add_arguments(parser)
+    named = [action.option_strings for action in parser._actions if action.option_strings]
+    flags = {next(one for one in names if one.startswith("--")) for names in named}
+    flags -= {f"--{name.replace('_', '-')}" for name in _ALWAYS}
+    assert flags and not [one for one in flags if f"`{one}" not in page]
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 90 and all(len(re.split(r"(?<!\\)\|", row)) == 5 for row in rows)
+    assert not [row for row in rows if row.endswith("|  |")]  # each has a text
 
 
 def test_flags_of_vllm_without_effect_are_accepted():

@@ -37,8 +37,10 @@ def names_of(calls):
 
 
 def test_a_whole_answer(client):
-    (choice,) = client.chat.completions.create(**GIVEN, tools=TOOLS).choices
+    answer = client.chat.completions.create(**GIVEN, tools=TOOLS)
+    (choice,) = answer.choices
     message = choice.message
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("why")
     assert (message.content, message.model_extra["reasoning"]) == ("So", "why")
     expected = [("f", '{"a": 12}', "function"), ("g", "{}", "function")]
     assert names_of(message.tool_calls) == expected and choice.finish_reason == "tool_calls"
@@ -55,13 +57,16 @@ def test_a_whole_answer(client):
 
 def test_a_stream_adds_up(client):
     """As the client's own accumulator sees it."""
-    with client.chat.completions.stream(**GIVEN, tools=TOOLS) as stream:
+    options = {"stream_options": {"include_usage": True}}
+    with client.chat.completions.stream(**GIVEN, tools=TOOLS, **options) as stream:
         reasoning = [
             event.chunk.choices[0].delta.model_extra.get("reasoning", "")
             for event in stream
             if event.type == "chunk" and event.chunk.choices
         ]
-        choice = stream.get_final_completion().choices[0]
+        answer = stream.get_final_completion()
+        choice = answer.choices[0]
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("why")
     assert "".join(reasoning) == "why" and choice.message.content == "So"
     assert choice.finish_reason == "tool_calls"
     assert names_of(choice.message.tool_calls) == [

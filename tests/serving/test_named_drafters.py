@@ -9,7 +9,7 @@ import pytest
 from support.refusals import refusal
 
 from specjax import LLM
-from specjax.config import OWN_SHAPE
+from specjax.methods import OWN_SHAPE
 from specjax.serving.drafters import find_method, parse_drafter
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"

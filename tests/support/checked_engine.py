@@ -20,6 +20,7 @@ from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.residency import slot_of
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence
+from specjax.host.speculation.rounds import SplitShape
 from specjax.host.windows import pages_in_use
 
 
@@ -47,11 +48,13 @@ class CheckedScheduler(Scheduler):
             self._check_prefill(plan.prefill)
         if plan.decode:
             num_tokens += len(plan.decode.sequences) * (plan.decode.k + 1)
-            self._check_decode(plan.decode)
+            self._check_decode(plan.decode, plan.rest)
+        if plan.rest:
+            num_tokens += len(plan.rest.sequences)
         assert plan.num_tokens == num_tokens <= config.max_num_scheduled_tokens
         assert num_tokens + len(sequences) * self._draft_slots <= config.max_num_batched_tokens
         self._check_turns(sequences)
-        self.tally["mixed steps"] += len(plan.parts) == 2
+        self.tally["mixed steps"] += plan.prefill is not None and plan.decode is not None
         return plan
 
     def _check_windows(self, plan: StepPlan | None) -> None:
@@ -82,18 +85,25 @@ class CheckedScheduler(Scheduler):
                 assert chunk.count == min(num_left, prefill.width)
         self.tally["chunks side by side"] += len(prefill.chunks) > 1
 
-    def _check_decode(self, decode: DecodePlan) -> None:
+    def _check_decode(self, decode: DecodePlan, rest: DecodePlan | None) -> None:
         shape = decode.batch, decode.k
-        assert shape in self.shapes.decode
+        if rest:
+            is_whole = SplitShape(*shape, rest.batch) in self.splits
+            assert is_whole or {shape, (rest.batch, 0)} <= {*self.shapes.decode}
+            assert (rest.k, rest.num_drafts, rest.is_rest) == (0, 0, True)
+            assert len(rest.sequences) <= rest.batch and not self.config.exact
+            self.tally["split in two"] += not is_whole
+        else:
+            assert shape in self.shapes.decode and decode.sequences
         assert decode.better_shape is None or decode.better_shape in self.all_shapes.decode
         self.tally["rounds in another's shape"] += decode.better_shape not in (None, shape)
-        assert 0 < len(decode.sequences) <= decode.batch
+        assert len(decode.sequences) <= decode.batch
         assert decode.num_drafts in self.policy.choices and decode.num_drafts <= decode.k
         if self.config.exact:
             assert decode.k == max(self.policy.choices)
         elif self.shapes is self.all_shapes:
             assert decode.k == decode.num_drafts
-        for sequence in decode.sequences:
+        for sequence in (*decode.sequences, *(rest.sequences if rest else ())):
             certain = sequence.num_output + sequence.num_in_flight - 1
             assert certain < sequence.request.max_tokens, "a round that gives nothing"
 

@@ -19,7 +19,7 @@ from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import Heads
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from pallas_kernels.grouped_packed_matmul import grouped_packed_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.packed_matmul import FourBits, packed_matmul
@@ -142,6 +142,18 @@ def delta_rule(heads: Heads, batch: int) -> Operation:
 
 
 GROUPS = np.array([0, 17, 1, 0, 6], np.int32)  # their numbers of rows
+
+
+def grouped_packed(form: FourBits, *, of_powers: bool) -> Operation:
+    """With scales that are powers of two, or with other scales and zero points."""
+    rng, groups = np.random.default_rng(0), (5, form.num_groups(96), 40)
+    values = rng.integers(0, 256, (5, 40, form.width(96)), np.uint8)
+    scales = rng.integers(120, 124, groups, np.uint8) if of_powers else normal(*groups) / 32
+    zeros = None if of_powers else rng.integers(0, 16, groups, np.uint8)
+    given = normal(24, 96), values, scales, zeros, None, GROUPS
+    return of(partial(grouped_packed_matmul, form=form), *given)
+
+
 OPERATIONS: dict[str, Operation] = {
     "rms_norm": of(
         partial(add_rms_norm, eps=1e-6, is_centred=True),
@@ -159,11 +171,8 @@ OPERATIONS: dict[str, Operation] = {
         np.square(normal(3, 2, 3)),
     ),
     "grouped_matmul": of(grouped_matmul, normal(24, 40), normal(5, 40, 24), GROUPS),
-    "grouped_mxfp4_matmul": of(
-        grouped_mxfp4_matmul,
-        *(normal(24, 96), np.random.default_rng(0).integers(0, 256, (5, 40, 64), np.uint8)),
-        *(np.random.default_rng(1).integers(120, 124, (5, 3, 40), np.uint8), GROUPS),
-    ),
+    "grouped_packed_matmul/powers": grouped_packed(FourBits(32, is_float=True), of_powers=True),
+    "grouped_packed_matmul/zeros": grouped_packed(FourBits(32), of_powers=False),
     "grouped_scaled_matmul": of(
         partial(grouped_scaled_matmul, block=(64, 128)),
         *(normal(24, 200) / 14, normal(5, 90, 200, dtype="float8_e4m3fn")),

@@ -4,14 +4,19 @@ A writer takes a weight [O, I] and returns its tensors, by the ending of their n
 in float32 that they stand for; None if the weight's shape does not suit the format.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from support.checkpoints import Checkpoints
+from support.weights import rewrite
 
+QUANTISED = re.compile(r"(layers.*(_proj|_qkvz|_qkv|_z)|mtp.fc|lm_head)\.weight$")
 AWQ_ORDER = 0, 2, 4, 6, 1, 3, 5, 7  # the outputs that a word holds, from its lowest bits
 Written = tuple[dict[str, Any], torch.Tensor] | None
 
@@ -69,6 +74,16 @@ def as_modelopt(weight: torch.Tensor) -> Written:
     meant = numbers * scales.float().repeat_interleave(16, 1) * factor
     named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
     return {"weight": codes, "weight_scale": scales, **named}, meant
+
+
+def as_fp8(weight: torch.Tensor, block: int) -> Written:
+    """Float8 in square blocks, the last of which may be smaller."""
+    rows, columns = (torch.arange(n) // block for n in weight.shape)
+    stored = (8 * weight).to(torch.float8_e4m3fn)
+    counts = int(rows[-1]) + 1, int(columns[-1]) + 1
+    scales = torch.linspace(0.1, 0.2, counts[0] * counts[1]).view(counts)
+    named = {"weight": stored, "weight_scale_inv": scales}
+    return named, stored.float() * scales[rows[:, None], columns]
 
 
 def compressed(name: str, **args: Any) -> Form:
@@ -147,7 +162,33 @@ FORMS = {
     "mxfp4": compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=32),
     "modelopt": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, as_modelopt),
     "awq": Form(AWQ | {"group_size": 16}, partial(as_awq, group=16)),
+    "fp8": Form({"quant_method": "fp8", "weight_block_size": [16, 16]}, partial(as_fp8, block=16)),
     "gptq": gptq(32, 1, has_zeros=False),
     "gptq-order": gptq(16, 1, has_zeros=True),
     "gptq-v2": gptq(-1, 2, has_zeros=True),
 }
+
+
+def tensors_of(form: str, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a checkpoint with quantised matrices, and the weights that these stand for."""
+    stored, meant = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if form == "modelopt" and name.startswith("mtp"):
+            continue  # as published
+        if QUANTISED.search(name) and (made := FORMS[form].write(tensor.float())):
+            del stored[name]
+            stem, meant[name] = name.removesuffix("weight"), made[1]
+            stored |= {stem + ending: part for ending, part in made[0].items()}
+    return stored, meant
+
+
+def folders(checkpoints: Checkpoints, kind: str, form: str, **config: Any) -> tuple[Path, Path]:
+    """(a folder in a form, one with the weights that it stands for), of a model."""
+    target = checkpoints.target(kind, **config)
+    if kind in ("qwen3_5_text", "deepseek_v3"):
+        target = checkpoints.mtp(target, layout="single")
+    narrow, plain = (checkpoints.copy(target.folder) for _ in range(2))
+    file = "model.safetensors"
+    rewrite(narrow / file, lambda tensors: tensors_of(form, tensors)[0])
+    rewrite(plain / file, lambda tensors: tensors | tensors_of(form, tensors)[1])
+    return checkpoints.copy(narrow, quantization_config=FORMS[form].config), plain

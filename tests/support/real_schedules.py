@@ -95,6 +95,7 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
         draft_slots=engine.drafter.draft_slots(max_drafts),
         num_snapshots=num_snapshots,
         windows=page_windows(engine.target, config),
+        suggester=engine.scheduler.suggester,
     )
     engine._recorder = Recorder()
 

@@ -15,23 +15,42 @@ from support.scripts import EMPTY, fold, mask_of, next_token
 
 from specjax.config import EXACT_CHUNK, EngineConfig
 from specjax.host.request import Request
-from specjax.host.speculation.policy import DecodeLoad, PolicyRule
+from specjax.host.speculation.policy import PolicyRule
+from specjax.host.speculation.rounds import DecodeLoad, Split, SplitShape, SplitWish
 from specjax.host.windows import pages_in_use
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 
 Rng = np.random.Generator
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnyPolicy(PolicyRule):
-    """Any of `choices`, by a generator of its own."""
+    """Any of `choices`, by a generator of its own, and often for some requests alone."""
 
     choices: tuple[int, ...]
     rng: Rng
+    split: Split | None = None
+    wish: SplitWish | None = None
 
     def choose(self, load: DecodeLoad) -> int:
         """K, whatever the load."""
-        return int(self.rng.choice(self.choices))
+        k, n, self.split, self.wish = (
+            int(self.rng.choice(self.choices)),
+            load.num_sequences,
+            None,
+            None,
+        )
+        batches = sorted({batch for batch, _ in load.shapes})
+        fitting = [batch for batch in batches if batch < n]
+        if not k or load.splits is None or not fitting or chance(self.rng, 0.3):
+            return k
+        drafting = int(self.rng.choice(fitting))
+        others = next(batch for batch in batches if batch >= n - drafting)
+        shape = SplitShape(drafting, k, others)
+        self.wish = SplitWish(shape, 1.0)
+        if shape in load.splits or {(drafting, k), (others, 0)} <= set(load.shapes):
+            self.split = Split(shape, self.rng.permutation(n)[:drafting].tolist())
+        return k
 
 
 @dataclass

@@ -24,7 +24,7 @@ from specjax.device.drafters.drafter import Variant
 from specjax.device.layout import Layout
 from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.metrics import Compilations
-from specjax.engine.programs import Prefill
+from specjax.engine.programs import Decode, Prefill
 from specjax.engine.tracing import Program
 from specjax.host.speculation.step_cost import StepCost
 from specjax.host.windows import window_pages
@@ -75,6 +75,7 @@ class SimulatedPrograms:
         self._num_late = 0
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
+        self._proposed: dict[int, dict] = {}  # rows of rounds between their programs, by K
         self._packings: dict[Program, list[Any]] = {}  # with shapes, of the packed arguments
         self.renew()
 
@@ -281,19 +282,35 @@ class SimulatedPrograms:
         begun = self._begin(begin, chunks, extension, frozenset(), None)
         return begun, self._out(outputs)
 
+    def _splitround(self, key, drafting, others):
+        k = key.shape.k
+        parts = [(k, drafting, self._rows(k, drafting)), (0, others, self._rows(0, others))]
+        for *_, rows in parts:  # neither may read what the other writes
+            for row in rows.values():
+                self.pools.check_reads(row.slot, row.start, row.tables)
+        outputs = []
+        for num_drafts, _, rows in parts:
+            self._extend_rows(num_drafts, rows)
+        for (num_drafts, round_, rows), batch in zip(parts, key.shape[::2], strict=True):
+            whole = Decode(batch, num_drafts, key.variant)
+            settled = self._settle_rows(whole, rows, round_, frozenset(), None, may_defer=False)
+            outputs.append(self._out(settled))
+        self.tally["split"] += 1
+        return tuple(outputs)
+
     def _propose(self, key, round_):
-        self._proposed = self._rows(key.k, round_)
+        proposed = self._proposed[key.k] = self._rows(key.k, round_)
         drafts = np.zeros((key.batch, key.k), np.int32)
-        for number, row in self._proposed.items():
+        for number, row in proposed.items():
             drafts[number] = row.drafts
         return Draft(HostArray(drafts))
 
     def _extend(self, key, round_, draft):
-        self._extend_rows(key.k, self._proposed)
+        self._extend_rows(key.k, self._proposed[key.k])
         return Extension()
 
     def _settle(self, key, round_, draft, extension, logits, masks):
-        return self._out(self._settle_rows(key, self._proposed, round_, logits, masks))
+        return self._out(self._settle_rows(key, self._proposed[key.k], round_, logits, masks))
 
     def _processfirst(self, key, inputs, logits):
         return logits | dict(key.processors).keys()
@@ -313,6 +330,14 @@ class SimulatedPrograms:
             assert start is not None and len(slot.tokens) == start + 1
             most = max(min(slot.limit - start - 2, int(round_.num_drafts[number]), k), 0)
             drafts, num_drafts = self.script.draft(slot, self._next, k, most)
+            if round_.suggestions is not None:
+                path = round_.suggestions.tokens[number].tolist()
+                known = slot.tokens[int(round_.suggestions.starts[number]) :]
+                found = [token for token in path[len(known) :] if token >= 0][:k]
+                if found and path[: len(known)] == known:
+                    drafts = found + [0] * (k - len(found))
+                    num_drafts = min(most, len(found))
+                    self.tally["paths taken"] += 1
             tokens = [self._next(slot, [])]
             while len(tokens) <= num_drafts and drafts[len(tokens) - 1] == tokens[-1]:
                 tokens.append(self._next(slot, tokens))

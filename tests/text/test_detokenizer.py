@@ -173,6 +173,11 @@ def test_cost_is_linear_in_the_tokens(cases, kind, stream, monkeypatch):
     assert sum(decoded) <= 9 * len(ids) and max(decoded, default=0) <= 8
     assert sum(searched) <= 10 * len(ids) + undone
     assert stops.text == expected
+    decoded.clear()
+    watched = StopStrings(case.tokenizer, ())
+    for start in range(0, len(ids), 3):
+        watched.append(ids[start : start + 3])
+    assert watched.text == expected and sum(decoded) <= 9 * len(ids)
 
 
 # --- bad words ------------------------------------------------------------------------------------

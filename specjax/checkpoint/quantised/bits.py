@@ -20,3 +20,8 @@ BITS = {
     "int8": Bits("int8", -128, 127),
     "int4": Bits("int4", -8, 7, 128),
 }
+
+
+def name_of(dtype: str) -> str:
+    """Return the key of `BITS` whose numbers have this dtype."""
+    return next(name for name, bits in BITS.items() if bits.dtype == dtype)

@@ -15,7 +15,7 @@ supported.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeGuard
@@ -25,6 +25,8 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.compressed_parts import stored_parts
+from specjax.checkpoint.quantised.described import Described, is_named
 from specjax.checkpoint.quantised.format import Converted, check_shape, group_size, take
 from specjax.checkpoint.quantised.fp4 import MXFP4, NVFP4_RECIPROCAL, fp4_tensor
 from specjax.checkpoint.quantised.fp8 import one_block
@@ -49,6 +51,7 @@ class CompressedTensors:
         "(tensor, channel, group), NVFP4 or MXFP4"
     )
     block: Block | None  # of float8 weights
+    config: Mapping[str, Any] = field(default_factory=dict)  # which matrices are quantised, and how
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
@@ -62,7 +65,7 @@ class CompressedTensors:
                 if not (is_dense and found and len(found) == len(given)):
                     return None
                 block = one_block([one.get("block_structure") for one in found])
-                return None if block is False else cls(block)
+                return None if block is False else cls(block, config)
         return None
 
     def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
@@ -75,6 +78,20 @@ class CompressedTensors:
                 tensors[plain] = read(files.folder, tensors, plain, np.dtype(dtype))
         files = _without_zero_points(replace(files, tensors=tensors))
         return with_scales(files, self.block, dtype)
+
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Described] | None:
+        """See `Format`."""
+        if is_named(name, self.config.get("ignore")):
+            return None
+        for group in self.config.get("config_groups", {}).values():
+            targets = group.get("targets") or ()
+            if "Linear" in targets or is_named(name, targets):
+                kind = group.get("format") or self.config.get("format")
+                made = stored_parts(group["weights"], kind, shape, dtype)
+                return made and {name + end: part for end, part in made.items()}
+        return None
 
 
 def _is_supported(weights: Any) -> TypeGuard[Mapping[str, Any]]:

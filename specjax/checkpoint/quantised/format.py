@@ -39,6 +39,16 @@ class Format(Protocol):
         """
         ...
 
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Mapping[str, Readable] | None:
+        """Return the tensors that store the matrix `name` [..., O, I], without values.
+
+        None if the config leaves the matrix plain, or does not say how it is stored. `dtype` is the
+        plain matrix's dtype.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Converted:

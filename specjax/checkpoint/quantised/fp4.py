@@ -33,9 +33,10 @@ def _reciprocal(factor: np.ndarray) -> np.ndarray:
 
 
 _codes = partial(nibbles, axis=1, order=(0, 1))
-NVFP4 = Unpacking(_codes, _transposed, is_float=True)
+_AXES = (0, 1), (1, 2)
+NVFP4 = Unpacking(_codes, _transposed, is_float=True, axes=_AXES)
 NVFP4_RECIPROCAL = NVFP4._replace(factor=_reciprocal)
-MXFP4 = Unpacking(_codes, _powers, is_float=True, scales_dtype="bfloat16")
+MXFP4 = Unpacking(_codes, _powers, is_float=True, scales_dtype="bfloat16", axes=_AXES)
 GROUPS = {NVFP4: 16, NVFP4_RECIPROCAL: 16, MXFP4: 32}
 
 

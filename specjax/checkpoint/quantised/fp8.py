@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from specjax.checkpoint.files import TensorFiles
-from specjax.checkpoint.quantised.scaled import Block, with_scales
+from specjax.checkpoint.quantised.described import Described, is_named, of_config, tensor
+from specjax.checkpoint.quantised.scaled import FLOAT8, Block, num_blocks, with_scales
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class FP8:
 
     described: ClassVar[str] = "fp8 (e4m3)"
     block: Block | None  # rows and columns that share a scale; None without blocks
+    skipped: tuple[str, ...] = ()  # patterns of plain modules
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
@@ -23,11 +25,21 @@ class FP8:
         if config.get("quant_method") != "fp8" or config.get("fmt", "e4m3") != "e4m3":
             return None
         block = one_block([config.get("weight_block_size")])
-        return None if block is False else cls(block)
+        skipped = of_config(config, "modules_to_not_convert", "ignored_layers")
+        return None if block is False else cls(block, ("lm_head", *skipped))
 
     def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
         """See `Format`."""
         return with_scales(files, self.block, dtype)
+
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Described] | None:
+        """See `Format`."""
+        if is_named(name, self.skipped):
+            return None
+        blocks = num_blocks(shape, self.block) if self.block else shape[:-2]
+        return {name: tensor(FLOAT8, *shape), f"{name}_scale_inv": tensor(np.float32, *blocks)}
 
 
 def one_block(sizes: Collection[Any]) -> Any:

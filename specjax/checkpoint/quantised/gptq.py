@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.described import Described, is_named, tensor
 from specjax.checkpoint.quantised.packed import Unpacking, nibbles, unchanged
-from specjax.checkpoint.quantised.qweight import with_qweights
+from specjax.checkpoint.quantised.qweight import qweights, with_qweights
 
 # By version: what is added to stored zero points.
 UNPACKINGS = {
@@ -21,6 +22,7 @@ UNPACKINGS = {
         codes=lambda words: nibbles(words, 0).T,
         scales=unchanged,
         zeros=lambda words, added=added: (nibbles(words, 1, xp=np) + added) & 15,
+        axes=((1, 1), (0, 8)),
     )
     for version, added in (("gptq", 1), ("gptq_v2", 0))
 }
@@ -33,6 +35,9 @@ class GPTQ:
     described: ClassVar[str] = "gptq (4 bits, checkpoint_format gptq or gptq_v2)"
     version: str
     group: int  # the usual number of inputs in a group; -1 for all inputs
+    is_symmetric: bool = True
+    is_ordered: bool = False  # whether inputs of a group may be apart (`desc_act`)
+    has_head: bool = False  # whether the output head is quantised
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
@@ -41,8 +46,30 @@ class GPTQ:
         is_other = config.get("quant_method") != "gptq" or config.get("bits") != 4
         if is_other or version not in UNPACKINGS or not isinstance(group, int):
             return None
-        return cls(version, group)
+        flags = config.get("sym", True), config.get("desc_act", False), config.get("lm_head", False)
+        return cls(version, group, *map(bool, flags))
 
     def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
         """See `Format`."""
         return with_qweights(files, UNPACKINGS[self.version], 0, self.group, dtype)
+
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Described] | None:
+        """See `Format`."""
+        made = (
+            None
+            if is_named(name, () if self.has_head else ("lm_head",))
+            else (qweights(name, shape, self.group, axis=0))
+        )
+        if made is None:
+            return None
+        stem, num_in = name.removesuffix("weight"), shape[1]
+        if self.is_symmetric:  # zero points of 8
+            zero = 0x88888888 if self.version == "gptq_v2" else 0x77777777
+            words = np.full(made[f"{stem}qzeros"].shape, zero, np.uint32).view(np.int32)
+            made[f"{stem}qzeros"] = tensor(np.int32, values=words)
+        groups = np.arange(num_in) // (self.group if self.group > 0 else num_in)
+        if self.is_ordered:
+            groups[[0, -1]] = groups[[-1, 0]]
+        return made | {f"{stem}g_idx": tensor(np.int32, values=groups)}

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.described import Described, is_named, of_config, tensor
 from specjax.checkpoint.quantised.format import take
 from specjax.checkpoint.quantised.fp4 import NVFP4, fp4_tensor
-from specjax.checkpoint.quantised.scaled import with_scales
+from specjax.checkpoint.quantised.scaled import FLOAT8, with_scales
 
 _ALGORITHMS = "NVFP4", "FP8", "MIXED_PRECISION"
 _END = ".weight_scale_2"
@@ -25,12 +26,16 @@ class ModelOpt:
     """See `Format`. Activations keep their dtype, even if the config quantises them."""
 
     described: ClassVar[str] = "modelopt (NVFP4, FP8, MIXED_PRECISION of these)"
+    algorithm: str
+    skipped: tuple[str, ...] = ()  # patterns of plain modules
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
         """See `Format`."""
-        is_read = config.get("quant_method") == "modelopt"
-        return cls() if is_read and config.get("quant_algo") in _ALGORITHMS else None
+        algorithm = config.get("quant_algo")
+        if config.get("quant_method") != "modelopt" or algorithm not in _ALGORITHMS:
+            return None
+        return cls(algorithm, of_config(config, "ignore", "exclude_modules"))
 
     def join(self, files: TensorFiles, dtype: np.dtype) -> TensorFiles:
         """See `Format`."""
@@ -43,3 +48,20 @@ class ModelOpt:
                 given = folder, plain, words, scales, (name, factor)
                 tensors[plain] = fp4_tensor(*given, NVFP4, np.dtype(dtype))
         return with_scales(replace(files, tensors=tensors), None, dtype)
+
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Described] | None:
+        """See `Format`. A config with mixed algorithms does not describe each matrix."""
+        if is_named(name, self.skipped):
+            return None
+        if self.algorithm == "FP8":
+            return {name: tensor(FLOAT8, *shape), f"{name}_scale": tensor(np.float32, *shape[:-2])}
+        if self.algorithm != "NVFP4" or len(shape) != 2 or shape[1] % 16:
+            return None
+        num_out, num_in = shape
+        return {
+            name: tensor(np.uint8, num_out, num_in // 2),
+            f"{name}_scale": tensor(FLOAT8, num_out, num_in // 16),
+            f"{name}_scale_2": tensor(np.float32),
+        }

@@ -45,13 +45,15 @@ class Unpacking(NamedTuple):
     factor: Callable[[np.ndarray], np.ndarray] = unchanged  # returns f32, with one number
     is_float: bool = False
     scales_dtype: str | None = None  # if it is not the dtype of the stored scales
+    # For outputs and for inputs: the axis of the stored words, and the codes of a word along it.
+    axes: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (1, 8))
 
 
 class PackedForm(NamedTuple):
     """What matrices must share to be merged into one matrix of packed numbers."""
 
     unpack: Unpacking
-    num_in: int
+    num_in: int  # with those that `PackedTensor.order` adds
     group: int  # the number of inputs in a group
     has_zeros: bool
     has_factor: bool
@@ -93,7 +95,8 @@ class PackedTensor:
         This reads the zero points and the groups, because the form depends on their values.
         """
         order = b"" if self.order is None else self.order.tobytes()
-        sizes = self.unpack, self.shape[1], self.group
+        num_in = self.shape[1] if self.order is None else len(self.order)
+        sizes = self.unpack, num_in, self.group
         dtype = self.unpack.scales_dtype or self.scales.dtype.name
         has = self.used_zeros is not None, self.factor is not None
         return PackedForm(*sizes, *has, dtype, order)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.quantised.described import Described, tensor
 from specjax.checkpoint.quantised.format import check_shape, group_size, take
 from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking
 
@@ -55,3 +56,22 @@ def with_qweights(
         sizes = (num_out, num_in), size, np.dtype(dtype)
         tensors[f"{stem}.weight"] = PackedTensor(*own, unpack, *sizes)
     return replace(files, tensors=tensors)
+
+
+def qweights(
+    name: str, shape: tuple[int, ...], group: int, *, axis: int
+) -> dict[str, Described] | None:
+    """Return the tensors that `with_qweights` reads for the matrix `name` [O, I], without values.
+
+    None if its sizes do not suit the format.
+    """
+    if len(shape) != 2 or shape[0] % 8 or shape[axis - 1] % 8:
+        return None
+    (num_out, num_in), stem = shape, name.removesuffix("weight")
+    count = -(-num_in // (group if group > 0 else num_in))
+    sizes = (num_in // 8, num_out) if axis == 0 else (num_in, num_out // 8)
+    return {
+        f"{stem}qweight": tensor(np.int32, *sizes),
+        f"{stem}qzeros": tensor(np.int32, count, num_out // 8),
+        f"{stem}scales": tensor(np.float16, count, num_out),
+    }

@@ -20,6 +20,12 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.bits import BITS, Bits
 from specjax.checkpoint.quantised.compressed_tensors import UNPACKING
+from specjax.checkpoint.quantised.nearest import (
+    from_blocks,
+    in_blocks,
+    nearest,
+    relative_error,
+)
 from specjax.checkpoint.quantised.packed import PackedTensor
 from specjax.checkpoint.quantised.scaled import ScaledTensor
 from specjax.checkpoint.stored_tensor import Readable
@@ -150,21 +156,14 @@ def _scales_dtype(dtype: Any) -> str:
 def _rounded(weights: jax.Array, bits: Bits) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return numbers and scales as compressed-tensors stores them, and the relative error."""
     *outer, depth = weights.shape
-    groups = weights.astype(jnp.float32).reshape(*outer, -1, bits.group or depth)
-    scales = jnp.abs(groups).max(axis=-1) / ((bits.largest - bits.least) / 2)
-    if bits.group is not None:
-        scales = scales.astype(_scales_dtype(weights.dtype))
-    scales = jnp.where(scales == 0, jnp.ones_like(scales), scales)
-    by = scales.astype(jnp.float32)[..., None]
-    numbers = jnp.clip(groups / by, bits.least, bits.largest)
-    if bits.dtype.startswith("int"):
-        numbers = jnp.round(numbers)
-    else:
-        numbers = numbers.astype(bits.dtype)
-    lost = jnp.sum((numbers.astype(jnp.float32) * by - groups) ** 2)
-    error = jnp.sqrt(lost / jnp.maximum(jnp.sum(groups**2), jnp.finfo(jnp.float32).tiny))
+    block = 1, bits.group or depth
+    scales_dtype = "float32" if bits.group is None else _scales_dtype(weights.dtype)
+    numbers, scales = nearest(weights, block, bits, scales_dtype)
+    by = scales.astype(jnp.float32)[..., :, None, :, None]
+    made = from_blocks(in_blocks(numbers.astype(jnp.float32), block) * by, weights.shape)
+    error = relative_error(made, weights)
     if bits.dtype != "int4":
-        return numbers.astype(bits.dtype).reshape(weights.shape), scales, error
+        return numbers, scales, error
     codes = (numbers + 8).astype(jnp.uint32).reshape(*outer, -1, 8)
     words = functools.reduce(jnp.bitwise_or, [codes[..., i] << 4 * i for i in range(8)])
     return jax.lax.bitcast_convert_type(words, jnp.int32), scales, error

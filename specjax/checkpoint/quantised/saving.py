@@ -3,24 +3,22 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.checkpoint import safetensors_file
 from specjax.checkpoint.quantised.bits import BITS
 from specjax.checkpoint.quantised.format import Converted
-from specjax.checkpoint.quantised.packed import PackedTensor
 from specjax.checkpoint.quantised.rounding import RoundedFiles
-from specjax.checkpoint.quantised.scaled import INT8, ScaledTensor
 from specjax.checkpoint.save import FILE
 from specjax.checkpoint.stored_tensor import Readable
 from specjax.checkpoint.writing import naming
 
-_FORMATS = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
 _END = ".weight"
+Parts = dict[str, Readable]  # the tensors of a matrix, by name
 
 
 def save_rounded(
@@ -39,7 +37,10 @@ def save_rounded(
     """
     check_empty(folder)
     text = json.dumps({**config, "quantization_config": _config(made, quantization)}, indent=2)
-    tensors = {name: x for entry in made.files.tensors.items() for name, x in _parts(*entry)}
+    tensors: dict[str, Readable] = {}
+    for name, tensor in made.files.tensors.items():
+        is_plain = name not in made.matrices
+        tensors |= {name: tensor} if is_plain else FORMS[quantization].parts(name, tensor)
     layout = {name: (x.dtype, x.shape) for name, x in tensors.items()}
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ class _Shape:
 
     dtype, shape = np.dtype(np.int64), (2,)
 
-    def __init__(self, matrix: PackedTensor | ScaledTensor):
+    def __init__(self, matrix: Any):
         self.path, self._sizes = matrix.path, matrix.shape
 
     def read(self) -> np.ndarray:
@@ -71,30 +72,43 @@ class _Shape:
         return np.array(self._sizes, np.int64)
 
 
-def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Readable]]:
-    """Yield the tensors that store a tensor, with their names."""
-    match tensor:
-        case ScaledTensor(weight=weight) if weight.dtype == INT8 and len(weight.shape) == 2:
-            # The tool and vLLM expect packed numbers unless activations have 8 bits as well.
-            words = weight.shape[0], -(-weight.shape[1] // 4)
-            yield f"{name}_packed", Converted(weight, _words, np.dtype(np.int32), words)
-            yield f"{name}_scale", tensor.scales
-            yield f"{name}_shape", _Shape(tensor)
-        case ScaledTensor():
-            yield name, tensor.weight
-            yield f"{name}_scale", tensor.scales
-        case PackedTensor():
-            yield f"{name}_packed", tensor.weight
-            yield f"{name}_scale", tensor.scales
-            yield f"{name}_shape", _Shape(tensor)
-        case _:
-            yield name, tensor
+def _with_scales(name: str, tensor: Any) -> Parts:
+    return {name: tensor.weight, f"{name}_scale": tensor.scales}
+
+
+def _packed(name: str, tensor: Any) -> Parts:
+    own = {"packed": tensor.weight, "scale": tensor.scales, "shape": _Shape(tensor)}
+    return {f"{name}_{end}": part for end, part in own.items()}
+
+
+def _packed_bytes(name: str, tensor: Any) -> Parts:
+    if len(tensor.shape) > 2:  # experts in one tensor; words have no form for them
+        return _with_scales(name, tensor)
+    words = tensor.shape[0], -(-tensor.shape[1] // 4)
+    packed = Converted(tensor.weight, _words, np.dtype(np.int32), words)
+    return _packed(name, tensor) | {f"{name}_packed": packed}
 
 
 def _words(numbers: Any) -> np.ndarray:
     """Return words i32, each of four numbers plus 128, from numbers i8[O, I]."""
     codes = np.asarray(numbers).view(np.uint8) ^ 0x80
     return np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+
+
+class Form(NamedTuple):
+    """How compressed-tensors stores matrices with a kind of numbers."""
+
+    format: str  # its name in the config
+    parts: Callable[[str, Any], Parts]  # returns the tensors of a matrix, given its name
+
+
+# By key of `BITS`. Integers are packed into words: compressed-tensors and vLLM read separate bytes
+# only if activations have 8 bits as well (`int-quantized`, W8A8).
+FORMS = {
+    "fp8": Form("float-quantized", _with_scales),
+    "int8": Form("pack-quantized", _packed_bytes),
+    "int4": Form("pack-quantized", _packed),
+}
 
 
 def _config(made: RoundedFiles, quantization: str) -> dict[str, Any]:
@@ -118,7 +132,7 @@ def _config(made: RoundedFiles, quantization: str) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": _FORMATS[quantization],
+        "format": FORMS[quantization].format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": sorted(plain),

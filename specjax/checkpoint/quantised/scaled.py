@@ -68,7 +68,7 @@ class ScaledTensor:
             CheckpointError: a scale is not a positive number.
         """
         scales = np.asarray(read_positive(self.scales, self.scales_name), np.float32)
-        return scales.reshape(_num_blocks(self.shape, self.block))
+        return scales.reshape(num_blocks(self.shape, self.block))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ScalesSpec(TensorSpec):
     def shape(self) -> tuple[int, ...]:
         """Shape of the scales."""
         rows = sum(shape[0] for shape in self.file_shapes)
-        return _num_blocks((rows, self.file_shapes[0][1]), self.block)
+        return num_blocks((rows, self.file_shapes[0][1]), self.block)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """See `TensorSpec.read`."""
@@ -140,7 +140,7 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
         if weight.dtype not in STORED or scales is None:
             continue
         found = tensors.pop(scales)
-        blocks = {_num_blocks(weight.shape, one): one for one in _possible(weight, found, block)}
+        blocks = {num_blocks(weight.shape, one): one for one in _possible(weight, found, block)}
         fitting = [one for shape, one in blocks.items() if _is_like(found.shape, shape)]
         if not fitting:
             what = f" in blocks of {list(block)}" if block else ""
@@ -160,7 +160,8 @@ def _possible(weight: Readable, scales: Readable, block: Block | None) -> list[B
     return [*([block] if block else []), *groups, (1, columns), (rows, columns)]
 
 
-def _num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+def num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix [..., O, I] with this shape."""
     sizes = zip(shape[-2:], block, strict=True)
     return (*shape[:-2], *(-(-size // side) for size, side in sizes))
 

@@ -126,7 +126,10 @@ class DraftModelState:
 
 @dataclass(frozen=True)
 class DraftModel(HeadDrafter[ModelWeights]):
-    """A drafter that runs a model once per draft token."""
+    """A drafter that runs a model once per draft token.
+
+    It drafts nothing after the last position that the model was made for.
+    """
 
     @property
     def is_recurrent(self) -> bool:
@@ -173,6 +176,17 @@ class DraftModel(HeadDrafter[ModelWeights]):
         stored = state.snapshots, state.caches, (slots, ids, ends)
         return replace(state, caches=restore_snapshots(self.head.model, *stored))
 
+    def head_of(self, params: Params) -> Any:
+        """Return the draft model's embedding, if it is the output head as well."""
+        return params.drafter and params.drafter.model.head
+
+    def with_head(self, params: Params) -> Params:
+        """See `Drafter.with_head`."""
+        if params.head is None:
+            return params
+        model = replace(params.drafter.model, lm_head=params.head)
+        return params._replace(drafter=replace(params.drafter, model=model))
+
     def draft(
         self, target: Model, params: Params, state: DraftModelState, context: DraftContext, k: int
     ) -> tuple[Draft, DraftModelState]:
@@ -212,7 +226,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
                 tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
                 drafts.append(token)
                 probs += [] if q is None else [q]
-        return Draft.stacked(drafts, probs, len(starts)), replace(state, caches=caches)
+        draft, most = Draft.stacked(drafts, probs, len(starts)), self.head.model.max_position
+        if most < context.history.tokens.shape[1]:  # it was not trained for longer texts
+            draft = draft._replace(counts=jnp.clip(most - starts, 0, k))
+        return draft, replace(state, caches=caches)
 
     def _run(
         self,

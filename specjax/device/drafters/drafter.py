@@ -29,6 +29,8 @@ class Params(NamedTuple):
 
     target: Any
     drafter: Any
+    # A copy of an output head in 8 bits, with which drafts are made; see `Drafter.head_of`.
+    head: Any = None
 
 
 class Variant(NamedTuple):
@@ -335,6 +337,17 @@ class Drafter(Protocol):
         """Return the drafter and its parameters, without copies of the target's parameters."""
         ...
 
+    def head_of(self, params: Params) -> Any:
+        """Return the output head that the drafter uses and that another model or layer shares.
+
+        This is the target's head, or a draft model's embedding. Return None if `params` lack it.
+        """
+        ...
+
+    def with_head(self, params: Params) -> Params:
+        """Return `params` in which `params.head`, if any, replaces the result of `head_of`."""
+        ...
+
     def draft(
         self, target: Model, params: Params, state: Any, context: DraftContext, k: int
     ) -> tuple[Draft, Any]:
@@ -412,6 +425,13 @@ class Stateless(NotRecurrent):
     def share(self, params: None, target: Model, target_params: Any) -> tuple[Self, None]:
         """Return the drafter unchanged: it has no parameters."""
         return self, None
+
+    def head_of(self, params: Params) -> None:
+        """Return None: drafting computes no logits."""
+
+    def with_head(self, params: Params) -> Params:
+        """Return `params` unchanged."""
+        return params
 
     def observe(self, target: Model, params: Params, state: None, seen: Observation) -> None:
         """Return None: there is no state, because drafting reads the history."""

@@ -105,6 +105,16 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         head, params = without_shared_embedding(self.head, params, target, target_params)
         return replace(self, head=head), params
 
+    def head_of(self, params: Params) -> Any:
+        """Return the target's output head."""
+        return params.target and params.target.head
+
+    def with_head(self, params: Params) -> Params:
+        """See `Drafter.with_head`."""
+        if params.head is None:
+            return params
+        return params._replace(target=replace(params.target, lm_head=params.head))
+
     def draw_each(
         self,
         target: Model,

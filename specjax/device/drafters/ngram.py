@@ -55,9 +55,13 @@ def load(
     placement: Any,
     log: Any,
 ) -> tuple[NGramDrafter, None]:
-    """Return the drafter that `config` describes. It has no checkpoint and no parameters."""
+    """Return the drafter that `config` describes. It has no checkpoint and no parameters.
+
+    With method "suffix", it drafts where the host does not.
+    """
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max
-    assert min_size is not None and max_size is not None, "the config sets both for this method"
+    if min_size is None or max_size is None:  # the config sets both for method "ngram"
+        return NGramDrafter(), None
     return NGramDrafter(min_size, max_size), None
 
 

@@ -37,6 +37,7 @@ DRAFTERS: dict[str, Load] = {
     "mtp": chain_loader(mtp_files.load, mtp_files.drafter),
     "medusa": medusa.load,
     "ngram": ngram.load,
+    "suffix": ngram.load,
     "dflash": dflash_files.load,
     "p_eagle": p_eagle.load,
     "draft_model": draft_model.load,

@@ -71,6 +71,11 @@ class DecoderParams:
     norm: jax.Array  # [D]
     lm_head: Matrix | None  # [D, V]
 
+    @property
+    def head(self) -> Any:
+        """The weight that multiplies hidden states to logits."""
+        return self.embedding if self.lm_head is None else self.lm_head
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -308,8 +313,7 @@ class Decoder:
 
     def logits(self, params: DecoderParams, hidden: jax.Array) -> jax.Array:
         """See `Model.logits`."""
-        head = params.embedding if params.lm_head is None else params.lm_head
-        logits, cap = head.multiply(hidden, jnp.float32), self.logit_cap
+        logits, cap = params.head.multiply(hidden, jnp.float32), self.logit_cap
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         return self.vocabulary.without_padding(logits)
 

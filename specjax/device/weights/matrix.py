@@ -73,6 +73,11 @@ class Dense(Matrix):
         """See `Matrix`."""
         return self.values.shape[1]
 
+    @property
+    def by_output(self) -> jax.Array:
+        """The matrix as [out, in]."""
+        return self.values.T
+
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """See `Matrix`."""
         return jnp.matmul(x, self.values, preferred_element_type=dtype)

@@ -1,6 +1,7 @@
 """Weights of projections that are stored in several forms."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -38,7 +39,19 @@ class Mixed(Matrix):
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
         parts = [one.plain(dtype).values for one in self.values]
-        return Dense(jnp.concatenate(parts, axis=1), self.parts)
+        return Dense(jnp.concatenate(parts, axis=1), self.parts, self.axis)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return tuple(name for one in self.values for name in one.numbers)
+
+    def quantise(self, plain: Dense) -> "Mixed":
+        """See `Weight`."""
+        ends = list(accumulate(one.num_out for one in self.values))
+        parts = jnp.split(plain.values, ends[:-1], axis=1)
+        pairs = zip(self.values, parts, strict=True)
+        return replace(self, values=tuple(one.quantise(Dense(part)) for one, part in pairs))
 
     def with_kernels(self, kernels: str) -> "Mixed":
         """See `Weight`."""

@@ -1,51 +1,20 @@
-"""Weights of experts in MXFP4, which stay packed."""
+"""The specs of experts in MXFP4, which stay packed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped_mxfp4_matmul import grouped_mxfp4_matmul
-from pallas_kernels.grouped_mxfp4_matmul.reference import unpacked
+from pallas_kernels.packed_matmul import FourBits
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.mxfp4 import BLOCK
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
-from specjax.device.weights.weight import weight
+from specjax.device.weights.packed_experts import PackedExperts
 
 _NAN = 255  # the only exponent that is not a number's
-
-
-@weight
-@dataclass(frozen=True)
-class MXFP4Experts(ExpertWeights):
-    """A matrix [in, out] for each of E experts, as numbers u8[E, out, bytes] of four bits.
-
-    `grouped_mxfp4_matmul` describes the arrays.
-    """
-
-    scales: jax.Array = field(kw_only=True)  # u8[E, in / 32, out], exponents
-
-    def multiply(
-        self,
-        x: jax.Array,
-        sizes: jax.Array,
-        *,
-        sources: jax.Array | None = None,
-        targets: jax.Array | None = None,
-        kernels: str,
-    ) -> jax.Array:
-        """See `ExpertWeights`."""
-        given = x, self.values, self.scales, sizes, sources, targets
-        return grouped_mxfp4_matmul(*given, kernels=kernels)
-
-    def plain(self, dtype: Any) -> ExpertMatrices:
-        """See `Weight`."""
-        wide = unpacked(self.values, self.scales, dtype)
-        return ExpertMatrices(wide.swapaxes(1, 2), self.axis)
 
 
 @dataclass(frozen=True)
@@ -107,12 +76,13 @@ class _ExponentsSpec(_PackedSpec):
         return parts[0].swapaxes(1, 2)
 
 
-def packed_experts(spec: TensorSpec) -> Any:
-    """Return `MXFP4Experts` with `TensorSpec`s in the places of arrays.
+def mxfp4_specs(spec: TensorSpec) -> Any:
+    """Return `PackedExperts` with `TensorSpec`s in the places of arrays.
 
     `spec` is the `MXFP4Spec` by which the same experts would be unpacked.
     """
     (blocks, scales), shapes = spec.names, spec.file_shapes
     numbers: Any = _NumbersSpec((blocks,), shapes[:1], dtype="uint8")
     exponents: Any = _ExponentsSpec((scales,), shapes[1:], dtype="uint8")
-    return MXFP4Experts(numbers, scales=exponents)
+    form = FourBits(BLOCK, is_float=True)
+    return PackedExperts(numbers, scales=exponents, num_in=spec.shape[1], form=form)

@@ -1,7 +1,7 @@
 """Weights of projections as 4-bit numbers with a scale per group of inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
+from specjax.checkpoint.quantised.nearest4 import nearest_floats, nearest_integers
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.matrix import Dense
@@ -24,32 +25,62 @@ class Packed(Quantised):
 
     Inputs that share a scale must be adjacent in the array. If they are not adjacent in the model,
     the array holds the inputs in another order: input i of the array is input order[i] of the
-    model.
+    model, or 0 if the model has no such input.
     """
 
     scales: jax.Array = field(kw_only=True)  # [groups, out]
     zeros: jax.Array | None = field(kw_only=True)  # u8[groups, out]
     factors: jax.Array | None = field(kw_only=True)  # f32[out]
     order: jax.Array | None = field(kw_only=True)  # i32[in], see `PackedTensor.order`
-    num_in: int = field(kw_only=True)
+    num_in: int = field(kw_only=True)  # of the model
     form: FourBits = field(kw_only=True)
 
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
-        matrix = unpacked(*self._arrays, self.form, self.num_in, dtype).T
+        depth = self.num_in if self.order is None else len(self.order)
+        matrix = unpacked(*self._arrays, self.form, depth, dtype).T
         if self.order is not None:
-            matrix = matrix[jnp.argsort(self.order)]
-        return Dense(matrix, self.parts)
+            wide = jnp.zeros((self.num_in, self.num_out), dtype)
+            matrix = wide.at[self.order].set(matrix, mode="drop")
+        return Dense(matrix, self.parts, self.axis)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return ("fp4" if self.form.is_float else "int4",)
+
+    def quantise(self, plain: Any) -> "Packed":
+        """See `Weight`. The order of the inputs stays."""
+        matrix = plain.by_output
+        if self.order is not None:
+            matrix = matrix.at[:, self.order].get(mode="fill", fill_value=0)
+        return replace(self, **nearest_arrays(self, matrix))
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         if self.order is not None:
-            x = x[:, self.order]
+            x = x.at[:, self.order].get(mode="fill", fill_value=0)
         given = x, *self._arrays, self.form, dtype, first
         return packed_matmul(*given, kernels=self.kernels)
 
     @property
     def _arrays(self) -> tuple[Any, Any, Any, Any]:
         return self.values, self.scales, self.zeros, self.factors
+
+
+def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
+    """Return the fields of a matrix [out, in] in the form of `old`, with the nearest numbers.
+
+    `old` has the fields of a `Packed`.
+    """
+    form, dtype = old.form, old.scales.dtype.name
+    if form.is_float:
+        has_factors = old.factors is not None
+        made = nearest_floats(matrix, form.group, dtype, has_factors=has_factors)
+    else:
+        made = nearest_integers(matrix, form.group, dtype, has_zeros=old.zeros is not None)
+    zeros = None if made.zeros is None else made.zeros.T
+    others = {"scales": made.scales.T, "zeros": zeros, "factors": made.factors}
+    return {"values": form.pack(made.codes), **others}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +141,7 @@ class _CodesSpec(_Spec):
         unpack = self.form.unpack.codes
         codes = self.merge([unpack(one)[:rows, :depth] for one, (rows, depth) in words])
         if self.form.order:
-            codes = codes[:, parts[-1]]
+            codes = codes.at[:, parts[-1]].get(mode="fill", fill_value=0)
         return self.packing.pack(codes)
 
 
@@ -202,6 +233,6 @@ def packed_specs(given: Mapping[str, Any], tensors: Sequence[PackedTensor]) -> P
         zeros=spec(_ZerosSpec, "uint8") if form.has_zeros else None,
         factors=spec(_FactorsSpec, "float32") if form.has_factor else None,
         order=spec(_OrderSpec, "int32") if form.order else None,
-        num_in=form.num_in,
+        num_in=tensors[0].shape[1],
         form=values.packing,
     )

@@ -7,6 +7,7 @@ import numpy as np
 
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.given import dotted
+from specjax.checkpoint.quantised.bits import BITS
 from specjax.checkpoint.quantised.rounding import RoundedFiles, round_matrices
 from specjax.device.loading import keep_name
 from specjax.device.weights.stored import STORED, unpacked
@@ -24,13 +25,27 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.
         quantization, dtype: see `round_matrices`.
+
+    Raises:
+        ValueError: no matrix can be quantised.
     """
+    made = round_matrices(files, projections(specs), quantization, dtype)
+    made = made.without(unpacked(specs, made.files, keep_name), files)
+    if not made.matrices:
+        raise ValueError(
+            f"quantization={quantization!r} changes no matrix of {files.folder}: experts stay "
+            f"plain, and inputs must be a multiple of {BITS[quantization].group or 1}; choose "
+            "another kind, or leave it out"
+        )
+    return made
+
+
+def projections(specs: Any) -> list[str]:
+    """Return the names of the tensors in the `TensorSpec`s `specs` that may be quantised."""
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_weight)
-    names = [
+    return [
         name
         for path, x in leaves
         if type(x) in STORED and _PLAIN.isdisjoint(dotted(path).split("."))
         for name in x.values.names
     ]
-    made = round_matrices(files, names, quantization, dtype)
-    return made.without(unpacked(specs, made.files, keep_name), files)

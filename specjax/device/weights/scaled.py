@@ -1,13 +1,15 @@
 """Weights of projections as 8-bit numbers with scales, as some checkpoints store them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.reference import dequantised
+from specjax.checkpoint.quantised.bits import BITS, name_of
+from specjax.checkpoint.quantised.nearest import nearest
 from specjax.checkpoint.quantised.scaled import ScaledTensor, ScalesSpec, ValuesSpec
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.quantised import Quantised
@@ -27,7 +29,19 @@ class Scaled(Quantised):
 
     def plain(self, dtype: Any) -> Dense:
         """See `Weight`."""
-        return Dense(dequantised(self.values, self.scales, self.block, dtype).T, self.parts)
+        matrix = dequantised(self.values, self.scales, self.block, dtype).T
+        return Dense(matrix, self.parts, self.axis)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return (name_of(self.values.dtype.name),)
+
+    def quantise(self, plain: Any) -> "Scaled":
+        """See `Weight`."""
+        bits = BITS[self.numbers[0]]
+        values, scales = nearest(plain.by_output, self.block, bits)
+        return replace(self, values=values, scales=scales)
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         given = x, self.values, self.scales, self.block, dtype, first

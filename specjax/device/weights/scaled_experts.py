@@ -1,18 +1,19 @@
 """Weights of experts as 8-bit numbers with scales, as some checkpoints store them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 from pallas_kernels.scaled_matmul.reference import dequantised
+from specjax.checkpoint.quantised.bits import BITS, name_of
+from specjax.checkpoint.quantised.nearest import nearest
 from specjax.checkpoint.quantised.scaled import ScaledTensor, ScalesSpec, ValuesSpec
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.experts import ExpertMatrices, ExpertWeights
+from specjax.device.weights.stacked import stacked
 from specjax.device.weights.weight import weight
 
 
@@ -45,28 +46,16 @@ class ScaledExperts(ExpertWeights):
         wide = dequantised(self.values, self.scales, self.block, dtype)
         return ExpertMatrices(wide.swapaxes(1, 2), self.axis)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _ScalesSpec(TensorSpec):
-    """The spec of the scales of all experts. `file_shapes` are the shapes of the numbers."""
-
-    one: ScalesSpec  # of the first expert; without tensor names
-
     @property
-    def shape(self) -> tuple[int, ...]:
-        """See `TensorSpec`."""
-        return self.num_stacked or self.file_shapes[0][0], *self.one.shape
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return (name_of(self.values.dtype.name),)
 
-    def read(self, find: Any) -> list[Any]:
-        """See `TensorSpec.read`."""
-        return [find(name).read_scales() for name in self.names]
-
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`."""
-        if self.num_stacked:
-            each = len(self.one.names)
-            parts = [jnp.stack(parts[i::each]) for i in range(each)]
-        return jax.vmap(lambda *own: self.one.join(own, dtype))(*parts)
+    def quantise(self, plain: ExpertMatrices) -> "ScaledExperts":
+        """See `Weight`."""
+        bits = BITS[self.numbers[0]]
+        values, scales = nearest(plain.values.swapaxes(1, 2), self.block, bits)
+        return replace(self, values=values, scales=scales)
 
 
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
@@ -83,8 +72,7 @@ def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
     if blocks != blocks[:each] * (len(blocks) // each) or len({one.form for one in tensors}) > 1:
         return None
     shapes = tuple(tensor.shape[-2:] for tensor in tensors[:each])
-    one = ScalesSpec(("",) * each, shapes, blocks=tuple(blocks[:each]))
+    one = ScalesSpec(("",) * each, shapes, dtype="float32", blocks=tuple(blocks[:each]))
     given: Any = {name: getattr(spec, name) for name in ("names", "file_shapes", "num_stacked")}
     values: Any = ValuesSpec(**given, dtype=tensors[0].weight.dtype.name)
-    scales: Any = _ScalesSpec(**given, dtype="float32", one=one)
-    return ScaledExperts(values, scales=scales, block=one.block)
+    return ScaledExperts(values, scales=stacked(spec, one), block=one.block)

@@ -11,6 +11,8 @@ import numpy as np
 
 from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.scaled_matmul.reference import dequantised
+from specjax.checkpoint.quantised.bits import BITS, name_of
+from specjax.checkpoint.quantised.nearest import nearest
 from specjax.checkpoint.quantised.scaled import ScaledTensor
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.weights.latent_up import LatentProjection, LatentUp
@@ -60,6 +62,20 @@ class ScaledLatentUp(LatentProjection):
         keys, values = self._dequantised(dtype)
         whole = jnp.concatenate([keys.swapaxes(1, 2), values], axis=1)
         return LatentUp(whole.reshape(-1, whole.shape[2]), len(keys), keys.shape[2])
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """See `Weight`."""
+        return (name_of(self.values[0].dtype.name),)
+
+    def quantise(self, plain: LatentUp) -> "ScaledLatentUp":
+        """See `Weight`."""
+        by_head = plain.values.reshape(plain.num_heads, -1, plain.values.shape[1])
+        keys, values = jnp.split(by_head, [plain.key_dim], axis=1)
+        pairs = zip((keys.swapaxes(1, 2), values), self.blocks, strict=True)
+        made = [nearest(x, block, BITS[self.numbers[0]]) for x, block in pairs]
+        values, scales = zip(*made, strict=True)
+        return replace(self, values=values, scales=scales)
 
     def with_kernels(self, kernels: str) -> "ScaledLatentUp":
         """See `Weight`."""

@@ -10,14 +10,18 @@ import jax
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.packed import PackedTensor
+from specjax.checkpoint.quantised.parts import PackedPart
 from specjax.checkpoint.quantised.scaled import ScaledTensor
 from specjax.checkpoint.spec import TensorSpec
+from specjax.device.placement import is_divided
+from specjax.device.weights.divided import divided_as_stored
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.latent_up import LatentUp
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.mixed import Mixed
-from specjax.device.weights.mxfp4_experts import packed_experts
+from specjax.device.weights.mxfp4_experts import mxfp4_specs
 from specjax.device.weights.packed import packed_specs
+from specjax.device.weights.packed_experts import packed_experts
 from specjax.device.weights.scaled import scaled_specs
 from specjax.device.weights.scaled_experts import scaled_experts
 from specjax.device.weights.scaled_latent_up import scaled_latent_up
@@ -27,19 +31,33 @@ from specjax.device.weights.weight import is_weight
 FORMS: dict[type, Callable[[Any, Any], Any]] = {
     ScaledTensor: scaled_specs,
     PackedTensor: packed_specs,
+    PackedPart: packed_specs,
+}
+# The same for experts. The result is None if the tensors have no common form.
+EXPERTS: dict[type, Callable[[Any, Any], Any]] = {
+    ScaledTensor: scaled_experts,
+    PackedTensor: packed_experts,
+    PackedPart: packed_experts,
 }
 
 
 def dequantise(params: Any, dtype: Any) -> Any:
     """Return a tree of parameters with plain weights, in `dtype` if they were quantised."""
-    return jax.tree.map(lambda x: x.plain(dtype) if is_weight(x) else x, params, is_leaf=is_weight)
+
+    def plain(x: Any) -> Any:
+        if not is_weight(x):
+            return x
+        is_whole = not any(map(is_divided, jax.tree.leaves(x)))
+        make = lambda x: x.plain(dtype)  # noqa: E731
+        return make(x) if is_whole else jax.vmap(make)(x)
+
+    return jax.tree.map(plain, params, is_leaf=is_weight)
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
     """Return `specs` with quantised weights in the forms in which the files store them.
 
-    All other weights stay unchanged. So do weights that are divided over devices: their tensors are
-    dequantised when they are read.
+    All other weights stay unchanged.
 
     Args:
         specs: a tree of weights, with `TensorSpec`s in the places of arrays.
@@ -49,9 +67,12 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
 
     def of(x: Any) -> Any:
         make = STORED.get(type(x))
-        if make is None or isinstance(x.values, DividedSpec):
+        if make is None:
             return x
-        return make(x, [files.tensors.get(rename(name)) for name in x.values.names])
+        found = [files.tensors.get(rename(name)) for name in x.values.names]
+        if isinstance(x.values, DividedSpec):
+            return divided_as_stored(x, found, make)
+        return make(x, found)
 
     return jax.tree.map(of, specs, is_leaf=is_weight)
 
@@ -65,7 +86,9 @@ def _matrix(x: Dense, found: Sequence[Any]) -> Any:
     keys = [(type(one), one.form) if type(one) in FORMS else None for one in found]
     groups = groupby(range(len(keys)), keys.__getitem__)
     made = [_one_form(spec, found, [*places]) for _, places in groups]
-    return Mixed(tuple(made), x.parts) if len(made) > 1 else replace(made[0], parts=x.parts)
+    if len(made) > 1:
+        return Mixed(tuple(made), x.parts, x.axis)
+    return replace(made[0], parts=x.parts, axis=x.axis)
 
 
 def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> list[str]:
@@ -75,8 +98,8 @@ def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> li
     """
     leaves = jax.tree.leaves(as_stored(specs, files, rename))
     plain = [spec for spec in leaves if type(spec) in (TensorSpec, DividedSpec)]
-    packed = {rename(name): spec.is_packed for spec in plain for name in spec.names}
-    return [name for name in packed if packed[name] or type(files.tensors.get(name)) in FORMS]
+    names = dict.fromkeys(rename(name) for spec in plain for name in spec.names)
+    return [name for name in names if type(files.tensors.get(name)) in FORMS]
 
 
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
@@ -102,9 +125,11 @@ def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
     """
     spec: Any = x.values
     if spec.is_packed:
-        return packed_experts(spec)
-    are_scaled = all(isinstance(one, ScaledTensor) for one in found)
-    return (scaled_experts(spec, found) if are_scaled else None) or x
+        return replace(mxfp4_specs(spec), axis=x.axis)
+    (kind, *others) = {type(one) for one in found}
+    make = None if others else EXPERTS.get(kind)
+    made = None if make is None else make(spec, found)
+    return x if made is None else replace(made, axis=x.axis)
 
 
 def _latent_up(x: LatentUp, found: Sequence[Any]) -> Any:

@@ -22,6 +22,11 @@ class Table(Weight):
     values: jax.Array  # [V, D]
     axis: str | None = None  # the mesh axis whose devices hold consecutive tokens
 
+    @property
+    def by_output(self) -> jax.Array:
+        """The output head as a matrix [out, in]."""
+        return self.values
+
     def rows(self, ids: jax.Array) -> jax.Array:
         """Return the rows [N, D] of tokens i32[N]."""
         if self.axis is None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import jax
@@ -28,6 +28,11 @@ class Weight:
     # The mesh axis over which products are added up, if the devices hold parts of the inputs.
     axis: str | None = None
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The kinds of quantised numbers, for example "fp8" or "int4". Empty if it is plain."""
+        return ()
+
     def total(self, part: jax.Array) -> jax.Array:
         """Return the product [..., out], given this device's result `part` [..., out].
 
@@ -49,6 +54,14 @@ class Weight:
     def plain(self, dtype: Any) -> "Weight":
         """Return the weight as unquantised numbers, in `dtype` if it was quantised."""
         return self
+
+    def quantise(self, plain: Any) -> Any:
+        """Return the weight `plain`, in the form and the dtypes of this weight.
+
+        Numbers are rounded to the nearest ones. Only the shapes and dtypes of this weight's arrays
+        are read, except for integers i32. `plain` has the class of the result of `self.plain`.
+        """
+        return replace(plain, values=plain.values.astype(self.values.dtype))
 
     def with_kernels(self, kernels: str) -> "Weight":
         """Return the weight, set to multiply with `kernels` if its class can choose kernels."""

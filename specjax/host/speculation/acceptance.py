@@ -39,11 +39,13 @@ class DraftOutcome(NamedTuple):
         num_drafts: number of usable drafts.
         num_accepted: number of accepted drafts.
         group: the request's group (see `Request.group`).
+        bucket: the bucket of the request's length (see `contexts`).
     """
 
     num_drafts: int
     num_accepted: int
     group: Hashable = None
+    bucket: int = 0
 
     @property
     def depth(self) -> int:
@@ -75,10 +77,12 @@ class _Counts:
 
 
 class Acceptance:
-    """Learns acceptance rates from outcomes of rounds, for all requests together and by group.
+    """Learns acceptance rates from outcomes of rounds: of all requests, by length and by group.
 
     Each rate starts at a prior rate, and follows its counts as they grow. The prior rate of a group
-    is the rate of all requests at the same position. For all requests, the prior rate of a position
+    is the rate of all requests of the same bucket of lengths. The prior rate of a bucket is the
+    rate of the bucket before it; the first bucket has the rate of all requests. If all requests
+    are in one bucket, its rates are theirs. For all requests, the prior rate of a position
     comes from the rate of the position before it: a learned offset is added to that rate's
     log-odds. The offset changes little when acceptance rises or falls as a whole. So the rates of
     later positions stay useful, even if these positions are seldom drafted.
@@ -98,26 +102,37 @@ class Acceptance:
         known = [b - a for a, b in zip(logits, logits[1:], strict=False)]
         self._offsets = [0.0, *known, *[0.0] * max_drafts][:max_drafts]
         self._all = _Counts(max_drafts)
-        self._groups: dict[Hashable, _Counts] = {}
+        self._groups: dict[Hashable, _Counts] = {}  # by group and bucket
+        self._buckets: dict[int, _Counts] = {}
 
-    def rates(self, group: Hashable = None) -> list[float]:
-        """Return the unconditional rates of drafts 1..max_drafts for a group.
+    def rates(self, group: Hashable = None, bucket: int = 0) -> list[float]:
+        """Return the unconditional rates of drafts 1..max_drafts for a group's requests.
 
-        For None, or for a group without counts, the rates are the rates of all requests.
+        `bucket` is the bucket of the requests' lengths. For None, or for a group without counts,
+        the rates are the rates of all requests of the bucket.
         """
-        rates = self._pooled()
-        if (counts := self._groups.get(group)) is not None:
+        rates, known = self._pooled(), []
+        if len(self._buckets) > 1:
+            known = [self._buckets[b] for b in sorted(self._buckets) if b <= bucket]
+        if (counts := self._groups.get((group, bucket))) is not None:
+            known.append(counts)
+        for counts in known:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
         return list(accumulate(rates, mul))
 
     def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Count the outcomes of a round. `verdicts` maps each outcome to its number of requests."""
         by_group: dict[Hashable, dict[DraftOutcome, int]] = {}
+        by_bucket: dict[int, dict[DraftOutcome, int]] = {}
         for verdict, count in verdicts.items():
             if verdict.num_drafts:
-                by_group.setdefault(verdict.group, {})[verdict] = count
+                by_group.setdefault((verdict.group, verdict.bucket), {})[verdict] = count
+                by_bucket.setdefault(verdict.bucket, {})[verdict] = count
         if not by_group:
             return
+        for bucket, counted in by_bucket.items():
+            counts = self._buckets.setdefault(bucket, _Counts(self.max_drafts))
+            _learn(counts, counted.items())
         _learn(self._all, [pair for group in by_group.values() for pair in group.items()])
         for group, counted in by_group.items():
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
@@ -133,7 +148,7 @@ class Acceptance:
         The rates of all requests together change little until there are new counts.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
-        for counts in (self._all, *self._groups.values()):
+        for counts in (self._all, *self._buckets.values(), *self._groups.values()):
             counts.forget(factor)
 
     def _pooled(self) -> list[float]:

@@ -1,19 +1,21 @@
 """Chooses K, the number of drafts per request in a round.
 
-K is the same for all requests of a round, and is chosen when the round is scheduled. A policy sees
-the load of a round and, a step or two later, the outcome of the round. A policy never sees draft
-tokens. If the choice whether to verify a draft depended on the draft's token, or on a token drawn
-later, the output would not have the target's distribution.
+K is chosen when the round is scheduled. A policy sees the load of a round and, a step or two later,
+the outcome of the round (see `rounds`). All requests of a round have the same K, or the round is
+split: some requests draft K tokens, and the others none (see `split`).
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expected_tokens
+from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.requests import RequestRates
+from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitWish
+from specjax.host.speculation.split import Splitter
 from specjax.host.speculation.step_cost import StepCost
 
 HYSTERESIS = 0.02  # the current K is replaced by a K whose goodput is better by this fraction
@@ -25,57 +27,6 @@ DOUBT = 2.0  # a K is tried if it could be best with a time this many standard d
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
 PARKED_VERDICTS = 16  # number of outcomes (one per request and round) that a try should yield
 CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
-
-
-@dataclass(frozen=True)
-class DecodeLoad:
-    """The load of a round.
-
-    Attributes:
-        num_sequences: number of sequences ready to decode.
-        num_context: number of tokens before the round, summed over sequences.
-        max_tokens: the step's token budget, or None for no budget. Sequences that do not fit wait.
-        members: number of sequences for each pair (group, maximum number of useful drafts).
-            Requests of a group (`Request.group`) have similar acceptance rates.
-    """
-
-    num_sequences: int
-    num_context: int = 0
-    max_tokens: int | None = None
-    members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
-
-    def share(self, k: int) -> float:
-        """Return the fraction of sequences that fit into a round of k drafts.
-
-        At least one sequence fits.
-        """
-        if self.max_tokens is None or not self.num_sequences:
-            return 1.0
-        return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)
-
-
-@dataclass(frozen=True)
-class Round:
-    """The outcome of a round.
-
-    Attributes:
-        batch: batch size of the round's shape, including padding.
-        k: number of drafts per request.
-        num_context: number of tokens before the round, summed over sequences.
-        verdicts: number of requests by outcome.
-        ms: milliseconds of the round; None if unknown.
-        chunk_ms: milliseconds of prefill chunks since the previous round.
-        is_joined: whether the chunks and the round were one program. Then `chunk_ms` is the time of
-            both.
-    """
-
-    batch: int
-    k: int
-    num_context: int
-    verdicts: Mapping[DraftOutcome, int]
-    ms: float | None
-    chunk_ms: float = 0.0
-    is_joined: bool = False
 
 
 class Policy(Protocol):
@@ -96,14 +47,24 @@ class Policy(Protocol):
 
     @property
     def weighs_requests(self) -> bool:
-        """Whether `choose` reads `num_context` and `members` of a load.
+        """Whether `choose` reads `num_context`, `requests` and `splits` of a load.
 
-        If it does not, callers may leave both empty.
+        If it does not, callers may leave them out.
         """
         ...
 
     def choose(self, load: DecodeLoad) -> int:
         """Return K for the next round. Called once per step, even if no sequence decodes."""
+        ...
+
+    @property
+    def split(self) -> Split | None:
+        """How to split the round whose K was just chosen; None if all its requests draft."""
+        ...
+
+    @property
+    def wish(self) -> SplitWish | None:
+        """A split round that would be faster than the chosen one, but is not ready."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -136,6 +97,7 @@ class PolicyRule:
 
     is_learning = False
     weighs_requests = True
+    split = wish = None  # all requests draft
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """Do nothing: there is nothing to prepare."""
@@ -199,12 +161,13 @@ class GoodputPolicy:
 
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
 
-    AL is the mean acceptance length (see `acceptance`), and a request's limit is its maximum number
-    of useful drafts. `chunks` is the recent mean time of prefill chunks per round, the same for
-    every K. A learning policy changes K only for a gain of `HYSTERESIS`, or for a smaller gain
-    that lasts. From time to time, it tries neighbours of the best K. While K = 0 is best, it
-    sometimes tries a larger K, because rounds without drafts do not show acceptance. The time
-    between such tries doubles until another K is best.
+    AL is the mean acceptance length of a request (see `requests`), and a request's limit is its
+    maximum number of useful drafts. `chunks` is the recent mean time of prefill chunks per round,
+    the same for every K. A learning policy splits rounds if this is faster (see `split`). It
+    changes K only for a gain of `HYSTERESIS`, or for a smaller gain that lasts. From time to time,
+    it tries neighbours of the best K. While K = 0 is best, it sometimes tries a larger K, because
+    rounds without drafts do not show acceptance. The time between such tries doubles until another
+    K is best.
     """
 
     weighs_requests = True
@@ -227,6 +190,8 @@ class GoodputPolicy:
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
         self.acceptance = acceptance
+        self.requests = RequestRates(acceptance.max_drafts)
+        self.splitter = Splitter()
         self._learns_cost = learns_cost
         self._learns_acceptance = learns_acceptance
         self.is_learning = learns_cost or learns_acceptance
@@ -265,14 +230,31 @@ class GoodputPolicy:
 
     def choose(self, load: DecodeLoad) -> int:
         """Return the K with the best goodput or, sometimes, another K in order to measure it."""
+        self.splitter.clear()
         if not load.num_sequences:
             return self._choices[0]
-        goodput = self.goodput(load)
+        gains = self._gains(load)
+        goodput = self._goodput(load, gains)
         best = max(self._choices, key=lambda k: (goodput[k], -k))
         if not self.is_learning:
             return best
         best = self._hold(best, goodput)
-        return self._probe(best, goodput, load)
+        k = self._probe(best, goodput, load)
+        if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
+            return k
+        own = self._ms(load.num_sequences, best, load.num_context), goodput[best]
+        split = self.splitter.choose(load, gains, own, self.cost, self._chunk_ms, self.requests)
+        return k if split is None else split.shape.k
+
+    @property
+    def split(self) -> Split | None:
+        """See `Policy`."""
+        return self.splitter.split
+
+    @property
+    def wish(self) -> SplitWish | None:
+        """See `Policy`."""
+        return self.splitter.wish
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
@@ -288,29 +270,47 @@ class GoodputPolicy:
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
         """Return the estimated number of tokens per millisecond for each K."""
-        members = load.members or {(None, self._choices[-1]): load.num_sequences}
-        rates = {group: self._rates(group) for group in {group for group, _ in members}}
+        return self._goodput(load, self._gains(load))
+
+    def _gains(self, load: DecodeLoad) -> Any:
+        """Return the expected number of accepted drafts of 0..max_drafts drafts, f64[n, K+1].
+
+        There is a row per request. If requests are unknown, one row describes a typical request.
+        """
+        if load.requests is None:
+            return RequestRates.sums([self._rates(None, 0)])
+        rates = self.requests.rates(load.requests, self._rates)
+        return RequestRates.sums(rates, load.requests.limits)
+
+    def _goodput(self, load: DecodeLoad, gains: Any) -> dict[int, float]:
+        accepted = gains.mean(axis=0).tolist()
         result = {}
         for k in self._choices:
             share = load.share(k)
-            tokens = sum(
-                count * expected_tokens(rates[group], min(k, limit))
-                for (group, limit), count in members.items()
-            )
+            tokens = load.num_sequences * (1 + accepted[k])
             num_sequences = max(1, round(load.num_sequences * share))
-            ms = self.cost.ms(num_sequences, k, share * load.num_context)
-            result[k] = share * tokens / (ms + self._chunk_ms)
+            ms = self._ms(num_sequences, k, share * load.num_context)
+            result[k] = share * tokens / ms
         return result
 
     def observe(self, outcome: Round) -> None:
         """Learn times and acceptance from a round."""
-        self._tried[outcome.batch, outcome.k] += 1
         if self._learns_acceptance and outcome.k:
             self._warm_up_rounds -= 1
             self.acceptance.observe(outcome.verdicts)
-        if not self._learns_cost:
+            if outcome.requests is not None and self._warm_up_rounds < 0:
+                self.requests.observe(outcome.requests)
+        if outcome.others:
+            self.splitter.observe(outcome, self.cost)
             return
         shape, chunk_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.chunk_ms
+        if chunk_ms is None:  # the second part of a split round
+            if outcome.ms is not None and self._learns_cost:
+                self.cost.observe(*shape, outcome.ms)
+            return
+        self._tried[outcome.batch, outcome.k] += 1
+        if not self._learns_cost:
+            return
         if outcome.ms is not None:
             self.cost.observe(*shape, outcome.ms)
         elif outcome.is_joined and chunk_ms:
@@ -334,7 +334,10 @@ class GoodputPolicy:
             tuple(self.acceptance.rates()),
             self._choices[-1],
             is_online=True,
-            measured={"ms_per_context_token": cost.ms_per_context_token},
+            measured={
+                "ms_per_context_token": cost.ms_per_context_token,
+                "ms_per_context_draft": cost.ms_per_context_draft,
+            },
         )
 
     def target_changed(self) -> None:
@@ -347,9 +350,11 @@ class GoodputPolicy:
         """Forget all counts and start again with the priors."""
         if self._learns_acceptance:
             self.acceptance.reset()
+            self.requests.reset()
 
-    def _rates(self, group: Hashable) -> list[float]:
-        return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
+    def _rates(self, group: Hashable, bucket: int) -> list[float]:
+        warm = self._warm_up_rounds <= 0
+        return self.acceptance.rates(group, bucket) if warm else self._first_rates
 
     def _probe(self, best: int, goodput: Mapping[int, float], load: DecodeLoad) -> int:
         n = load.num_sequences
@@ -388,7 +393,7 @@ class GoodputPolicy:
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
         """Return 0 or, in some rounds, the best K above 0 in order to measure acceptance."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
-        if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
+        if not drafting or (load.requests is not None and not any(load.requests.limits)):
             return 0
         k = max(drafting, key=lambda k: drafting[k])
         if not self._trial:
@@ -405,9 +410,9 @@ class GoodputPolicy:
         self._trial -= 1
         return k
 
-    def _ms(self, num_sequences: int, k: int) -> float:
+    def _ms(self, num_sequences: int, k: int, num_context: float = 0) -> float:
         """Return the milliseconds of a step with a round of k drafts."""
-        return self.cost.ms(num_sequences, k) + self._chunk_ms
+        return self.cost.ms(num_sequences, k, num_context) + self._chunk_ms
 
     def _can_afford(self, milliseconds: float) -> bool:
         """Return whether a try may cost `milliseconds`.

@@ -13,7 +13,8 @@ modelled as a sum of three terms:
 
 The estimate is the posterior mean of this random-effects model. For a point that was served several
 times, it follows the served times. For a point that was never served, it is the known time,
-corrected by the shared term.
+corrected by the shared term. Rounds of long contexts have separate points, by bucket of the mean
+length of their requests.
 """
 
 import math
@@ -23,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 
+from specjax.host.speculation.contexts import context_bucket
+
 REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations: of a point's term, of the noise
 _NUM_KEPT = 31  # number of a point's last rounds whose median counts
 _CLIP = 0.15  # log ratios are clipped to at most this size
@@ -31,6 +34,7 @@ _SHARED_WEIGHT = 0.25  # weight of the shared term's prior, in points
 
 Column = Mapping[int, float]  # milliseconds by K
 Points = Mapping[int, Column]  # by batch size
+_Place = tuple[int, int]  # index of a batch size, and bucket of lengths (see `contexts`)
 
 
 class StepCost:
@@ -47,11 +51,13 @@ class StepCost:
         ks: Sequence[int] = (),
         batches: Sequence[int] = (),
         ms_per_context_token: float = 0.0,
+        ms_per_context_draft: float = 0.0,
     ):
         """`points` are the known times. Times for further Ks in `ks` are computed from them.
 
         `batches` are the batch sizes to which rounds are padded. If there are none, rounds are not
-        padded.
+        padded. In addition to the times in `points`, a round of K drafts takes
+        `ms_per_context_token` + K `ms_per_context_draft` for each token of context.
         """
         self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
@@ -62,17 +68,24 @@ class StepCost:
         self.batches = list(rows)
         self._points = _monotone(list(rows.values()))
         self.ms_per_context_token = ms_per_context_token
+        self.ms_per_context_draft = ms_per_context_draft
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
-        self._known: dict[int, tuple[Column, Column]] = {}  # see `_estimates`
+        self._long: dict[_Place, _Row] = {}  # rows of longer contexts than those of `_rows`
+        self._known: dict[_Place, tuple[Column, Column]] = {}  # see `_estimates`
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
         """Return the measured times, extended to the Ks `ks` and the batch sizes `batches`.
 
         The result has learned nothing from served rounds.
         """
-        per_token = self.ms_per_context_token
-        return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
+        return StepCost(
+            self._measured,
+            ks=ks,
+            batches=batches,
+            ms_per_context_token=self.ms_per_context_token,
+            ms_per_context_draft=self.ms_per_context_draft,
+        )
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
         """Set the measured time of a round. It does not include the time for context tokens.
@@ -91,6 +104,7 @@ class StepCost:
         for row, times in zip(self._rows, points, strict=True):
             row.move(times)
         self._row(batch_size).forget(self.ks.index(k))
+        self._long.clear()
         self._known.clear()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
@@ -100,14 +114,25 @@ class StepCost:
         the known range has the times of the nearest known batch size. A K below all known Ks has
         the time of the smallest known K. Times for Ks above all known Ks are extrapolated.
         """
+        bucket = context_bucket(num_context / batch_size)
         if self._is_padded:
-            points, estimates = self._estimates(self._index(batch_size))
+            points, estimates = self._estimates((self._index(batch_size), bucket))
         else:
-            both = zip(*map(self._estimates, range(len(self.batches))), strict=True)
+            places = [(index, bucket) for index in range(len(self.batches))]
+            both = zip(*map(self._estimates, places), strict=True)
             points, estimates = (self._between(columns, batch_size) for columns in both)
         point, estimate = _along_k(points, k), _along_k(estimates, k)
-        context = self.ms_per_context_token * num_context
+        context = self.context_ms(k, num_context)
         return estimate * (1 + context / point) * math.exp(self._drift)
+
+    def context_ms(self, k: int, num_context: float) -> float:
+        """Return the milliseconds that `num_context` context tokens add to a round of k drafts."""
+        return (self.ms_per_context_token + k * self.ms_per_context_draft) * num_context
+
+    @property
+    def table(self) -> list[list[float]]:
+        """The milliseconds of rounds without context, by batch size and K."""
+        return [[self.ms(batch, k) for k in self.ks] for batch in self.batches]
 
     def spread(self, batch_size: int, k: int) -> float:
         """Return the standard deviation of the logarithm of an estimated time.
@@ -124,8 +149,9 @@ class StepCost:
     def observe(self, batch_size: int, k: int, num_context: float, ms: float) -> None:
         """Learn from the time of a round. `k` must be one of `ks`."""
         index, column = self._index(batch_size), self.ks.index(k)
-        row, (points, estimates) = self._rows[index], self._estimates(index)
-        expected = row.points[column] + self.ms_per_context_token * num_context
+        place = index, context_bucket(num_context / batch_size)
+        row, (points, estimates) = self._row_at(place), self._estimates(place)
+        expected = row.points[column] + self.context_ms(k, num_context)
         surprise = math.log(ms / expected) - self._drift
         if len(row.served[column]) >= _SETTLED:
             drift = _DRIFT_GAIN * _clipped(surprise - row.levels[column])
@@ -135,18 +161,27 @@ class StepCost:
         row.add(column, now + _clipped(surprise - now))
         self._known.clear()
 
-    def _estimates(self, index: int) -> tuple[Column, Column]:
-        """Return the known and the estimated time of each K, for the batch size `batches[index]`.
+    def _estimates(self, place: "_Place") -> tuple[Column, Column]:
+        """Return the known and the estimated time of each K, without the time for context.
 
         The known times come from a profile or a measurement. The estimated times are computed from
-        the known times and from served rounds.
+        the known times and from served rounds. Before any rounds of a bucket were served, its
+        estimates are equal to the first bucket's.
         """
-        if index not in self._known:
-            row = self._rows[index]
-            both = row.points, row.estimates(self._elsewhere(row))
+        if place not in self._known:
+            base = self._rows[place[0]]
+            estimates = base.estimates(self._elsewhere(base))
+            if (row := self._long.get(place)) is not None:
+                estimates = row.near(estimates)
+            both = base.points, estimates
             points, estimates = (dict(zip(self.ks, times, strict=True)) for times in both)
-            self._known[index] = points, estimates
-        return self._known[index]
+            self._known[place] = points, estimates
+        return self._known[place]
+
+    def _row_at(self, place: "_Place") -> "_Row":
+        index, bucket = place
+        base = self._rows[index]
+        return self._long.setdefault(place, _Row(base.points)) if bucket else base
 
     def _between(self, columns: Sequence[Column], batch_size: int) -> Column:
         rows = {b: list(column.values()) for b, column in zip(self.batches, columns, strict=True)}
@@ -219,11 +254,27 @@ class _Row:
         highs = [ms if n else math.inf for ms, n in zip(served, counts, strict=True)]
         lows = accumulate([0.0, *lows], max)
         highs = [*accumulate([math.inf, *reversed(highs)], min)][-2::-1]
+        bounds = zip(replayed, lows, highs, strict=False)
+        return self.corrected([min(max(ms, low), high) for ms, low, high in bounds])
+
+    def corrected(self, prior: Sequence[float]) -> list[float]:
+        """Return the time of each K, from served times and the times `prior`."""
         result = []
-        for ms, own, n, low, high in zip(replayed, served, counts, lows, highs, strict=False):
-            weight = _weight(n)
-            result.append(own**weight * min(max(ms, low), high) ** (1 - weight))
+        columns = zip(prior, self.points, self.levels, self.served, strict=True)
+        for ms, point, level, served in columns:
+            weight = _weight(len(served))
+            result.append((point * math.exp(level)) ** weight * ms ** (1 - weight))
         return result
+
+    def near(self, prior: Sequence[float]) -> list[float]:
+        """Return the time of each K. Times that were never served move like those that were.
+
+        `prior` holds the times before any round of this row.
+        """
+        known = zip(self.served, self.levels, prior, self.points, strict=True)
+        moves = (_weight(len(n)) * (level - math.log(ms / own)) for n, level, ms, own in known)
+        shift = math.exp(sum(moves) / (self.weight + _SHARED_WEIGHT))
+        return self.corrected([ms * shift for ms in prior])
 
     def _sum(self) -> None:
         weights = [_weight(len(column)) for column in self.served]

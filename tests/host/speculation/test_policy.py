@@ -22,6 +22,7 @@ from specjax.host.speculation.policy import (
     StaticPolicy,
     TablePolicy,
 )
+from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes
 from specjax.host.speculation.step_cost import StepCost
 
 KS = range(6)
@@ -49,6 +50,12 @@ def frozen(cost, rates=RATES, ks=KS):
 
 def adaptive(cost=None, rates=(), ks=KS, **options):
     return GoodputPolicy(ks, cost or alike(), Acceptance(5, rates), **options)
+
+
+def requests_of(members, length=100):
+    """Requests that are new, so many of each group and limit."""
+    groups, limits = zip(*Counter(members).elements(), strict=True)
+    return ReadyRequests(range(len(groups)), groups, [length] * len(groups), limits)
 
 
 def verdicts_of(rng, laws, k, count):
@@ -103,7 +110,7 @@ def test_the_best_is_that_of_trying_all(seed):
         pairs = [(group, limit) for group in ("a", "b", "new") for limit in rng.sample(KS, 2)]
         members = {pair: rng.randint(1, 50) for pair in pairs}
     n, budget, context = sum(members.values()), rng.randint(6, 900), rng.randint(0, 10**5)
-    load = DecodeLoad(n, context, budget, members if seed % 4 else {})
+    load = DecodeLoad(n, context, budget, requests_of(members) if seed % 4 else None)
     expected = {}
     for k in KS:
         num_run = min(n, budget // (k + 1))
@@ -307,8 +314,12 @@ def test_times_that_mean_nothing_are_left_out():
 def test_a_policy_cannot_see_a_draft():
     """Counts and times alone: K must not depend on the values of what it lets be verified."""
     seen = [field.name for kind in (DecodeLoad, Round) for field in fields(kind)]
-    assert [*seen, *DraftOutcome._fields] == [
-        "num_sequences", "num_context", "max_tokens", "members",
-        "batch", "k", "num_context", "verdicts", "ms", "chunk_ms", "is_joined",
-        "num_drafts", "num_accepted", "group",
+    named = DraftOutcome, ReadyRequests, RequestOutcomes
+    assert [*seen, *(name for kind in named for name in kind._fields)] == [
+        "num_sequences", "num_context", "max_tokens", "requests", "splits", "shapes",
+        "batch", "k", "num_context", "verdicts", "ms", "chunk_ms", "is_joined", "requests",
+        "others", "others_context",
+        "num_drafts", "num_accepted", "group", "bucket",
+        "keys", "groups", "lengths", "limits",
+        "keys", "num_drafts", "num_accepted",
     ]  # fmt: skip

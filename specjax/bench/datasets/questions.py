@@ -1,0 +1,86 @@
+"""Data sets of one question per row, which differ only in their fields and files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specjax.bench.datasets.example import Example, Row, RowSource, option, read_rows, user
+
+SHIPPED = Path(__file__).parents[1] / "prompts.jsonl"
+
+
+def message(field: str) -> Callable[[Row], Example]:
+    """Return a reader of rows whose field is a user's message."""
+    return lambda row: Example(messages=user(row.text(field)))
+
+
+def completion(field: str) -> Callable[[Row], Example]:
+    """Return a reader of rows whose field is a whole prompt."""
+    return lambda row: Example(text=row.text(field))
+
+
+def first_turn(row: Row) -> Example:
+    """Read the first turn of a row of MT-Bench or Spec-Bench, in one of its two published forms."""
+    name = "turns" if "turns" in row.fields else "prompt"
+    turns = row.fields.get(name)
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        raise row.error("the field 'turns' must be a list of texts, of which the first is used")
+    category = row.fields.get("category", "")
+    if not isinstance(category, str):
+        raise row.error(f"the field 'category' is {category!r}; it must be a text")
+    return Example(messages=user(turns[0]), group=category)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """A file with a question per row.
+
+    Args:
+        read: makes the example of a row.
+        remedy: says which file to get.
+        shipped: the file to use without --dataset-path; None if the user must give one.
+        output_len: see `Example`.
+    """
+
+    read: Callable[[Row], Example]
+    remedy: str
+    shipped: Path | None = None
+    output_len: int = option(256, "tokens to generate")
+
+    def check(self) -> None:
+        """See `Dataset`."""
+        check_lengths(output_len=self.output_len)
+
+    def examples(self, source: RowSource) -> list[Example]:
+        """See `Dataset`."""
+        if source.path is None and self.shipped is not None:
+            source = replace(source, path=self.shipped)
+        rows = read_rows(source, self.remedy)
+        return [replace(self.read(row), output_len=self.output_len) for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Categories(Questions):
+    """Questions in categories, of which one may be chosen."""
+
+    category: str = option("", "use only the questions of this category")
+
+    def examples(self, source: RowSource) -> list[Example]:
+        """See `Dataset`."""
+        found = super().examples(source)
+        if not self.category:
+            return found
+        known = sorted({one.group for one in found})
+        if self.category not in known:
+            raise ValueError(f"category {self.category!r} is not in the file; it has {known}")
+        kept = [one for one in found if one.group == self.category]
+        source.note(f"{len(found) - len(kept)} rows of other categories are left out")
+        return kept
+
+
+def check_lengths(minimum: int = 1, **lengths: int) -> None:
+    """Refuse lengths below `minimum`."""
+    for name, value in lengths.items():
+        if value < minimum:
+            flag = name.replace("_", "-")
+            raise ValueError(f"the data set's option {flag} {value} must be at least {minimum}")

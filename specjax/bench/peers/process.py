@@ -1,0 +1,102 @@
+"""A peer that runs whole batches in a separate process, in turn with the engine."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from specjax.bench.environment import num_cpus
+from specjax.bench.peers.peer import Work
+from specjax.bench.traffic.record import Record
+
+_ENDING_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPeer:
+    """A library that generates batches.
+
+    Args:
+        packages: what must be installed.
+        remedy: how to install it.
+        worker: the module of its process; see `transformers_worker` for what it reads and writes.
+        settings: further fields of the work.
+    """
+
+    packages: tuple[str, ...]
+    remedy: str
+    worker: str
+    settings: Mapping[str, Any]
+
+    def check(self, name: str) -> None:
+        """Raise a ValueError if a package is missing."""
+        if missing := [one for one in self.packages if find_spec(one) is None]:
+            raise ValueError(f"--against {name} needs the package {missing[0]}; {self.remedy}")
+
+    @contextmanager
+    def open(self, work: Work, seed: int) -> Iterator["PeerProcess"]:
+        """Yield the process, with the model loaded.
+
+        Raises:
+            RuntimeError: the process ended; the message has its last line.
+        """
+        given = asdict(work) | {"seed": seed, "num_threads": num_cpus(), **self.settings}
+        command = [sys.executable, "-m", self.worker]
+        with (
+            tempfile.TemporaryFile("w+") as log,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            ) as process,
+        ):
+            worker = PeerProcess(process, log)
+            try:
+                worker.version = worker.ask(json.dumps(given))["version"]
+                yield worker
+            finally:
+                process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+                try:
+                    process.wait(_ENDING_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+class PeerProcess:
+    """The process of a `BatchPeer`."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Any):
+        self._process, self._log = process, log
+        self.version = ""
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Write a line to the process, and return its answer.
+
+        Raises:
+            RuntimeError: the process ended; the message has the last line that it wrote.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        answer = ""
+        try:
+            print(line, file=stdin, flush=True)
+            answer = stdout.readline()
+        except BrokenPipeError:
+            pass
+        if not answer:
+            self._log.seek(0)
+            lines = [one for one in self._log.read().splitlines() if one.strip()]
+            raise RuntimeError(f"the peer's process ended: {(lines or ['it wrote nothing'])[-1]}")
+        return json.loads(answer)
+
+    def run(self) -> tuple[float, list[Record]]:
+        """Run all prompts once. Return the seconds, and a record of each output."""
+        found = self.ask("run")
+        records = [
+            Record(index=i, token_ids=ids, output_len=len(ids), latency=found["seconds"])
+            for i, ids in enumerate(found["outputs"])
+        ]
+        return found["seconds"], records

@@ -1,0 +1,269 @@
+"""The JSON that `specjax bench latency`, `throughput` and `serve` write.
+
+At the top it has the keys of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
+is under the one key "specjax", which has the fields of `Details`.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+KEY = "specjax"  # the key of everything that vLLM does not measure
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Summary figures of a list of measurements.
+
+    Attributes:
+        std: the standard deviation of the measurements themselves (divisor: their number).
+        quantiles: the 0th to the 100th percentile, interpolated linearly.
+    """
+
+    count: int
+    mean: float
+    median: float
+    std: float
+    min: float
+    max: float
+    p90: float
+    p99: float
+    quantiles: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Distribution | None":
+        """Return the distribution of `values`; None if there are none."""
+        if not len(values):
+            return None
+        array = np.asarray(values, float)
+        quantiles = tuple(np.percentile(array, range(101)).tolist())
+        return cls(
+            count=len(array),
+            mean=float(array.mean()),
+            median=quantiles[50],
+            std=float(array.std()),
+            min=quantiles[0],
+            max=quantiles[100],
+            p90=quantiles[90],
+            p99=quantiles[99],
+            quantiles=quantiles,
+        )
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Counts of drafts, summed over rounds with drafts. A round yields 1 + its accepted drafts.
+
+    Attributes:
+        num_drafts: rounds with drafts, counted once per request.
+        accepted_per_position: accepted drafts at each position.
+        drafted_per_position: drafts at each position; empty if unknown.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    drafted_per_position: tuple[int, ...] = ()
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[tuple[int, int]]) -> "Accepted":
+        """Count rounds, each given as its number of drafts and of accepted drafts."""
+        most = max((num_drafts for num_drafts, _ in rounds), default=0)
+        return cls(
+            num_drafts=len(rounds),
+            num_draft_tokens=sum(num_drafts for num_drafts, _ in rounds),
+            accepted_per_position=tuple(sum(a > i for _, a in rounds) for i in range(most)),
+            drafted_per_position=tuple(sum(d > i for d, _ in rounds) for i in range(most)),
+        )
+
+    def __add__(self, other: "Accepted") -> "Accepted":
+        return Accepted(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            _added(self.accepted_per_position, other.accepted_per_position),
+            _added(self.drafted_per_position, other.drafted_per_position),
+        )
+
+    @property
+    def num_accepted(self) -> int:
+        """The number of accepted drafts."""
+        return sum(self.accepted_per_position)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts and the figures that follow from them.
+
+        `rates_per_position` are fractions of the rounds (vLLM's definition), so that the acceptance
+        length is 1 plus their sum.
+        """
+        drafts, tokens = self.num_drafts, self.num_draft_tokens
+        return asdict(self) | {
+            "num_accepted": self.num_accepted,
+            "acceptance_rate": self.num_accepted / tokens if tokens else None,
+            "acceptance_length": 1 + self.num_accepted / drafts if drafts else None,
+            "rates_per_position": [one / drafts for one in self.accepted_per_position],
+        }
+
+
+def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+
+
+@dataclass(kw_only=True)
+class Speculation:
+    """What speculation did. A field is None or empty if the engine does not tell it.
+
+    Attributes:
+        total: `Accepted.as_json` of all requests.
+        by_group: the same for each group of the data set, such as a category of questions.
+        by_source: fewer counts for each source of drafts: the drafter's method, or a source on
+            the host such as "suffix"; see `by_source`.
+        k_histogram: number of rounds by K; K = 0 is plain decoding.
+        ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
+        round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
+        host_ms: host time per step to plan, launch and hand out tokens.
+        wait_ms: time per step that the host waited for the device.
+        device_ms: mean time of a round on the device, at most: it counts host time during which
+            the device may have waited.
+        synthetic_rates: rates at which drafts were accepted regardless of their tokens.
+    """
+
+    total: dict[str, Any] | None = None
+    by_group: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_source: dict[str, dict[str, Any]] = field(default_factory=dict)
+    k_histogram: dict[str, int] = field(default_factory=dict)
+    ms_per_round: dict[str, float] = field(default_factory=dict)
+    round_over_plain: dict[str, float] = field(default_factory=dict)
+    host_ms: float | None = None
+    wait_ms: float | None = None
+    device_ms: float | None = None
+    synthetic_rates: Sequence[float] | None = None
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """Another engine, or the same one at another address, on the same requests.
+
+    Attributes:
+        figures: its figures, with the keys of the result's top.
+        ratios: this result's figure over the peer's, by key.
+        outputs: how many outputs had the same tokens: {"num_compared", "num_same",
+            "first_differences"}; None if tokens were sampled or not returned.
+    """
+
+    name: str
+    version: str | None
+    figures: dict[str, Any]
+    ratios: dict[str, float]
+    outputs: dict[str, Any] | None
+
+
+@dataclass(kw_only=True)
+class Details:
+    """What is under the key "specjax". Times are in milliseconds if a name ends in `_ms`.
+
+    Attributes:
+        benchmark: "latency", "throughput" or "serve".
+        settings: the options of the run.
+        environment: versions, device, clocks, processor, commit; see `provenance.describe`.
+        machine: signs of other programs; `doubts` lists reasons not to trust the times.
+        dataset: name, path, number of requests per group, chat template and its variables, and how
+            many rows were left out or repeated.
+        is_interrupted: whether the run ended early; figures cover what was measured.
+        rounds: the main figures of each repetition, with the keys of the result's top.
+        distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
+            tokens_per_chunk. A None has no measurements.
+        steady: figures of the steady window, when the number of running requests is about constant:
+            from the last request's first token to the first request's end, or, if that is
+            empty, the middle of the run. `serve` only.
+        arrivals: the law of arrival times, and the p-value of a test of the times against it.
+        goodput: limits, share of requests within all of them, and within each.
+        timeline: by second: output tokens, running requests, and rounds by K.
+        num_compiles: programs that were compiled while requests waited for them; None if the
+            server does not tell.
+        failures: number of failed requests by error.
+        lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
+            "mismatches"}.
+    """
+
+    benchmark: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    machine: dict[str, Any]
+    dataset: dict[str, Any]
+    is_interrupted: bool = False
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    distributions: dict[str, Distribution | None] = field(default_factory=dict)
+    steady: dict[str, Any] | None = None
+    arrivals: dict[str, Any] | None = None
+    goodput: dict[str, Any] | None = None
+    timeline: dict[str, Any] | None = None
+    speculation: Speculation | None = None
+    num_compiles: int | None = None
+    failures: dict[str, int] = field(default_factory=dict)
+    lossless: dict[str, Any] | None = None
+    peers: list[Peer] = field(default_factory=list)
+    schema_version: int = SCHEMA_VERSION
+    timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    command: list[str] = field(default_factory=lambda: without_headers(sys.argv[1:]))
+
+
+def without_headers(argv: Sequence[str]) -> list[str]:
+    """Return a command's arguments without the values of --header, which may be secret."""
+    shown: list[str] = []
+    for word in argv:
+        option, _, pair = word.partition("=")
+        if shown[-1:] == ["--header"]:
+            word = f"{option}=..."
+        elif option == "--header":
+            word = f"{option}={pair.partition('=')[0]}=..."
+        shown.append(word)
+    return shown
+
+
+def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
+    """Return a whole result: vLLM's keys `top`, then the details."""
+    return {**top, KEY: asdict(details)}
+
+
+def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:
+    """Return the keys of `vllm bench serve` about speculation; none if nothing was drafted."""
+    if counts is None or not counts.num_drafts:
+        return {}
+    figures = counts.as_json()
+    return {
+        "spec_decode_acceptance_rate": 100 * figures["acceptance_rate"],
+        "spec_decode_acceptance_length": figures["acceptance_length"],
+        "spec_decode_num_drafts": counts.num_drafts,
+        "spec_decode_draft_tokens": counts.num_draft_tokens,
+        "spec_decode_accepted_tokens": counts.num_accepted,
+        "spec_decode_per_position_acceptance_rates": figures["rates_per_position"],
+    }
+
+
+def by_source(
+    drafts: Mapping[str, float], tokens: Mapping[str, float], accepted: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Return counts and figures of each source of drafts, from counts of rounds and of tokens."""
+    return {
+        name: {
+            "num_drafts": int(count),
+            "num_draft_tokens": int(tokens[name]),
+            "num_accepted": int(accepted[name]),
+            "acceptance_rate": accepted[name] / tokens[name] if tokens[name] else None,
+            "acceptance_length": 1 + accepted[name] / count,
+        }
+        for name, count in drafts.items()
+        if count
+    }
+
+
+def count_failures(errors: Sequence[str]) -> dict[str, int]:
+    """Return the number of failed requests by error, the most frequent first."""
+    return dict(Counter(errors).most_common())

@@ -1,0 +1,99 @@
+"""`specjax bench throughput`: how fast an `LLM` generates a set of prompts, given all at once."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specjax.bench.datasets.queries import Queries, Query
+from specjax.bench.offline import BatchRun, Offline
+from specjax.bench.peers.peer import as_peer, compare_outputs
+from specjax.bench.peers.process import PeerProcess
+from specjax.bench.result import Peer
+from specjax.bench.traffic.record import Record
+
+_POLLING_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The passes of the engine and of each peer, in turn.
+
+    Attributes:
+        batches: the engine's passes.
+        peers: seconds and records of each pass, by the peer's name.
+    """
+
+    batches: list[BatchRun] = field(default_factory=list)
+    peers: dict[str, list[tuple[float, list[Record]]]] = field(default_factory=dict)
+
+
+def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
+    """Generate once without timing, and wait for the programs that this compiles."""
+    offline.generate(queries)
+    while offline.llm.metrics().num_compiling:
+        time.sleep(_POLLING_SECONDS)
+    offline.generate(queries)
+
+
+def measure(
+    offline: Offline,
+    queries: Sequence[Query],
+    num_rounds: int,
+    workers: Mapping[str, PeerProcess],
+    found: Rounds,
+) -> None:
+    """Run the rounds, and add each pass to `found`, so that an interrupt keeps the earlier ones.
+
+    In each round the systems begin in another order. Every pass starts without cached prefixes.
+    """
+    warm_up(offline, queries)
+    for worker in workers.values():
+        worker.run()
+    offline.watch()
+    names = ["", *workers]
+    for i in range(num_rounds):
+        first = i % len(names)
+        for name in [*names[first:], *names[:first]]:
+            if name:
+                found.peers.setdefault(name, []).append(workers[name].run())
+            else:
+                offline.llm.reset_prefix_cache()
+                found.batches.append(offline.generate(queries))
+
+
+def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -> dict[str, Any]:
+    """Return the keys of `vllm bench throughput` for one pass, and the rate of output tokens."""
+    num_output = sum(record.output_len for record in records)
+    total = num_prompt_tokens + num_output
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(records),
+        "total_num_tokens": total,
+        "requests_per_second": len(records) / seconds,
+        "tokens_per_second": total / seconds,
+        "output_tokens_per_second": num_output / seconds,
+    }
+
+
+def middle(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the pass with the median time (the faster one of two in the middle)."""
+    return dict(sorted(passes, key=lambda one: one["elapsed_time"])[(len(passes) - 1) // 2])
+
+
+def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
+    """Return the figures of each of the engine's passes."""
+    num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
+    return [figures(one.seconds, one.records, num_prompt) for one in found.batches]
+
+
+def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
+    """Return each peer's figures, and the ratios to the engine's."""
+    num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
+    own, result = middle(of_rounds(found, queries)), []
+    for name, passes in found.peers.items():
+        theirs = middle([figures(seconds, records, num_prompt) for seconds, records in passes])
+        outputs = compare_outputs(found.batches[0].records, passes[0][1])
+        version = workers[name].version
+        result.append(as_peer(name, version, own=own, figures=theirs, outputs=outputs))
+    return result

@@ -1,0 +1,160 @@
+"""Figures of a run's requests: the keys of `vllm bench serve`, distributions, windows in time."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.bench.result import Distribution
+from specjax.bench.traffic.record import Record
+
+TIMES = "ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"
+QUEUED = TIMES[4:]  # only with --max-concurrency
+DEFAULT_TIMES = "ttft,tpot,itl,e2el"
+_STEADY = 0.1, 0.9  # of the run, if no window has all requests running
+_MOST_SECONDS = 100_000  # of a timeline
+
+
+def times(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Return the milliseconds of each kind in `TIMES`, of requests that are complete.
+
+    As in vLLM, tpot is the time after the first token per further token, and itl the time between
+    chunks, which with drafts have several tokens.
+    """
+    seconds: dict[str, list[float]] = {
+        "ttft": [one.ttft for one in records if one.ttft is not None],
+        "tpot": [one.tpot for one in records if one.output_len > 1],
+        "itl": [gap for one in records for gap in one.gaps],
+        "e2el": [one.latency for one in records if one.latency is not None],
+        "client_queue_time": [one.queue_time for one in records],
+        "e2el_including_client_queue": [
+            one.latency + one.queue_time for one in records if one.latency is not None
+        ],
+    }
+    return {name: [1e3 * value for value in values] for name, values in seconds.items()}
+
+
+def statistics(
+    found: Mapping[str, Sequence[float]], names: Sequence[str], percentiles: Sequence[float]
+) -> dict[str, float]:
+    """Return mean, median, standard deviation and percentiles, by vLLM's keys.
+
+    As in vLLM, they are 0 if nothing was measured.
+    """
+    figures: dict[str, float] = {}
+    for name in names:
+        values = np.asarray(found[name] or [0.0])
+        figures[f"mean_{name}_ms"] = float(values.mean())
+        figures[f"median_{name}_ms"] = float(np.median(values))
+        figures[f"std_{name}_ms"] = float(values.std())
+        for percentile in percentiles:
+            figures[f"p{percentile:g}_{name}_ms"] = float(np.percentile(values, percentile))
+    return figures
+
+
+def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
+    """Return the distributions of a result's details."""
+    found = times(records)
+    tokens = [float(count) for one in records for count in one.chunk_tokens]
+    return {
+        **{f"{name}_ms": Distribution.of(found[name]) for name in TIMES[:4]},
+        "queue_ms": Distribution.of(found["client_queue_time"]),
+        "tokens_per_chunk": Distribution.of(tokens),
+    }
+
+
+def chunk_times(record: Record) -> tuple[np.ndarray, np.ndarray]:
+    """Return when each chunk with tokens arrived, in seconds of the run, and its tokens.
+
+    If the server does not tell, the tokens are divided evenly.
+    """
+    if record.ttft is None:
+        return np.zeros(0), np.zeros(0)
+    at = record.sent + record.ttft + np.cumsum([0.0, *record.gaps])
+    if len(record.chunk_tokens) == len(at):
+        return at, np.asarray(record.chunk_tokens, float)
+    return at, np.full(len(at), record.output_len / len(at))
+
+
+def timeline(records: Sequence[Record], duration: float) -> dict[str, list[float]]:
+    """Return output tokens and the largest number of running requests of each second."""
+    num_seconds = min(int(duration) + 1, _MOST_SECONDS)
+    tokens, running = np.zeros(num_seconds), np.zeros(num_seconds)
+    changes: list[tuple[float, int]] = []
+    for record in records:
+        at, counts = chunk_times(record)
+        np.add.at(tokens, np.minimum(at.astype(int), num_seconds - 1), counts)
+        end = record.sent + record.latency if record.latency is not None else duration
+        changes += [(record.sent, 1), (end, -1)]
+    now, second = 0, 0
+    for when, change in sorted(changes):
+        while second < min(int(when), num_seconds - 1):
+            second += 1
+            running[second] = now
+        now += change
+        running[second] = max(running[second], now)
+    return {"output_tokens": tokens.tolist(), "running": running.tolist()}
+
+
+def steady(records: Sequence[Record], duration: float) -> dict[str, Any] | None:
+    """Return figures of the steady window; None if no request is complete. See `Details`."""
+    if not records:
+        return None
+    begin = max(one.sent + one.ttft for one in records if one.ttft is not None)
+    end = min(one.sent + one.latency for one in records if one.latency is not None)
+    rule = "all requests are running"
+    if begin >= end:
+        begin, end = (share * duration for share in _STEADY)
+        rule = f"from {_STEADY[0]:.0%} to {_STEADY[1]:.0%} of the run"
+    seconds, tokens, busy = end - begin, 0.0, 0.0
+    for record in records:
+        at, counts = chunk_times(record)
+        tokens += float(counts[(at > begin) & (at <= end)].sum())
+        last = record.sent + (record.latency or 0.0)
+        busy += max(0.0, min(end, last) - max(begin, record.sent))
+    if seconds <= 0:
+        return None
+    return {
+        "rule": rule,
+        "begin": begin,
+        "end": end,
+        "output_throughput": tokens / seconds,
+        "mean_running": busy / seconds,
+        "ms_per_token": 1e3 * busy / tokens if tokens else None,
+    }
+
+
+def totals(
+    records: Sequence[Record], complete: Sequence[Record], duration: float
+) -> dict[str, Any]:
+    """Return vLLM's keys of counts and rates. They cover complete requests only."""
+    num_input, num_output = (
+        sum(getattr(one, name) for one in complete) for name in ("prompt_len", "output_len")
+    )
+    per_second = 1 / duration if duration else 0.0
+    return {
+        "duration": duration,
+        "completed": len(complete),
+        "failed": len(records) - len(complete),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(complete) * per_second,
+        "request_goodput": None,
+        "output_throughput": num_output * per_second,
+        "total_token_throughput": (num_input + num_output) * per_second,
+    }
+
+
+def arrays(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """Return vLLM's lists with an entry per request, for --save-detailed."""
+    return {
+        "input_lens": [one.prompt_len for one in records],
+        "output_lens": [one.output_len for one in records],
+        "ttfts": [one.ttft or 0.0 for one in records],
+        "itls": [one.gaps for one in records],
+        "latencies": [one.latency or 0.0 for one in records],
+        "start_times": [one.sent for one in records],
+        "queue_times": [one.queue_time for one in records],
+        "generated_texts": [one.text for one in records],
+        "errors": [one.error or "" for one in records],
+    }

@@ -1,0 +1,72 @@
+"""The forms of requests that endpoints take. A new form is a class and a line in `FORMS`."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from specjax.bench.datasets.queries import Query
+
+
+class Form(Protocol):
+    """Writes the body of a request, and reads the choices of its answer."""
+
+    path: str
+
+    def prompt(self, query: Query) -> dict[str, Any]:
+        """Return the fields that hold the prompt.
+
+        Raises:
+            ValueError: this form cannot hold the prompt.
+        """
+        ...
+
+    def text(self, choice: Mapping[str, Any]) -> str:
+        """Return the text that a choice of a chunk adds."""
+        ...
+
+
+class Completions:
+    """OpenAI's completions. Prompts are token ids if there is a tokenizer, else texts."""
+
+    path = "/v1/completions"
+
+    def prompt(self, query: Query) -> dict[str, Any]:
+        """See `Form`."""
+        if query.token_ids is not None:
+            return {"prompt": list(query.token_ids)}
+        return {"prompt": query.text}
+
+    def text(self, choice: Mapping[str, Any]) -> str:
+        """See `Form`."""
+        return choice.get("text") or ""
+
+
+class Chats:
+    """OpenAI's chats. The server applies its chat template."""
+
+    path = "/v1/chat/completions"
+
+    def prompt(self, query: Query) -> dict[str, Any]:
+        """See `Form`."""
+        if query.messages is not None:
+            return {"messages": list(query.messages)}
+        if query.text is not None:
+            return {"messages": [{"role": "user", "content": query.text}]}
+        raise ValueError(
+            "--backend openai-chat sends messages, and the data set has token ids; use --backend "
+            "openai"
+        )
+
+    def text(self, choice: Mapping[str, Any]) -> str:
+        """See `Form`. Reasoning and tool calls count as text."""
+        delta = choice.get("delta") or {}
+        calls = delta.get("tool_calls") or ()
+        parts = [delta.get(name) for name in ("content", "reasoning", "reasoning_content")]
+        parts += [(call.get("function") or {}).get("arguments") for call in calls]
+        return "".join(filter(None, parts))
+
+
+FORMS: Mapping[str, Form] = {
+    "openai": Completions(),
+    "vllm": Completions(),  # vLLM's other name of it
+    "openai-chat": Chats(),
+}

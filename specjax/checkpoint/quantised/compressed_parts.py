@@ -1,0 +1,61 @@
+"""The tensors that compressed-tensors stores for a matrix, as its config describes them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from specjax.checkpoint.quantised.described import Described, tensor
+from specjax.checkpoint.quantised.scaled import FLOAT8, num_blocks
+
+
+def stored_parts(
+    weights: Mapping[str, Any], kind: str | None, shape: tuple[int, ...], dtype: np.dtype
+) -> dict[str, Described] | None:
+    """Return the tensors by the ends of their names, without values.
+
+    None if the matrix does not suit the settings.
+
+    Args:
+        weights: the settings of the weights in a config group.
+        kind: the `format` of the group, or of the config.
+        shape: [..., O, I] of the matrix.
+        dtype: of the plain matrix.
+    """
+    bits, is_float = weights["num_bits"], weights["type"] == "float"
+    group, (num_out, num_in) = weights.get("group_size"), shape[-2:]
+    if is_float and bits == 4:
+        return _floats(shape, group)
+    count = num_in // group if weights["strategy"] == "group" else 1
+    if weights["strategy"] == "group" and num_in % group:
+        return None
+    sizes = {"tensor": (1,), "channel": (num_out, 1), "group": (num_out, count)}
+    if is_float or (bits == 8 and kind != "pack-quantized"):
+        numbers = tensor(FLOAT8 if is_float else np.int8, *shape)
+        if weights["strategy"] == "block":
+            scales = num_blocks(shape, tuple(weights["block_structure"]))
+        else:
+            scales = *shape[:-2], *sizes[weights["strategy"]]
+        return {"": numbers, "_scale": tensor(dtype, *scales)}
+    if len(shape) != 2:
+        return None
+    made = {
+        "_packed": tensor(np.int32, num_out, -(-num_in * bits // 32)),
+        "_scale": tensor(dtype, *sizes[weights["strategy"]]),
+        "_shape": tensor(np.int64, values=shape),
+    }
+    if not weights.get("symmetric", True):
+        made["_zero_point"] = tensor(np.int32, -(-num_out * bits // 32), count)
+    return made
+
+
+def _floats(shape: tuple[int, ...], group: int) -> dict[str, Described] | None:
+    """Return the tensors of 4-bit floats: NVFP4 if groups have 16 inputs, else MXFP4."""
+    if len(shape) != 2 or shape[1] % group:
+        return None
+    num_out, num_in = shape
+    packed = tensor(np.uint8, num_out, num_in // 2)
+    if group != 16:
+        return {"_packed": packed, "_scale": tensor(np.uint8, num_out, num_in // group)}
+    scales = tensor(FLOAT8, num_out, num_in // group)
+    return {"_packed": packed, "_scale": scales, "_global_scale": tensor(np.float32, 1)}

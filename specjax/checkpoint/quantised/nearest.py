@@ -1,0 +1,54 @@
+"""The nearest quantised numbers of weights, and their scales."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.quantised.bits import Bits
+
+
+def nearest(
+    weights: jax.Array, block: tuple[int, int], bits: Bits, scales_dtype: str = "float32"
+) -> tuple[jax.Array, jax.Array]:
+    """Return numbers [..., O, I] and scales [..., blocks of O, blocks of I] of weights [..., O, I].
+
+    A block of (rows, columns) gets the scale with which its largest weight is the largest number.
+    Weights are divided by their scale and rounded, as compressed-tensors does without calibration.
+    The numbers have the dtype of `bits`, or int8 if this is int4.
+    """
+    wide = in_blocks(weights.astype(jnp.float32), block)
+    scales = jnp.abs(wide).max(axis=(-3, -1)) / ((bits.largest - bits.least) / 2)
+    scales = scales.astype(scales_dtype)
+    scales = jnp.where(scales == 0, jnp.ones_like(scales), scales)
+    numbers = wide / scales.astype(jnp.float32)[..., :, None, :, None]
+    numbers = jnp.clip(numbers, bits.least, bits.largest)
+    if bits.dtype.startswith("int"):
+        numbers = jnp.round(numbers).astype("int8")
+    else:
+        numbers = numbers.astype(bits.dtype)
+    return from_blocks(numbers, weights.shape), scales
+
+
+def in_blocks(matrix: jax.Array, block: tuple[int, int]) -> jax.Array:
+    """Return a matrix [..., O, I] as [..., blocks of O, rows, blocks of I, columns].
+
+    The last blocks are padded with zeros.
+    """
+    *outer, num_out, num_in = matrix.shape
+    rows, columns = block
+    padding = [(0, 0)] * len(outer) + [(0, -num_out % rows), (0, -num_in % columns)]
+    padded = jnp.pad(matrix, padding)
+    return padded.reshape(*outer, -(-num_out // rows), rows, -(-num_in // columns), columns)
+
+
+def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undo `in_blocks`: return the matrix of this shape [..., O, I]."""
+    *outer, num_rows, rows, num_columns, columns = blocks.shape
+    matrix = blocks.reshape(*outer, num_rows * rows, num_columns * columns)
+    return matrix[..., : shape[-2], : shape[-1]]
+
+
+def relative_error(made: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the norm of `made` - `weights`, relative to the norm of `weights` (Frobenius)."""
+    wide = weights.astype(jnp.float32)
+    lost = jnp.sum((made.astype(jnp.float32) - wide) ** 2)
+    return jnp.sqrt(lost / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny))

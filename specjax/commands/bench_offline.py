@@ -1,0 +1,133 @@
+"""What `specjax bench latency` and `throughput` share: the engine, and what surrounds figures."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax.bench import provenance
+from specjax.bench.datasets.queries import Queries, Query, make_queries
+from specjax.bench.machine import CpuTime, Machine, Moment, load_now
+from specjax.bench.offline import BatchRun, Offline, RoundTimes, describe_speculation
+from specjax.bench.result import Details, Speculation, as_json, count_failures
+from specjax.bench.traffic.figures import distributions
+from specjax.checkpoint.writing import write_whole
+from specjax.commands.bench_reading import (
+    check_outputs,
+    read_dataset,
+    read_engine,
+    read_model,
+    read_sampling,
+    read_tokenizer,
+)
+from specjax.llm import LLM
+
+
+@dataclass(kw_only=True)
+class OfflineRun:
+    """A benchmark in this process: its options, and what is known so far.
+
+    Attributes:
+        lossless: the comparison with plain decoding; None until it was made.
+        plain: the times of plain steps; None until they were measured.
+    """
+
+    benchmark: str
+    args: argparse.Namespace
+    model: str
+    sampling: Mapping[str, Any]
+    options: Mapping[str, Any]
+    queries: Queries
+    load: float = field(default_factory=load_now)
+    start: Moment = field(default_factory=Moment.now)
+    lossless: dict[str, Any] | None = None
+    plain: RoundTimes | None = None
+    drafting: RoundTimes = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls, benchmark: str, args: argparse.Namespace, *, num_prompts: int, ignore_eos: bool
+    ) -> "OfflineRun":
+        """Read the arguments and the data set, before a model is loaded.
+
+        Raises:
+            ValueError: an option, the file of the data set, or a prompt cannot be used.
+        """
+        check_outputs(output_json=args.output_json)
+        model = read_model(args)
+        dataset = read_dataset(args, num_prompts)
+        sampling = read_sampling(args, ignore_eos=ignore_eos)
+        options = read_engine(args, model)
+        if args.verify_lossless and options["speculative_config"] is None:
+            raise ValueError("--verify-lossless goes with --drafter, which is missing")
+        queries = make_queries(dataset, read_tokenizer(model))
+        return cls(
+            benchmark=benchmark,
+            args=args,
+            model=model,
+            sampling=sampling,
+            options=options,
+            queries=queries,
+        )
+
+    @property
+    def prompts(self) -> Sequence[Query]:
+        """The prompts."""
+        return self.queries.queries
+
+    @contextmanager
+    def opened(self) -> Iterator[Offline]:
+        """Yield the engine."""
+        options: dict[str, Any] = {**self.options, "verbose": True}
+        with LLM(self.model, **options) as llm:
+            yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
+
+    def finish(self, offline: Offline, batch: BatchRun) -> None:
+        """Verify the outputs of `batch` if the user asked for it, and describe the machine."""
+        self.drafting = offline.round_times
+        if self.args.verify_lossless:
+            self.lossless, self.plain = offline.verify(self.prompts, batch)
+        self.environment = provenance.describe()
+
+    def speculation(self, batches: Sequence[BatchRun]) -> Speculation:
+        """Return what speculation did."""
+        config = self.options["speculative_config"]
+        rates = config.get("synthetic_acceptance_rates") if config else None
+        return describe_speculation(
+            batches,
+            source=config.get("method") if config else None,
+            drafting=self.drafting,
+            plain=self.plain,
+            synthetic_rates=rates,
+        )
+
+    def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
+        """Return the details of a result, without peers."""
+        num_gpus = len(self.environment.get("clocks", ()))
+        machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)
+        records = [record for batch in batches for record in batch.records]
+        return Details(
+            benchmark=self.benchmark,
+            settings={**vars(self.args), "model": self.model},
+            environment=self.environment,
+            machine={**vars(machine), "doubts": machine.doubts},
+            dataset=self.queries.as_json(),
+            rounds=[dict(one) for one in rounds],
+            distributions=distributions(records),
+            speculation=self.speculation(batches),
+            num_compiles=batches[-1].after.num_compiles_after_warmup
+            - batches[0].before.num_compiles_after_warmup,
+            failures=count_failures([one.error for one in records if one.error]),
+            lossless=self.lossless,
+        )
+
+    def write(self, top: Mapping[str, Any], details: Details, lines: Sequence[str]) -> None:
+        """Write and print a result. `lines` is its text."""
+        text = json.dumps(as_json(top, details), indent=2, default=str)
+        if self.args.output_json:
+            write_whole(Path(self.args.output_json).expanduser(), text + "\n")
+        print(text if self.args.json else "\n".join(lines), flush=True)

@@ -1,0 +1,354 @@
+"""Runs `specjax bench serve`.
+
+The client never runs in the process of a server: they would take turns on one interpreter lock, and
+the client would note times too late. So without --base-url, `specjax serve` is started like a peer.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import split
+from typing import Any
+
+from specjax.bench import provenance
+from specjax.bench.datasets.queries import DatasetSettings, Queries, Query, make_queries
+from specjax.bench.describe import (
+    closing_lines,
+    heading,
+    peer_lines,
+    row,
+    speculation_lines,
+    step_lines,
+)
+from specjax.bench.machine import CpuTime, Machine, Moment, load_now
+from specjax.bench.peers import SERVED_PEERS
+from specjax.bench.peers.peer import as_peer, compare_outputs
+from specjax.bench.peers.server import free_port, serving
+from specjax.bench.result import Details, Peer, as_json
+from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
+from specjax.bench.stages import stages
+from specjax.bench.traffic.drive import Traffic, drive
+from specjax.bench.traffic.endpoint import Endpoint
+from specjax.checkpoint.writing import write_whole
+from specjax.commands.bench_load import (
+    check_peers,
+    is_url,
+    read_fields,
+    read_form,
+    read_load,
+    read_models,
+    read_pairs,
+    result_path,
+    server_command,
+)
+from specjax.commands.bench_reading import (
+    check_outputs,
+    given_engine_options,
+    read_dataset,
+    read_model,
+    read_tokenizer,
+)
+
+SHOWN = {
+    "request_throughput": "requests/s",
+    "output_throughput": "output tokens/s",
+    "mean_ttft_ms": "mean TTFT (ms)",
+    "mean_tpot_ms": "mean TPOT (ms)",
+    "mean_itl_ms": "mean ITL (ms)",
+    "mean_e2el_ms": "mean E2EL (ms)",
+}
+TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+    "client_queue_time": "Client Queue Time",
+    "e2el_including_client_queue": "End-to-end Latency with Client Queue",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRun:
+    """The options of a run. `model` and `tokenizer` are checkpoints or names."""
+
+    args: argparse.Namespace
+    load: LoadSettings
+    model: str
+    tokenizer: str | None
+    queries: Queries
+    fields: Mapping[str, Any]
+    headers: Mapping[str, str]
+    metadata: Mapping[str, str]
+    path: str | None
+
+    @property
+    def prompts(self) -> Sequence[Query]:
+        """The prompts."""
+        return self.queries.queries
+
+    def endpoint(self, url: str, model: str) -> Endpoint:
+        """Return an endpoint that gets this run's requests."""
+        return Endpoint(
+            base_url=url,
+            model=model,
+            form=read_form(self.args),
+            fields=self.fields,
+            headers=self.headers,
+        )
+
+    @contextmanager
+    def own_server(self) -> Iterator[Endpoint]:
+        """Yield the endpoint to measure, which is started unless the user gave its URL."""
+        args = self.args
+        if args.base_url is not None:
+            yield self.endpoint(args.base_url, self.model)
+            return
+        port = free_port()
+        command = server_command(args, self.model, port)
+        with serving(command, port, args.ready_check_timeout_sec) as url:
+            yield self.endpoint(url, self.model)
+
+    @contextmanager
+    def peer_server(self, name: str) -> Iterator[Endpoint]:
+        """Yield the endpoint of a peer, which is started unless it is a URL.
+
+        It gets no headers: they may hold the key of another server.
+        """
+        if is_url(name):
+            model = read_models(name, {}, option="--against")[0]["id"]
+            yield replace(self.endpoint(name, model), headers={})
+            return
+        port, args = free_port(), self.args
+        words = SERVED_PEERS[name].words(model=self.model, port=port, dtype=args.dtype)
+        words += split(args.peer_args)
+        with serving(words, port, args.ready_check_timeout_sec) as url:
+            yield replace(self.endpoint(url, self.model), headers={})
+
+    def run(self, endpoint: Endpoint) -> Traffic:
+        """Warm up, and send all requests."""
+        warm_up(self.load, endpoint, self.prompts)
+        with stages(len(self.prompts), show_progress=True) as begin:
+            return drive(
+                endpoint,
+                self.prompts,
+                self.load.arrivals,
+                max_concurrency=self.load.max_concurrency,
+                seed=self.load.seed,
+                on_end=lambda record: begin("requests"),
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark.
+
+    Return 1 if requests failed. After an interrupt, or if the server dies, report what was
+    measured.
+    """
+    asked, load = read(args), load_now()
+    with asked.own_server() as endpoint:
+        moment = Moment.now()
+        traffic = asked.run(endpoint)
+        machine = Machine.look(load, [CpuTime.since(moment)], num_gpus=0)
+        lossless = None
+        if args.verify_lossless and not (traffic.is_gone or traffic.is_interrupted):
+            lossless = verify(endpoint, asked.prompts, traffic)
+    figures = {
+        **head(
+            asked.load,
+            backend=args.backend,
+            label=args.label,
+            model=asked.model,
+            tokenizer=asked.tokenizer,
+            num_prompts=len(asked.prompts),
+            metadata=asked.metadata,
+        ),
+        **top(asked.load, traffic, args.save_detailed),
+    }
+    details = Details(
+        benchmark="serve",
+        settings={**vars(args), "model": asked.model, "header": list(asked.headers)},
+        environment=provenance.describe_client(),
+        machine={**vars(machine), "doubts": machine.doubts},
+        dataset=asked.queries.as_json(),
+        rounds=[{name: figures[name] for name in SHOWN if name in figures}],
+        lossless=lossless,
+    )
+    fill(details, asked.load, traffic)
+    if not details.is_interrupted:
+        details.peers = [measure_peer(asked, name, figures, traffic) for name in args.against]
+    write(asked, figures, details)
+    if traffic.is_interrupted:
+        raise KeyboardInterrupt
+    return 1 if details.failures else 0
+
+
+def measure_peer(asked: ServeRun, name: str, figures: Mapping[str, Any], traffic: Traffic) -> Peer:
+    """Send the same requests to a peer, and compare."""
+    with asked.peer_server(name) as endpoint:
+        found = asked.run(endpoint)
+    own = {key: figures[key] for key in figures if key not in ("num_prompts", "burstiness")}
+    theirs = top(asked.load, found, detailed=False)
+    outputs = compare_outputs(traffic.complete, found.complete)
+    return as_peer(name, None, own=own, figures=theirs, outputs=outputs)
+
+
+def read(args: argparse.Namespace) -> ServeRun:
+    """Read the arguments and the data set, and check endpoints, before anything runs.
+
+    Raises:
+        ValueError: an option, a file or an endpoint cannot be used.
+    """
+    load, dataset = read_load(args), read_dataset(args, args.num_prompts)
+    headers = read_pairs("--header", args.header)
+    metadata = read_pairs("--metadata", args.metadata)
+    form = read_form(args)
+    fields = read_fields(args, needs_tokens=args.verify_lossless or bool(args.against))
+    check_peers(args.against)
+    model, tokenizer = read_names(args, headers)
+    path = result_path(args, model)
+    check_outputs(output_json=args.output_json, result_filename=path)
+    queries = read_queries(args, dataset, tokenizer)
+    form.prompt(queries.queries[0])
+    return ServeRun(
+        args=args,
+        load=load,
+        model=model,
+        tokenizer=tokenizer,
+        queries=queries,
+        fields=fields,
+        headers=headers,
+        metadata=metadata,
+        path=path,
+    )
+
+
+def read_names(args: argparse.Namespace, headers: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return the model's name for requests, and the tokenizer's checkpoint, or None.
+
+    Raises:
+        ValueError: the endpoint is not there, or options contradict each other.
+    """
+    if args.base_url is None:
+        for name in "served_model_name", "tokenizer":
+            if getattr(args, name) is not None:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} goes with --base-url, the address of a server")
+        model = read_model(args)
+        if args.verify_lossless and args.drafter is None and args.speculative_config is None:
+            raise ValueError("--verify-lossless goes with --drafter, which is missing")
+        server_command(args, model, 0)
+        return model, None if args.skip_tokenizer_init else model
+    if given := given_engine_options(args):
+        raise ValueError(
+            f"{given[0]} is an option of the server at --base-url {args.base_url}; give it there"
+        )
+    Endpoint(base_url=args.base_url, model="", form=read_form(args))
+    models = read_models(args.base_url, headers)
+    if args.verify_lossless and models[0].get("owned_by") != "specjax":
+        raise ValueError(
+            f"--verify-lossless: {args.base_url} is not served by specjax serve, so it cannot "
+            "decode without drafts"
+        )
+    name = args.served_model_name or models[0]["id"]
+    tokenizer = None if args.skip_tokenizer_init else args.tokenizer or args.model or name
+    return name, tokenizer
+
+
+def read_queries(
+    args: argparse.Namespace, dataset: DatasetSettings, tokenizer: str | None
+) -> Queries:
+    """Return the prompts.
+
+    Raises:
+        ValueError: the tokenizer or the data set cannot be read.
+    """
+    loaded = None
+    if tokenizer is not None:
+        try:
+            loaded = read_tokenizer(tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; name it with --tokenizer, or --skip-tokenizer-init"
+            ) from error
+    if args.backend == "openai-chat":  # the server applies its template
+        queries = make_queries(replace(dataset, applies_template=False, template_kwargs={}), loaded)
+        return replace(queries, settings=dataset, template="the server's")
+    return make_queries(dataset, loaded)
+
+
+def write(asked: ServeRun, figures: Mapping[str, Any], details: Details) -> None:
+    """Write and print a result."""
+    args = asked.args
+    text = json.dumps(as_json(figures, details), indent=2, default=str)
+    for path in filter(None, (args.output_json, asked.path)):
+        write_whole(Path(path).expanduser(), text + "\n")
+    lines = describe(asked.load, figures, details, asked.model)
+    print(text if args.json else "\n".join(lines), flush=True)
+
+
+def describe(
+    load: LoadSettings, figures: Mapping[str, Any], details: Details, model: str
+) -> list[str]:
+    """Return the result as lines of text, in the form of `vllm bench serve`."""
+    rows = {
+        "Successful requests": figures["completed"],
+        "Failed requests": figures["failed"],
+        "Maximum request concurrency": load.max_concurrency,
+        "Request rate configured (RPS)": None
+        if figures["request_rate"] == "inf"
+        else load.arrivals.rate,
+        "Benchmark duration (s)": figures["duration"],
+        "Total input tokens": figures["total_input_tokens"],
+        "Total generated tokens": figures["total_output_tokens"],
+        "Request throughput (req/s)": figures["request_throughput"],
+        "Request goodput (req/s)": figures["request_goodput"],
+        "Output token throughput (tok/s)": figures["output_throughput"],
+        "Peak output token throughput (tok/s)": figures["max_output_tokens_per_s"],
+        "Peak concurrent requests": figures["max_concurrent_requests"],
+        "Total token throughput (tok/s)": figures["total_token_throughput"],
+    }
+    lines = [heading("Serving Benchmark Result", "=")]
+    lines += [row(name, value) for name, value in rows.items() if value is not None]
+    for name in load.times:
+        lines.append(heading(TITLES[name]))
+        short = name.upper()
+        lines += [
+            row(f"{kind.capitalize()} {short} (ms)", figures[f"{kind}_{name}_ms"])
+            for kind in ("mean", "median", "std")
+        ]
+        lines += [
+            row(f"P{p:g} {short} (ms)", figures[f"p{p:g}_{name}_ms"]) for p in load.percentiles
+        ]
+    return [*lines, *detail_lines(details), "=" * 50, *closing_lines(details, model)]
+
+
+def detail_lines(details: Details) -> list[str]:
+    """Return the lines about what vLLM does not report."""
+    lines = []
+    if (chunk := details.distributions["tokens_per_chunk"]) is not None:
+        lines += [heading("Tokens per Chunk"), row("Mean", chunk.mean), row("P90", chunk.p90)]
+    if (window := details.steady) is not None:
+        lines += [
+            heading("Steady Window"),
+            f"{window['begin']:.2f} s to {window['end']:.2f} s: {window['rule']}",
+            row("Output token throughput (tok/s)", window["output_throughput"]),
+            row("Running requests", window["mean_running"]),
+        ]
+    if (arrivals := details.arrivals) is not None and arrivals["p_value"] is not None:
+        lines += [
+            heading("Arrivals"),
+            row("P-value of the gaps, against their law", arrivals["p_value"]),
+            row("Mean lateness (ms)", arrivals["mean_late_ms"]),
+        ]
+    if (good := details.goodput) is not None:
+        lines.append(heading("Goodput"))
+        lines += [
+            row(f"Within {name} {good['limits_ms'][name]:g} ms (%)", 100 * share)
+            for name, share in good["share_by_limit"].items()
+        ]
+        lines.append(row("Within all (%)", 100 * good["share"]))
+    lines += [*speculation_lines(details.speculation), *step_lines(details.speculation)]
+    return [*lines, *peer_lines(details, SHOWN)]

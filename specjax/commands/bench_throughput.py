@@ -1,0 +1,107 @@
+"""Runs `specjax bench throughput`."""
+
+import argparse
+from contextlib import ExitStack
+
+from specjax.bench.describe import closing_lines, peer_lines, speculation_lines, step_lines
+from specjax.bench.offline import Offline
+from specjax.bench.peers import BATCH_PEERS
+from specjax.bench.peers.peer import Work
+from specjax.bench.peers.process import BatchPeer
+from specjax.bench.result import Details
+from specjax.bench.throughput import Rounds, measure, middle, of_rounds, peers_of
+from specjax.checkpoint.hub import resolve
+from specjax.checks import check_positive, did_you_mean
+from specjax.commands.bench_offline import OfflineRun
+
+SHOWN = {
+    "requests_per_second": "requests/s",
+    "output_tokens_per_second": "output tokens/s",
+    "tokens_per_second": "total tokens/s",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark. After an interrupt, show the results so far."""
+    check_positive(**{"--rounds": args.rounds})
+    peers = read_peers(args.against)
+    asked = OfflineRun.read(
+        "throughput", args, num_prompts=args.num_prompts, ignore_eos=args.ignore_eos
+    )
+    found, is_interrupted = Rounds(), False
+    with ExitStack() as stack:
+        offline = stack.enter_context(asked.opened())
+        work = work_of(asked, offline)
+        workers = {
+            name: stack.enter_context(peer.open(work, args.seed)) for name, peer in peers.items()
+        }
+        try:
+            measure(offline, asked.prompts, args.rounds, workers, found)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            if not found.batches:
+                raise
+        asked.finish(offline, found.batches[0])
+        rounds = of_rounds(found, asked.queries)
+        details = asked.details(found.batches, rounds)
+        details.is_interrupted = is_interrupted
+        details.peers = peers_of(found, workers, asked.queries)
+    top = {**middle(rounds), "model_id": asked.model}
+    asked.write(top, details, describe(top, details, asked.model))
+    if is_interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def read_peers(names: list[str]) -> dict[str, BatchPeer]:
+    """Return the peers by name.
+
+    Raises:
+        ValueError: there is no such peer here, it is not installed, or it is named twice.
+    """
+    peers: dict[str, BatchPeer] = {}
+    for name in names:
+        if name in peers:
+            raise ValueError(f"--against {name} is given twice")
+        if name not in BATCH_PEERS:
+            raise ValueError(
+                f"--against {name}: bench throughput runs against {', '.join(BATCH_PEERS)}, and "
+                f"bench serve against servers{did_you_mean(name, BATCH_PEERS)}"
+            )
+        peers[name] = BATCH_PEERS[name]
+        peers[name].check(name)
+    return peers
+
+
+def work_of(asked: OfflineRun, offline: Offline) -> Work:
+    """Return the prompts and the settings of the engine, for peers."""
+    config, llm = offline.llm.engine.config, offline.llm
+    return Work(
+        model=str(resolve(asked.model)),
+        prompts=[list(query.token_ids or ()) for query in asked.prompts],
+        output_lens=[query.output_len for query in asked.prompts],
+        batch_size=config.max_num_seqs,
+        dtype=str(config.dtype),
+        sampling=asked.sampling,
+        stop_ids=list(llm.request_maker.eos_ids),
+    )
+
+
+def describe(top: dict[str, float], details: Details, model: str) -> list[str]:
+    """Return the result as lines of text. The first three are vLLM's."""
+    rounds = [one["output_tokens_per_second"] for one in details.rounds]
+    output = top["output_tokens_per_second"]
+    data = details.dataset
+    num_prompt = round(data["num_requests"] * data["mean_prompt_len"])
+    return [
+        f"Throughput: {top['requests_per_second']:.2f} requests/s, "
+        f"{top['tokens_per_second']:.2f} total tokens/s, {output:.2f} output tokens/s",
+        f"Total num prompt tokens:  {num_prompt}",
+        f"Total num output tokens:  {round(top['total_num_tokens']) - num_prompt}",
+        f"the median round of {len(rounds)}; output tokens/s from {min(rounds):.2f} to "
+        f"{max(rounds):.2f}",
+        *speculation_lines(details.speculation),
+        *step_lines(details.speculation),
+        *peer_lines(details, SHOWN),
+        *closing_lines(details, model),
+    ]

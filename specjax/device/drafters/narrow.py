@@ -1,0 +1,84 @@
+"""Drafters with quantised weights, which change no output: only drafts are made with them."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from specjax.checkpoint.given import dotted
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.weights.narrow import narrow
+from specjax.device.weights.weight import Weight, is_weight
+
+_HEADS = {"lm_head", "lm_heads"}
+# Fields that stay plain: embeddings are not multiplied, and the others choose or weigh experts.
+_PLAIN = {"embedding", "router", "shared_gate"}
+_WHERE = "speculative_config"
+
+
+def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
+    """Return a drafter's parameters with projections quantised as `config` says.
+
+    An output head among them gets `head_dtype`; all other projections get `quantization`. `params`
+    may be shapes; the result then is shapes, too.
+
+    Raises:
+        ValueError: weights are to be quantised, but are quantised already.
+    """
+    chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
+    if not any(chosen.values()):
+        return params
+    named = [(dotted(path), x) for path, x in _weights(params)]
+    for name, value in chosen.items():
+        own = [(path, x) for path, x in named if _option_of(path) == name]
+        if value and own and all(x.numbers for _, x in own):
+            _refuse(name, value, own[0][0])
+    make = partial(_narrowed, chosen=chosen)
+    leaves = jax.tree.leaves(params)
+    is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    return jax.eval_shape(make, params) if is_shape else make(params)
+
+
+def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
+    """Return `params` with a quantised copy of the head that the drafter shares, if it shares one.
+
+    Raises:
+        ValueError: the shared head is quantised already, or the model has no head to copy.
+    """
+    value = config and config.head_dtype
+    if not value or any(_option_of(dotted(p)) == "head_dtype" for p, _ in _weights(params.drafter)):
+        return params
+    head = drafter.head_of(params)
+    if head.numbers:
+        _refuse("head_dtype", value, "the output head")
+    return params._replace(head=narrow(head, value))
+
+
+def _narrowed(params: Any, chosen: dict[str, str | None]) -> Any:
+    def of(path: Any, x: Any) -> Any:
+        option = _option_of(dotted(path)) if is_weight(x) and not x.numbers else None
+        value = option and chosen[option]
+        return narrow(x, value) if value else x
+
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_weight)
+
+
+def _weights(tree: Any) -> list[tuple[Any, Weight]]:
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_weight)
+    return [(path, x) for path, x in found if is_weight(x)]
+
+
+def _option_of(path: str) -> str | None:
+    """Return the option that quantises the weight at a path; None for one that stays plain."""
+    names = set(path.split("."))
+    if names & _HEADS:
+        return "head_dtype"
+    return None if names & _PLAIN else "quantization"
+
+
+def _refuse(name: str, value: str, what: str) -> None:
+    raise ValueError(
+        f"{_WHERE}.{name}={value!r}: {what} is quantised already, as the checkpoint stores it; "
+        "leave it out"
+    )

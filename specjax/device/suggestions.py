@@ -1,0 +1,66 @@
+"""Drafts from the host, which replace the drafter's if they fit the tokens that were accepted.
+
+The host plans a round before it knows the tokens of the round in flight. So it sends a path: the
+tokens that it expects from the first position that it does not know. The device, which knows all
+tokens, compares.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from specjax.device.edits import History
+from specjax.device.verification import Draft
+from specjax.device.vocabulary import Vocabulary
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Suggestions:
+    """A path of expected tokens for each of B requests."""
+
+    starts: Int32[jax.Array, "B"]  # position of the path's first token
+    tokens: Int32[jax.Array, "B W"]  # padded with -1
+
+    @classmethod
+    def padding(cls, width: int) -> "Suggestions | None":
+        """Return one row without a path, as NumPy arrays. None if no path has a token."""
+        if not width:
+            return None
+        empty: Any = np.zeros(1, np.int32), np.full((1, width), -1, np.int32)
+        return cls(*empty)
+
+
+def replace_drafts(
+    draft: Draft, suggestions: Suggestions, history: History, vocabulary: Vocabulary
+) -> Draft:
+    """Return `draft` with the drafts of each path that continues the request's tokens.
+
+    The path's first tokens, up to the request's last token, must equal the request's tokens; the
+    next tokens are the drafts. A path's drafts are certain: their distributions are one-hot.
+    """
+    k, width = draft.tokens.shape[1], suggestions.tokens.shape[1]
+    if not k:
+        return draft
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    places = suggestions.starts[:, None] + column
+    known = jnp.take_along_axis(history.tokens, places, axis=1, mode="clip")
+    is_past = places < history.lengths[:, None]
+    agrees = jnp.all(~is_past | (known == suggestions.tokens), axis=1)
+    num_past = history.lengths - suggestions.starts
+    next_places = num_past[:, None] + jnp.arange(k, dtype=jnp.int32)[None]
+    is_inside = (next_places >= 0) & (next_places < width)
+    tokens = jnp.take_along_axis(suggestions.tokens, next_places, axis=1, mode="clip")
+    counts = jnp.where(is_inside & (tokens >= 0), 1, 0).sum(axis=1, dtype=jnp.int32)
+    is_used = agrees & (counts > 0)
+    tokens = jnp.maximum(jnp.where(is_used[:, None], tokens, draft.tokens), 0)
+    probs = draft.probs
+    if probs is not None:
+        certain = vocabulary.one_hot(tokens, probs.shape[-1]).astype(probs.dtype)
+        probs = jnp.where(is_used[:, None, None], certain, probs)
+    others = jnp.full_like(counts, k) if draft.counts is None else draft.counts
+    return Draft(tokens, probs, jnp.where(is_used, counts, others))

@@ -1,0 +1,73 @@
+"""Quantised weights that are divided over devices, in the forms in which checkpoints store them.
+
+Each device has a smaller quantised weight, made of the parts of tensors that it takes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.checkpoint.division import DividedSpec
+from specjax.checkpoint.quantised.parts import part_of
+from specjax.checkpoint.spec import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedParts(DividedSpec):
+    """The `DividedSpec` of an array of a quantised weight.
+
+    `local` reads the array of a device from the parts of quantised tensors. Its tensor names are
+    the places of these tensors.
+    """
+
+    def read(self, find: Callable[[str], Any]) -> list[Any]:
+        """Return the quantised tensors. `parts` reads what each device takes of them."""
+        return [find(name) for name in self.names]
+
+    read_partly = read
+
+    def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
+        """See `DividedSpec`.
+
+        A device that fills up its experts repeats the first one: no row goes to these experts.
+        """
+        taken = self.taken[device] if self.taken else range(len(tensors))
+        found = {
+            name: part_of(tensors[i or 0], self.tensor_cuts[i or 0], device)
+            for name, i in zip(self.local.names, taken, strict=True)
+        }
+        return [np.asarray(x) for x in self.local.read(found.__getitem__)]
+
+
+def divided_as_stored(
+    x: Any, found: Sequence[Any], make: Callable[[Any, Sequence[Any]], Any]
+) -> Any:
+    """Return the divided weight `x` in the form in which its tensors `found` are stored.
+
+    `make` returns the specs of a whole weight in its stored form; see `stored.STORED`.
+    """
+    spec: DividedSpec = x.values
+    names = tuple(map(str, range(len(spec.local.names))))
+    local = replace(x, values=replace(spec.local, names=names))
+    taken = spec.taken[0] if spec.taken else range(len(names))
+    parts = [part_of(found[i or 0], spec.tensor_cuts[i or 0], 0) for i in taken]
+    whole = {one.name: getattr(spec, one.name) for one in fields(TensorSpec)}
+
+    def divided(one: TensorSpec) -> DividedSpec:
+        at = range(len(spec.names)) if spec.taken else list(map(int, one.names))
+        given = {name: tuple(whole[name][i] for i in at) for name in ("names", "file_shapes")}
+        if spec.interleaved:
+            given["interleaved"] = tuple(spec.interleaved[i] for i in at)
+        is_plain = parts[int(one.names[0])] is None
+        return (DividedSpec if is_plain else DividedParts)(
+            **(whole | given | {"dtype": one.dtype}),
+            local=one,
+            tensor_cuts=tuple(spec.tensor_cuts[i] for i in at),
+            num_devices=spec.num_devices,
+            taken=spec.taken,
+        )
+
+    return jax.tree.map(divided, make(local, parts))

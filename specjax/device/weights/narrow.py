@@ -1,0 +1,74 @@
+"""Quantises plain weights that are in memory already."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.packed_matmul import FourBits
+from specjax.checkpoint.quantised.bits import BITS, Bits
+from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.matrix import Dense
+from specjax.device.weights.packed import Packed
+from specjax.device.weights.scaled import Scaled
+from specjax.device.weights.scaled_experts import ScaledExperts
+from specjax.device.weights.table import Table
+from specjax.device.weights.weight import Weight
+
+
+def narrow(x: Weight, quantization: str) -> Weight:
+    """Return the weight `x`, rounded to the numbers of `quantization`, a key of `BITS`.
+
+    Matrices get a scale per output, and 4-bit numbers a scale per output and group of inputs. A
+    table is used as an output head. A weight without a form with such numbers is unchanged.
+    """
+    make = _FORMS.get(type(x))
+    form = None if make is None else make(x, BITS[quantization])
+    return x if form is None else _quantise(form, x)
+
+
+def _quantise(form: Weight, x: Weight) -> Weight:
+    """Return `x` in the form of `form`, a weight with shapes in the places of its arrays."""
+    shapes, tree = jax.tree.flatten(form)
+    return jax.jit(lambda plain: jax.tree.unflatten(tree, shapes).quantise(plain))(x)
+
+
+def _matrix(x: Dense | Table, bits: Bits) -> Weight | None:
+    num_out, num_in = jax.eval_shape(lambda one: one.by_output, x).shape
+    shape = jax.ShapeDtypeStruct
+    if bits.group is None:
+        scales: Any = shape((num_out, 1), jnp.float32)
+        values: Any = shape((num_out, num_in), bits.dtype)
+        return Scaled(values, scales=scales, block=(1, num_in))
+    if num_in % bits.group:
+        return None
+    form = FourBits(bits.group)
+    values = shape((num_out, form.width(num_in)), jnp.uint8)
+    scales = shape((form.num_groups(num_in), num_out), x.values.dtype)
+    others: Any = {"zeros": None, "factors": None, "order": None}
+    return Packed(values, scales=scales, **others, num_in=num_in, form=form)
+
+
+def _merged(x: Dense, bits: Bits) -> Weight | None:
+    form: Any = _matrix(x, bits)
+    return form and replace(form, parts=x.parts)
+
+
+def _experts(x: ExpertMatrices, bits: Bits) -> Weight | None:
+    if bits.group is not None:
+        return None
+    num_experts, num_in, num_out = x.values.shape
+    values: Any = jax.ShapeDtypeStruct((num_experts, num_out, num_in), bits.dtype)
+    scales: Any = jax.ShapeDtypeStruct((num_experts, num_out, 1), jnp.float32)
+    return ScaledExperts(values, scales=scales, block=(1, num_in))
+
+
+# By class of plain weights: a function that returns the form with quantised numbers; None if there
+# is none.
+_FORMS: dict[type, Callable[[Any, Bits], Weight | None]] = {
+    Dense: _merged,
+    Table: _matrix,
+    ExpertMatrices: _experts,
+}

@@ -1,0 +1,188 @@
+"""Sources of drafts on the host: texts in which a request's next tokens may already be written."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from specjax.config import SpeculativeConfig
+from specjax.host.drafts.text_index import (
+    NOTHING,
+    Continuation,
+    RecentTexts,
+    SuffixLimits,
+    TextIndex,
+)
+from specjax.host.sequence import Sequence as Sample
+
+MAX_OUTPUT_TOKENS = 1_000_000  # of earlier outputs; a token takes about 350 bytes
+MAX_NEW_TOKENS = 2048  # tokens that a step adds to the indexes of its requests
+
+
+class Source(Protocol):
+    """A source of drafts on the host."""
+
+    @property
+    def name(self) -> str:
+        """The name by which metrics count the source's drafts."""
+        ...
+
+    def begin_step(self) -> None:
+        """Note that the drafts of another round follow."""
+        ...
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """Return `count` drafts or fewer for a sample, after `num_in_flight` expected tokens."""
+        ...
+
+    def finish(self, sample: Sample) -> None:
+        """Learn from a finished sample."""
+        ...
+
+
+class OwnText:
+    """The sample's own prompt and output."""
+
+    name = "suffix"
+
+    def __init__(self, limits: SuffixLimits):
+        self._limits = limits
+        self._indexes: WeakKeyDictionary[Sample, TextIndex] = WeakKeyDictionary()
+        self._room = MAX_NEW_TOKENS
+
+    def begin_step(self) -> None:
+        """See `Source`."""
+        self._room = MAX_NEW_TOKENS
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """See `Source`. There are no drafts until all tokens of a long prompt are in the index."""
+        index = self._indexes.get(sample)
+        if index is None:
+            index = self._indexes[sample] = TextIndex()
+        tokens = sample.token_ids
+        new = tokens[len(index) : len(index) + self._room]
+        if new:
+            index.extend(new)
+            self._room -= len(new)
+        if len(index) < len(tokens):
+            return NOTHING
+        return index.continuation(tokens, count, num_in_flight, self._limits)
+
+    def finish(self, sample: Sample) -> None:
+        """See `Source`."""
+        self._indexes.pop(sample, None)
+
+
+class _Texts:
+    """The base class of sources whose texts do not change with the steps."""
+
+    def __init__(self, limits: SuffixLimits):
+        self._limits = limits
+
+    def begin_step(self) -> None:
+        """See `Source`."""
+
+    def finish(self, sample: Sample) -> None:
+        """See `Source`."""
+
+    def _continue(
+        self, index: TextIndex, sample: Sample, num_in_flight: int, count: int
+    ) -> Continuation:
+        if not len(index):
+            return NOTHING
+        return index.continuation(sample.token_ids, count, num_in_flight, self._limits)
+
+
+class EarlierOutputs(_Texts):
+    """The outputs of the last requests, at most `max_requests`."""
+
+    name = "suffix"
+
+    def __init__(self, limits: SuffixLimits, max_requests: int):
+        super().__init__(limits)
+        self._max_requests = max_requests
+        self._index = RecentTexts(max_requests, MAX_OUTPUT_TOKENS)
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """See `Source`."""
+        return self._continue(self._index, sample, num_in_flight, count)
+
+    def finish(self, sample: Sample) -> None:
+        """See `Source`."""
+        if self._max_requests and sample.finish_reason in ("stop", "length"):
+            self._index.add(sample.output)
+
+
+class Corpora(_Texts):
+    """Texts that users add by name."""
+
+    name = "corpus"
+
+    def __init__(self, limits: SuffixLimits):
+        super().__init__(limits)
+        self._corpora: dict[str, list[list[int]]] = {}
+        self._index = TextIndex()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the corpora, in the order in which they were added."""
+        return list(self._corpora)
+
+    def add(self, name: str, texts: list[list[int]]) -> None:
+        """Add a corpus of texts, which are lists of token ids.
+
+        Raises:
+            ValueError: there is a corpus of this name.
+        """
+        if name in self._corpora:
+            raise ValueError(f"corpus {name!r} exists; remove_corpus it first, or name another")
+        self._corpora[name] = texts
+        for text in texts:
+            self._index.add(text)
+
+    def remove(self, name: str) -> None:
+        """Remove a corpus. The index of the others is built again.
+
+        Raises:
+            ValueError: there is no corpus of this name.
+        """
+        if name not in self._corpora:
+            raise ValueError(f"corpus {name!r} does not exist; there are {self.names}")
+        del self._corpora[name]
+        self._index = TextIndex()
+        for texts in self._corpora.values():
+            for text in texts:
+                self._index.add(text)
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """See `Source`."""
+        return self._continue(self._index, sample, num_in_flight, count)
+
+
+class References(_Texts):
+    """The texts that come with a request, `Request.references`."""
+
+    name = "history"
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """See `Source`."""
+        index = sample.request.references
+        if index is None:
+            return NOTHING
+        return self._continue(index, sample, num_in_flight, count)
+
+
+def suffix_sources(config: SpeculativeConfig) -> Sequence[Source]:
+    """Return the sources of suffix decoding.
+
+    Of equally good drafts, those of the first source are used.
+    """
+    limits = SuffixLimits(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )
+    outputs = EarlierOutputs(limits, config.suffix_decoding_max_cached_requests)
+    return OwnText(limits), References(limits), Corpora(limits), outputs
+
+
+SOURCES: dict[str, Callable[[SpeculativeConfig], Sequence[Source]]] = {"suffix": suffix_sources}

@@ -1,0 +1,34 @@
+"""Describes the load of the next round to the policy that chooses K."""
+
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+
+from specjax.host.sequence import Sequence
+from specjax.host.shapes import Shapes
+from specjax.host.speculation.policy import Policy
+from specjax.host.speculation.requests import ReadyRequests
+from specjax.host.speculation.rounds import DecodeLoad, SplitShape
+
+
+def load_of(
+    ready: SequenceOf[Sequence],
+    policy: Policy,
+    max_tokens: int,
+    shapes: Shapes,
+    splits: Collection[SplitShape] | None,
+) -> DecodeLoad:
+    """Return the load of a round of the sequences `ready`.
+
+    `max_tokens` is the step's token budget, and `shapes` are the shapes that are ready. `splits`
+    are the shapes of split rounds that are ready; None if the round may not be split.
+    """
+    if not policy.weighs_requests:
+        return DecodeLoad(len(ready), 0, max_tokens)
+    max_k, lengths = max(policy.choices), [len(sequence.token_ids) for sequence in ready]
+    requests = ReadyRequests(
+        [sequence.rank for sequence in ready],
+        [sequence.request.group for sequence in ready],
+        lengths,
+        [sequence.max_drafts(max_k, sequence.min_length) for sequence in ready],
+    )
+    return DecodeLoad(len(ready), sum(lengths), max_tokens, requests, splits, shapes.decode)

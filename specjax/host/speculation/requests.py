@@ -1,0 +1,135 @@
+"""Estimates the acceptance rates of each request, from its own drafts."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.host.speculation.acceptance import conditional
+from specjax.host.speculation.contexts import context_bucket
+
+PRIOR_WEIGHT = 8.0  # weight of the rates of similar requests, in drafts of the request
+MEMORY_ROUNDS = 100.0  # a request's counts are remembered for about this number of its rounds
+_ROOM = 64  # number of requests that are kept in addition to those that are ready
+
+
+class ReadyRequests(NamedTuple):
+    """What a policy may know of the requests that are ready to decode. All fields have n items.
+
+    Attributes:
+        keys: identify the requests over several rounds.
+        groups: see `Request.group`.
+        lengths: number of tokens, including the prompt.
+        limits: the maximum number of drafts of each request: the drafts that can become part of its
+            output, and no more than the request or the source of its drafts allows.
+    """
+
+    keys: Sequence[Hashable]
+    groups: Sequence[Hashable]
+    lengths: Sequence[int]
+    limits: Sequence[int]
+
+
+class RequestOutcomes(NamedTuple):
+    """The outcome of a round for each of its n requests.
+
+    Attributes:
+        keys: identify the requests, as in `ReadyRequests`.
+        num_drafts: number of usable drafts.
+        num_accepted: number of accepted drafts.
+    """
+
+    keys: Sequence[Hashable]
+    num_drafts: Sequence[int]
+    num_accepted: Sequence[int]
+
+
+class RequestRates:
+    """Counts accepted and verified drafts by request and position. Older drafts weigh less.
+
+    The rate of a request at a position is a mean of its counts and of a prior rate, which is
+    the rate of similar requests. So a new request has the prior rate.
+    """
+
+    def __init__(self, max_drafts: int):
+        self._max_drafts, self._positions = max_drafts, np.arange(max_drafts)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self._rows: dict[Hashable, int] = {}
+        self._accepted = np.zeros((0, self._max_drafts))
+        self._verified = np.zeros((0, self._max_drafts))
+
+    def rates(
+        self, requests: ReadyRequests, rates_of: Callable[[Hashable, int], Sequence[float]]
+    ) -> np.ndarray:
+        """Return the unconditional rates f64[n, K] of drafts 1..K of each request.
+
+        `rates_of` returns the rates of the requests of a group and of a bucket of lengths.
+        """
+        rows = self._find(requests.keys)
+        kinds: dict[tuple[Hashable, int], int] = {}
+        pairs = zip(requests.groups, map(context_bucket, requests.lengths), strict=True)
+        kind = [kinds.setdefault(pair, len(kinds)) for pair in pairs]
+        priors = np.array([conditional(rates_of(*pair)) for pair in kinds])
+        accepted = self._accepted[rows] + (PRIOR_WEIGHT * priors)[kind]
+        return (accepted / (self._verified[rows] + PRIOR_WEIGHT)).cumprod(axis=1)
+
+    @staticmethod
+    def sums(rates: Any, limits: Sequence[int] | None = None) -> np.ndarray:
+        """Return the expected number of accepted drafts f64[n, K+1] of 0..K drafts.
+
+        `rates` are unconditional, f64[n, K]. `limits` holds the maximum number of drafts of each
+        request; None for no limits.
+        """
+        rates = np.asarray(rates)
+        n, k = rates.shape
+        sums = np.zeros((n, k + 1))
+        np.cumsum(rates, axis=1, out=sums[:, 1:])
+        if limits is None or min(limits) >= k:
+            return sums
+        counts = np.minimum(np.arange(k + 1), np.array(limits)[:, None])
+        return np.take_along_axis(sums, counts, axis=1)
+
+    def observe(self, outcomes: RequestOutcomes) -> None:
+        """Count the outcomes of a round."""
+        rows = self._find(outcomes.keys)
+        num_drafts, num_accepted = np.array(outcomes[1:])[..., None]
+        keep = 1 - (num_drafts > 0) / MEMORY_ROUNDS
+        is_accepted = self._positions < num_accepted
+        is_verified = self._positions < np.minimum(num_accepted + 1, num_drafts)
+        self._accepted[rows] = keep * self._accepted[rows] + is_accepted
+        self._verified[rows] = keep * self._verified[rows] + is_verified
+
+    def fade(self, keys: Sequence[Hashable], factor: float) -> None:
+        """Multiply the weight of these requests' counts by `factor`."""
+        rows = self._find(keys)
+        self._accepted[rows] *= factor
+        self._verified[rows] *= factor
+
+    def _find(self, keys: Sequence[Hashable]) -> list[int]:
+        """Return the row of each request. New requests get empty rows."""
+        rows = [self._rows.get(key, -1) for key in keys]
+        if -1 in rows:
+            self._make_room(keys)
+            for key in keys:
+                self._rows.setdefault(key, len(self._rows))
+            rows = [self._rows[key] for key in keys]
+        return rows
+
+    def _make_room(self, keys: Sequence[Hashable]) -> None:
+        """Enlarge the arrays for the new ones among `keys`, or forget all requests but `keys`."""
+        needed = len(self._rows) + len(keys)
+        if needed <= len(self._accepted):
+            return
+        if needed > 2 * (len(keys) + _ROOM):
+            known = [key for key in dict.fromkeys(keys) if key in self._rows]
+            kept = [self._rows[key] for key in known]
+            self._rows = {key: row for row, key in enumerate(known)}
+        else:
+            kept = list(self._rows.values())
+        room = 2 * (len(keys) + _ROOM) - len(kept)
+        for name in "_accepted", "_verified":
+            array = getattr(self, name)[kept]
+            setattr(self, name, np.pad(array, ((0, room), (0, 0))))

@@ -1,0 +1,176 @@
+"""Splits rounds: the requests whose drafts are accepted most often draft, and the others do not.
+
+All requests of a round have the same number of rows, so a draft of one request costs the others a
+row, too. A split round has two parts: m requests draft K tokens, and the other requests run one row
+each. The target runs over all rows at once. Before the program for this is compiled, the two parts
+may run one after the other.
+
+    tokens = n + expected accepted drafts of the m requests with the most
+    ms     = time of m (K + 1) + (n - m) rows, and of K drafts for m requests
+
+A time is not known before the split round has run. It is estimated as the time of a round of all
+requests with as many rows, corrected for the drafter, whose K passes are not spread over the
+requests. Served times correct this estimate, for each shape.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.host.speculation.requests import RequestRates
+from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitShape, SplitWish
+from specjax.host.speculation.step_cost import StepCost
+
+EVERY = 16  # rounds between two choices of a split
+MIN_GAIN = 0.02  # fraction of goodput by which a split must be better than no split
+FADE = 0.97  # with each choice, the counts of requests that do not draft are multiplied by this
+MIN_SHARE = 1 / 16  # fraction of the requests that must draft in a split
+SETTLED = 8  # the correction of a shape is the mean over about this number of rounds
+
+
+class _Choice(NamedTuple):
+    shape: SplitShape
+    goodput: float
+
+
+class Splitter:
+    """Chooses how to split rounds, and learns the times of split rounds.
+
+    Attributes:
+        split: how to split the chosen round; None without a split.
+        wish: see `SplitWish`; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.split: Split | None = None
+        self.wish: SplitWish | None = None
+        self._corrections: dict[SplitShape, tuple[int, float]] = {}  # rounds, mean log ratio
+        self._chosen: _Choice | None = None
+        self._num_rounds = 0  # until the next choice
+
+    def clear(self) -> None:
+        """Forget what was chosen for the last round."""
+        self.split = self.wish = None
+
+    def choose(
+        self,
+        load: DecodeLoad,
+        gains: Any,
+        unsplit: tuple[float, float],
+        cost: StepCost,
+        chunk_ms: float,
+        rates: RequestRates,
+    ) -> Split | None:
+        """Set and return `split`, and set `wish`.
+
+        Args:
+            gains: expected number of accepted drafts f64[n, K+1], by request and number of drafts.
+            unsplit: milliseconds and goodput of the best round without a split.
+            chunk_ms: milliseconds of a step in addition to its round.
+            rates: counts of requests. Old counts of requests that do not draft lose weight.
+        """
+        requests, chosen = load.requests, self._chosen
+        assert requests is not None
+        others = 0 if chosen is None else load.num_sequences - chosen.shape.drafting
+        has_changed = chosen is not None and (
+            others <= 0 or cost.padded(others) != chosen.shape.others
+        )
+        self._num_rounds -= 1
+        is_due = self._num_rounds <= 0 or has_changed
+        if is_due:
+            self._num_rounds = EVERY
+            self._choose(load, gains, unsplit, cost, chunk_ms)
+        if (chosen := self._chosen) is None:
+            return None
+        order = _order(gains, chosen.shape.k).tolist()
+        self.split = Split(chosen.shape, order[: chosen.shape.drafting])
+        if is_due:
+            rest = order[chosen.shape.drafting :]
+            rates.fade([requests.keys[i] for i in rest], FADE)
+        return self.split
+
+    def observe(self, outcome: Round, cost: StepCost) -> None:
+        """Learn from the time of a split round that ran as one program."""
+        if outcome.ms is None:
+            return
+        shape = SplitShape(outcome.batch, outcome.k, outcome.others)
+        context = cost.context_ms(shape.k, outcome.num_context)
+        context += cost.context_ms(0, outcome.others_context)
+        expected = split_ms(cost, shape) + context
+        count, level = self._corrections.get(shape, (0, 0.0))
+        count = min(count + 1, SETTLED)
+        level += (math.log(outcome.ms / expected) - level) / count
+        self._corrections[shape] = count, level
+
+    def _choose(
+        self,
+        load: DecodeLoad,
+        gains: Any,
+        unsplit: tuple[float, float],
+        cost: StepCost,
+        chunk_ms: float,
+    ) -> None:
+        """Choose the split of the next rounds, and set `wish`."""
+        requests, splits = load.requests, load.splits
+        assert requests is not None and splits is not None
+        had, self._chosen = self._chosen, None
+        least = unsplit[1] * (1 if had else 1 + MIN_GAIN)
+        n, table = load.num_sequences, np.array(cost.table)
+        lengths = np.array(requests.lengths)
+        found: list[_Choice] = []
+        wished: list[_Choice] = []
+        for k in filter(None, cost.ks):
+            order = _order(gains, k)
+            accepted, context = np.cumsum(gains[order, k]), np.cumsum(lengths[order])
+            for m in cost.batches:
+                if not MIN_SHARE * n <= m < n:
+                    continue
+                if load.max_tokens is not None and m * k + n > load.max_tokens:
+                    continue
+                shape = SplitShape(m, k, cost.padded(n - m))
+                others_context = context[-1] - context[m - 1]
+                added = cost.context_ms(k, context[m - 1]) + cost.context_ms(0, others_context)
+                tokens = n + accepted[m - 1]
+                whole, apart = (
+                    _Choice(shape, float(tokens / (time + added + chunk_ms)))
+                    for time in self._times(cost, table, shape)
+                )
+                (found if shape in splits else wished).append(whole)
+                if (m, k) in load.shapes and (shape.others, 0) in load.shapes:
+                    found.append(apart)
+        best = max(found, key=lambda one: one.goodput, default=None)
+        if best is not None and best.goodput > least:
+            self._chosen = best
+        reached = max(unsplit[1] * (1 + MIN_GAIN), self._chosen.goodput if self._chosen else 0.0)
+        best = max(wished, key=lambda one: one.goodput, default=None)
+        if best is not None and best.goodput > reached:
+            self.wish = SplitWish(best.shape, 1 - reached / best.goodput)
+
+    def _times(self, cost: StepCost, table: Any, shape: SplitShape) -> tuple[float, float]:
+        """Return the milliseconds of a split round as one program, and as two programs."""
+        _, level = self._corrections.get(shape, (0, 0.0))
+        column = cost.ks.index(shape.k)
+        apart = table[cost.batches.index(shape.drafting), column]
+        apart += table[cost.batches.index(shape.others), cost.ks.index(0)]
+        return split_ms(cost, shape, table) * math.exp(level), apart
+
+
+def _order(gains: Any, k: int) -> Any:
+    """Return the indices of requests, those with the most accepted drafts first."""
+    return np.argsort(-gains[:, k], kind="stable")
+
+
+def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
+    """Return the estimated milliseconds of a split round without context, as one program.
+
+    `table` is `cost.table` as an array; it is computed if it is None.
+    """
+    table = np.array(cost.table) if table is None else table
+    num_requests = shape.drafting + shape.others
+    mean_k = shape.drafting * shape.k / num_requests
+    columns = [np.interp(num_requests, cost.batches, column) for column in table.T]
+    ms = float(np.interp(mean_k, cost.ks, columns)) * max(1.0, num_requests / cost.batches[-1])
+    few, column, zero = table[0], cost.ks.index(shape.k), cost.ks.index(0)
+    of_a_pass = max(0.0, few[column] - few[zero]) / shape.k
+    return ms + (shape.k - mean_k) * of_a_pass

@@ -1,0 +1,120 @@
+"""The methods of drafting, their options, and the sources of drafts on the host."""
+
+from typing import Any, NamedTuple
+
+from specjax.checks import check_count, check_positive, is_number
+
+# A placeholder for a drafter's checkpoint, for reports that need only the drafter's shapes.
+OWN_SHAPE = "a head of the model's own shape, without weights"
+SOURCES = ("suffix",)  # sources of drafts on the host
+
+
+class Method(NamedTuple):
+    """The properties of a drafting method.
+
+    Attributes:
+        needs_model: whether the method needs a separate checkpoint.
+        has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
+        needs_shape: whether reports may use OWN_SHAPE (a head without weights) as the checkpoint.
+        options: fields of `SpeculativeConfig` that only this method takes.
+        sources: sources of drafts on the host that the method includes.
+        takes_sources: whether other drafts than the drafter's own may be accepted.
+        drafter: name of the drafts that the device makes, if it is not the method's.
+    """
+
+    needs_model: bool = True
+    has_weights: bool = True
+    needs_shape: bool = False
+    options: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    takes_sources: bool = True
+    drafter: str | None = None
+
+
+SUFFIX_OPTIONS = (
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
+METHODS = {
+    "eagle": Method(needs_shape=True),
+    "eagle3": Method(),
+    "mtp": Method(needs_model=False),
+    "dflash": Method(),
+    "p_eagle": Method(),
+    "draft_model": Method(takes_sources=False),
+    "medusa": Method(),
+    "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
+    "suffix": Method(False, False, options=SUFFIX_OPTIONS, sources=("suffix",), drafter="ngram"),
+}
+OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs_model)
+
+
+def check_sources(config: Any) -> dict[str, Any]:
+    """Check the fields of a `SpeculativeConfig` that concern drafts from text.
+
+    Return fields whose values follow from others.
+
+    Raises:
+        ValueError: a field is of the wrong type or outside of its range, or goes with another
+            method.
+    """
+    method, where = METHODS[config.method], "speculative_config"
+    sources = config.sources
+    free = [name for name in SOURCES if name not in method.sources]
+    is_list = isinstance(sources, list | tuple) and len(set(map(str, sources))) == len(sources)
+    if not is_list or not all(name in free for name in sources):
+        listed = f"a list of {', '.join(free)}, each once" if free else "left out"
+        raise ValueError(
+            f"{where}.with={sources!r} must be {listed}, with method={config.method!r}"
+        )
+    if sources and not method.takes_sources:
+        raise ValueError(
+            f"{where}.with={sources!r}: a draft model keeps its own drafts in its cache, so all "
+            f"drafts must be its own; leave it out, or use another method than {config.method!r}"
+        )
+    defaults = type(config).__dataclass_fields__
+    for name, needs in METHODS.items():
+        given = [one for one in needs.options if getattr(config, one) != defaults[one].default]
+        if given and name not in (config.method, *sources):
+            raise ValueError(f"{where}.{given[0]} goes with method={name!r}, not {config.method!r}")
+    if config.model is not None and not method.has_weights:
+        raise ValueError(
+            f"{where}.model={config.model!r}: method={config.method!r} has no checkpoint; leave it "
+            "out"
+        )
+    _check_suffix(*(getattr(config, name) for name in SUFFIX_OPTIONS))
+    if "prompt_lookup_min" not in method.options:
+        return {}
+    bounds = _lookup_bounds(config.prompt_lookup_min, config.prompt_lookup_max)
+    return dict(zip(method.options, bounds, strict=True))
+
+
+def _lookup_bounds(shortest: Any, longest: Any) -> tuple[int, int]:
+    """Return the shortest and the longest match of method "ngram", in tokens.
+
+    If only one of them is given, the other gets the same value, as in vLLM.
+    """
+    where = "speculative_config.prompt_lookup"
+    named = {f"{where}_min": shortest, f"{where}_max": longest}
+    check_positive(**{name: value for name, value in named.items() if value is not None})
+    if shortest is None and longest is None:
+        return 2, 5
+    low = longest if shortest is None else shortest
+    high = shortest if longest is None else longest
+    if low > high:
+        raise ValueError(
+            f"{where}_min={low} exceeds {where}_max={high}; lower the one or raise the other"
+        )
+    return low, high
+
+
+def _check_suffix(depth: Any, cached_requests: Any, factor: Any, min_prob: Any) -> None:
+    where = "speculative_config.suffix_decoding"
+    check_positive(**{f"{where}_max_tree_depth": depth})
+    check_count(**{f"{where}_max_cached_requests": cached_requests})
+    if not is_number(factor) or not factor > 0:
+        raise ValueError(f"{where}_max_spec_factor={factor!r} must be a positive number")
+    if not is_number(min_prob) or not 0 <= min_prob <= 1:
+        raise ValueError(f"{where}_min_token_prob={min_prob!r} must be in 0..1")

@@ -1,0 +1,226 @@
+"""Quantises the new weights of an engine whose weights are quantised.
+
+A trainer gives plain weights. Each quantised weight of the engine is made of one plain weight: its
+numbers and scales get the form and the dtypes that the engine has loaded.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from specjax.checkpoint.given import dotted
+from specjax.checkpoint.quantised.nearest import relative_error
+from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.placement import is_divided
+from specjax.device.weights.weight import Weight, is_weight
+from specjax.engine.log import get_log
+
+
+class Source(Protocol):
+    """Builds one of the engine's arrays from arrays of an update."""
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The arrays of the update."""
+        ...
+
+    @property
+    def rounding(self) -> tuple[str, jax.Array] | None:
+        """The name and relative error of a weight that was quantised. None otherwise."""
+        ...
+
+    def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        """Build the engine's array in new memory, with this dtype and sharding."""
+        ...
+
+
+@dataclass(eq=False)
+class Quantising:
+    """A quantised weight of the engine, and the plain weight that it is made from.
+
+    In `plain`, a `Source` takes the place of the array. In `form`, shapes take the places of all
+    arrays but those of integers i32, which stay.
+    """
+
+    name: str  # the weight's path in the engine's tree
+    plain: Weight
+    form: Weight
+    is_divided: bool  # whether arrays have one more axis, over devices
+    error: jax.Array | None = None  # relative to the plain weight; None before it is made
+    _made: dict[int, jax.Array] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[Source | None]:
+        """The sources of the weight's arrays; None for arrays that stay."""
+        leaves = jax.tree.leaves(self.form)
+        return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
+
+    def make(self, number: int, sharding: Sharding) -> jax.Array:
+        """Return array `number`. The first array makes all of them, the others follow in order."""
+        leaves, tree = jax.tree.flatten(self.form)
+        if number == 0:
+            source: Any = self.plain.values
+            dtypes = {np.dtype(x.dtype) for x in source.parts}
+            is_short = len(dtypes) == 1 and all(one.itemsize == 2 for one in dtypes)
+            dtype = dtypes.pop() if is_short else np.dtype(np.float32)
+            plain = replace(self.plain, values=source.copy(dtype, sharding))  # pyright: ignore
+            shapes = tuple(None if _stays(x) else x for x in leaves)
+            kept = [x for x in leaves if _stays(x)]
+            made, self.error = _quantiser(tree, shapes, self.is_divided)(plain, kept)
+            self._made = {i: x for i, x in enumerate(made) if shapes[i] is not None}
+        return jax.device_put(self._made.pop(number), sharding)
+
+
+@dataclass(eq=False, frozen=True)
+class QuantisedArray:
+    """One array of a quantised weight. See `Source`."""
+
+    weight: Quantising
+    number: int
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """See `Source`. The first array of a weight has the parts of all."""
+        source: Any = self.weight.plain.values
+        return () if self.number else source.parts
+
+    @property
+    def rounding(self) -> tuple[str, jax.Array] | None:
+        """See `Source`."""
+        error = self.weight.error
+        return None if self.number or error is None else (self.weight.name, error)
+
+    def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        """See `Source`."""
+        return self.weight.make(self.number, sharding)
+
+
+def plain_shapes(current: Any) -> Any:
+    """Return the engine's tree `current`, with shapes f32 of plain weights for quantised weights.
+
+    Other weights and arrays are unchanged.
+    """
+
+    def of(x: Any) -> Any:
+        if not _is_quantised(x):
+            return x
+        make = _plain if not _is_divided(x) else jax.vmap(_plain)
+        return jax.eval_shape(make, x)
+
+    return jax.tree.map(of, current, is_leaf=is_weight)
+
+
+def quantising(sources: Any, current: Any) -> list[Source | None]:
+    """Return the source of each array of the engine's tree `current`; None for arrays that stay.
+
+    `sources` is a tree like the result of `plain_shapes`, with a `Source` for each array.
+    """
+    given = jax.tree.leaves(sources, is_leaf=is_weight)
+    found = jax.tree_util.tree_leaves_with_path(current, is_leaf=is_weight)
+    made: list[Source | None] = []
+    for new, (path, old) in zip(given, found, strict=True):
+        made += sources_of(dotted(path), new, old) if _is_quantised(old) else jax.tree.leaves(new)
+    return made
+
+
+def sources_of(name: str, plain: Weight, old: Weight) -> list[Source | None]:
+    """Return the sources of a quantised weight's arrays. `old` is the engine's weight `name`."""
+    form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
+    return Quantising(name, plain, form, _is_divided(old)).sources
+
+
+def report_errors(sources: Iterable[Source | None], version: int, seconds: float) -> float | None:
+    """Log how many weights an update has quantised, and how exactly. Return the largest error.
+
+    Return None, without a line in the log, if no weight was quantised.
+    """
+    found = [source.rounding for source in sources if source is not None]
+    errors = {name: float(error) for name, error in filter(None, found)}
+    if not errors:
+        return None
+    worst = max(errors, key=errors.__getitem__)
+    get_log(verbose=True).info(
+        "weights of version %d: %d were quantised to the engine's formats, in an update of %.2f s; "
+        "the largest relative error is %.2f%%, of %s",
+        *(version, len(errors), seconds, 100 * errors[worst], worst),
+    )
+    return errors[worst]
+
+
+def all_sources(
+    params: Params,
+    drafter: Drafter,
+    target: Sequence[Source | None] | None,
+    own: Sequence[Source | None] | None,
+) -> list[Source | None]:
+    """Return the source of each array of an engine's `params`; None for arrays that stay.
+
+    `target` and `own` are as for `replace_weights`. The copy of an output head (`Params.head`) is
+    made again if the head is new.
+    """
+
+    def new(sources: Any, current: Any) -> tuple[list[Source | None], Any]:
+        leaves, tree = jax.tree.flatten(current)
+        return sources or [None] * len(leaves), sources and jax.tree.unflatten(tree, sources)
+
+    (first, of_target), (second, of_drafter) = new(target, params.target), new(own, params.drafter)
+    if params.head is None:
+        return [*first, *second]
+    head = drafter.head_of(Params(of_target, of_drafter))
+    num_arrays = len(jax.tree.leaves(params.head))
+    copied = sources_of("head", head, params.head) if head else [None] * num_arrays
+    return [*first, *second, *copied]
+
+
+def kinds_of(params: Any) -> str | None:
+    """Return the kinds of quantised numbers in a tree, such as "fp8, int4"; None if it has none."""
+    weights = filter(is_weight, jax.tree.leaves(params, is_leaf=is_weight))
+    return ", ".join(sorted({kind for one in weights for kind in one.numbers})) or None
+
+
+def _is_quantised(x: Any) -> bool:
+    return is_weight(x) and bool(x.numbers)
+
+
+def _plain(x: Weight) -> Weight:
+    return x.plain(np.float32)
+
+
+def _is_divided(x: Weight) -> bool:
+    return any(map(is_divided, jax.tree.leaves(x)))
+
+
+def _stays(leaf: Any) -> bool:
+    return leaf.dtype == np.int32
+
+
+@lru_cache(maxsize=32)  # each entry holds a compiled program; layers share it
+def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Any:
+    """Return a jitted function of a plain weight and the arrays that stay.
+
+    It returns the list of a quantised weight's arrays, and its relative error.
+    """
+
+    def local(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if is_divided else x
+
+    def quantise(plain: Any, kept: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        staying = iter(kept)
+        leaves = [next(staying) if x is None else local(x) for x in shapes]
+        new = jax.tree.unflatten(tree, leaves).quantise(plain)
+        error = relative_error(_plain(new).values, plain.values)
+        return jax.tree.leaves(new), error
+
+    if not is_divided:
+        return jax.jit(quantise)
+
+    def each(plain: Any, kept: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        made, errors = jax.vmap(quantise)(plain, kept)
+        return made, errors.max()
+
+    return jax.jit(each)

@@ -1,0 +1,55 @@
+"""Counts and times what a trainer does with the server: weight updates and pauses."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specjax.server.histogram import Histogram
+
+BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+WEIGHTS = ("target", "drafter")
+
+
+class Operations:
+    """What a trainer has done. It is changed only on the event loop.
+
+    Attributes:
+        durations: the seconds that doors took for weight updates, by the door's name. Refused and
+            failed calls are left out.
+        num_in_flight: calls of these doors that have not been answered.
+        num_updates: completed updates of the target's and of the drafter's weights.
+        num_pauses: how often the engine was paused.
+    """
+
+    def __init__(self):
+        self.durations: dict[str, Histogram] = {}
+        self.num_in_flight = self.num_pauses = 0
+        self.num_updates = Counter(dict.fromkeys(WEIGHTS, 0))
+        self._paused_seconds, self._paused_at = 0.0, 0.0  # 0: it is not paused
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time the call of a door. It counts if the block raises no error."""
+        self.num_in_flight += 1
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+        self.durations.setdefault(name, Histogram(BOUNDS)).observe(time.monotonic() - begun)
+
+    def pause(self) -> None:
+        """Begin a pause, unless it has begun."""
+        if not self._paused_at:
+            self._paused_at, self.num_pauses = time.monotonic(), self.num_pauses + 1
+
+    def resume(self) -> None:
+        """End the pause, if there is one."""
+        self._paused_seconds, self._paused_at = self.paused_seconds, 0.0
+
+    @property
+    def paused_seconds(self) -> float:
+        """The total time of all pauses, with the current one."""
+        now = time.monotonic() - self._paused_at if self._paused_at else 0.0
+        return self._paused_seconds + now

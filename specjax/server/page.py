@@ -1,0 +1,42 @@
+"""The page at /: a chat that shows which tokens were accepted drafts."""
+
+import base64
+import re
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+_FILE = Path(__file__).with_name("page.html")
+
+
+async def show_page(request: Request) -> Response:
+    """Answer / with the page, which is one file."""
+    text = _FILE.read_text(encoding="utf-8")
+    return Response(text, headers=_headers(text), media_type="text/html")
+
+
+@cache
+def _headers(text: str) -> dict[str, str]:
+    """Return headers by which a browser runs only the page's own script, and asks no other host."""
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash(text, "script"),
+        "style-src": _hash(text, "style"),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        **dict.fromkeys(("base-uri", "form-action", "frame-ancestors"), "'none'"),
+    }
+    return {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+def _hash(text: str, element: str) -> str:
+    """Return the hash of the text in an element, as a policy names it."""
+    (content,) = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    return f"'sha256-{base64.b64encode(sha256(content.encode()).digest()).decode()}'"

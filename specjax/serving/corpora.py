@@ -1,0 +1,98 @@
+"""Corpora: texts that an engine drafts from, added and removed while it runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.checks import is_integer
+from specjax.host.drafts.sources import Corpora
+from specjax.text.tokenizer import ChatTokenizer
+
+
+def read_corpus(
+    name: str, texts: Any, tokenizer: ChatTokenizer | None, vocab_size: int
+) -> list[list[int]]:
+    """Return the texts of a corpus as lists of token ids.
+
+    Raises:
+        ValueError: `texts` is not a list of texts or of lists of token ids, a token id is not in
+            the vocabulary, or a text is given without a tokenizer.
+    """
+    where = f"corpus {name!r}"
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}: its name must be a text")
+    if isinstance(texts, str | bytes) or not isinstance(texts, Sequence) or not texts:
+        raise ValueError(f"{where}: texts={texts!r:.60} must be a list of texts or of token ids")
+    return [
+        _tokens_of(f"{where}, text {i}", text, tokenizer, vocab_size)
+        for i, text in enumerate(texts)
+    ]
+
+
+def corpora_of(engine: Any) -> list[Corpora]:
+    """Return the corpora of each replica of an engine.
+
+    Raises:
+        ValueError: the engine does not draft from texts.
+    """
+    found = [one.scheduler.suggester.named(Corpora.name) for one in engine.engines]
+    if None in found:
+        raise ValueError(
+            "this engine does not draft from texts; build it with "
+            'speculative_config={"method": "suffix", ...}, or {..., "with": ["suffix"]}'
+        )
+    return found
+
+
+def _tokens_of(
+    where: str, text: Any, tokenizer: ChatTokenizer | None, vocab_size: int
+) -> list[int]:
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError(f"{where} is a text, and there is no tokenizer; give token ids")
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    tokens: list[Any] = [None]
+    if isinstance(text, Sequence) or hasattr(text, "tolist"):
+        tokens = list(text)
+    for token in tokens:
+        if not is_integer(token) or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{where}: {token!r:.60} must be a token id in 0..{vocab_size - 1}, or the text "
+                "a string"
+            )
+    return list(map(int, tokens))
+
+
+class CorpusMethods:
+    """Methods of an `LLM` that add and remove texts to draft from."""
+
+    engine: Any
+    target: Any
+    tokenizer: ChatTokenizer | None
+    _lock: Any
+    _check_open: Any
+
+    def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
+        """Add texts, or lists of token ids, to draft from: code or documents that outputs quote.
+
+        Outputs do not depend on corpora. A token takes about 350 bytes of host memory.
+
+        Raises:
+            ValueError: the engine does not draft from texts, there is a corpus of this name, or
+                `texts` is not a list of texts or token ids.
+        """
+        tokens = read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
+        with self._lock:
+            self._check_open()
+            for corpora in corpora_of(self.engine):
+                corpora.add(name, tokens)
+
+    def remove_corpus(self, name: str) -> None:
+        """Remove a corpus.
+
+        Raises:
+            ValueError: the engine does not draft from texts, or there is no corpus of this name.
+        """
+        with self._lock:
+            self._check_open()
+            for corpora in corpora_of(self.engine):
+                corpora.remove(name)

@@ -1,0 +1,94 @@
+"""Quantised weights over several devices: kept as they are stored, with the plain numbers."""
+
+import jax
+import numpy as np
+import pytest
+from support.engines import K, generate_tokens, make_llm, random_prompts
+from support.targets import VOCAB
+
+from specjax import SamplingParams
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.registry import load_model
+from specjax.device.placement import Placement
+from specjax.device.weights.matrix import Dense
+from specjax.device.weights.packed import Packed
+from specjax.device.weights.scaled import Scaled
+from specjax.device.weights.stored import dequantise
+from specjax.device.weights.weight import is_weight
+
+pytest.importorskip("torch")
+pytest.importorskip("compressed_tensors")
+from support.quantised import folders  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("small_test")
+FLOAT32 = np.dtype(np.float32)
+WIDE = {"hidden_size": 64, "intermediate_size": 192}
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "kind, form, count, config",
+    [
+        ("llama", "pack-32", 2, WIDE),
+        # The last device has heads of zeros; inputs of a group are not adjacent.
+        ("llama", "gptq-order", 2, {**WIDE, **THREE, "hidden_size": 96}),
+        ("llama", "awq", 4, {**WIDE, "head_dim": 16}),
+        ("qwen3_5_text", "fp8", 2, {"intermediate_size": 64, "linear_value_head_dim": 16}),
+        (
+            *("deepseek_v3", "fp8", 2),
+            {"intermediate_size": 64, "moe_intermediate_size": 64}
+            | {"qk_nope_head_dim": 32, "v_head_dim": 16},
+        ),
+        ("qwen3_moe", "fp8", 4, {"moe_intermediate_size": 64, "head_dim": 16}),
+        ("qwen3_moe", "awq", 2, {"moe_intermediate_size": 64, "head_dim": 16}),
+    ],
+)
+def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, form, count, config):
+    """Bit for bit, and nothing is unpacked."""
+    lines, loaded = [], []
+    placement = Placement.on(*jax.devices()[:count])
+    for folder in folders(checkpoints, kind, form, **config):
+        model, params = load_model(folder, FLOAT32, placement, lines.append)
+        if kind in ("qwen3_5_text", "deepseek_v3"):
+            given = SpeculativeConfig(method="mtp", num_speculative_tokens=1), model, FLOAT32
+            params = params, load_drafter(folder, *given, placement)[1]
+        loaded.append(params)
+    kinds = {type(x) for x in jax.tree.leaves(loaded[0], is_leaf=is_weight)}
+    assert kinds & {Packed, Scaled} and not any("unpacked" in line for line in lines)
+    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
+
+
+@pytest.mark.parametrize(
+    "kind, form, config, options",
+    [
+        ("llama", "gptq-order", WIDE, {"tensor_parallel_size": 2}),
+        ("qwen3_5_text", "awq", {}, {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
+        ("deepseek_v3", "fp8", {}, {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+    ],
+)
+def test_the_tokens_of_one_device(checkpoints, kind, form, config, options):
+    """Drafted and accepted as well, by a module that is quantised, too."""
+    folder = folders(checkpoints, kind, form, **config)[0]
+    method = "ngram" if kind == "llama" else "mtp"
+    prompts = random_prompts(5, 20, 33, vocab_size=VOCAB)
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=16) for t in (0.0, 0.8, 1.0)]
+    found = []
+    sizes = {"tensor_parallel_size": 1, "enable_expert_parallel": False}
+    for given in options | sizes, options:
+        with make_llm(folder, method, k=K, dtype="float32", **given) as llm:
+            tokens, metrics = generate_tokens(llm, prompts, params), llm.metrics()
+            found.append((tokens, metrics.num_draft_tokens, metrics.num_accepted_tokens))
+    assert found[0] == found[1]
+
+
+def test_what_cannot_be_cut_is_unpacked_and_said(checkpoints):
+    """Groups of 16 inputs, of which a device would have half."""
+    lines, loaded, placement = [], [], Placement.on(*jax.devices()[:2])
+    for folder in folders(checkpoints, "llama", "awq"):
+        loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
+    assert {type(x.mlp.down) for x in loaded[0].layers} == {Dense}
+    assert {type(x.mlp.inner) for x in loaded[0].layers} == {Packed}
+    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
+    (said,) = lines
+    assert "2 quantised tensors" in said and "mlp.down_proj" in said

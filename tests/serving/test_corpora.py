@@ -1,0 +1,66 @@
+"""Corpora are drafted from while they are there, and refused where they make no sense."""
+
+import re
+
+import pytest
+from support.engines import SIZES, generate_tokens, make_llm, random_prompts, simulated_engines
+from support.shared_models import VOCAB, llama
+
+from specjax import LLM, SamplingParams
+
+CONFIG = {"method": "suffix", "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints):
+    with simulated_engines(), make_llm(llama(checkpoints).folder, "suffix") as llm:
+        yield llm
+
+
+def test_a_corpus_is_drafted_from_until_it_is_removed(llm):
+    prompts = random_prompts(20, 30, vocab_size=VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs = generate_tokens(llm, prompts, params)
+    texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+
+    def num_drafts():
+        before = llm.metrics().drafts_per_source.get("corpus", 0)
+        assert generate_tokens(llm, prompts, params) == outputs
+        return llm.metrics().drafts_per_source.get("corpus", 0) - before
+
+    llm.engine.scheduler.suggester.sources = llm.engine.scheduler.suggester.sources[1:3]
+    llm.add_corpus("earlier", texts)
+    llm.add_corpus("other", [[1, 2, 3]])
+    assert num_drafts() >= 6
+    llm.remove_corpus("earlier")
+    assert num_drafts() == 0
+    llm.remove_corpus("other")
+    assert llm.engine.scheduler.suggester.named("corpus").names == []
+
+
+BAD = [
+    (("", [[1]]), "its name must be a text"),
+    (("a", "text"), "texts='text' must be a list of texts or of token ids"),
+    (("a", []), "texts=[] must be a list"),
+    (("a", [[1, VOCAB]]), f"text 0: {VOCAB} must be a token id in 0..{VOCAB - 1}"),
+    (("a", [[1], [2.5]]), "text 1: 2.5 must be a token id"),
+    (("a", [[1], b"ab"]), "text 1"),
+    (("a", [7]), "text 0: None must be a token id"),
+    (("there", [[1]]), "corpus 'there' exists"),
+]
+
+
+@pytest.mark.parametrize("given, message", BAD)
+def test_bad_corpora_are_refused(llm, given, message):
+    if given[0] == "there" and "there" not in llm.engine.scheduler.suggester.named("corpus").names:
+        llm.add_corpus("there", [[1]])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        llm.add_corpus(*given)
+    with pytest.raises(ValueError, match="corpus 'none' does not exist"):
+        llm.remove_corpus("none")
+
+
+def test_an_engine_without_sources_has_no_corpora(checkpoints):
+    with simulated_engines(), LLM(llama(checkpoints).folder, **SIZES) as llm:
+        with pytest.raises(ValueError, match="does not draft from texts"):
+            llm.add_corpus("a", [[1]])

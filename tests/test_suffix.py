@@ -1,0 +1,46 @@
+"""Drafts from texts on the host: the same tokens as without, whatever is drafted."""
+
+import pytest
+from support.engines import generate_tokens, make_llm, random_prompts
+from support.shared_models import VOCAB, eagle3, llama
+
+from specjax import SamplingParams
+
+K = 3
+
+
+def prompts_of(count, seed=0):
+    """Prompts that repeat themselves, so that there is something to find."""
+    parts = random_prompts(*[9] * count, vocab_size=VOCAB, seed=seed)
+    return [part * 4 for part in parts]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_tokens_do_not_depend_on_the_drafts(checkpoints, asynchronous):
+    folder, prompts = llama(checkpoints).folder, prompts_of(6)
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=7, ignore_eos=True) for t in (0, 1)]
+    options = {"async_scheduling": asynchronous}
+    with (
+        make_llm(folder, **options) as plain,
+        make_llm(folder, "suffix", **options) as ours,
+        make_llm(
+            folder,
+            "eagle3",
+            eagle3(checkpoints).folder,
+            speculation={"with": ["suffix"]},
+            **options,
+        ) as both,
+    ):
+        for one in params * 2:
+            expected = generate_tokens(plain, prompts, one)
+            assert generate_tokens(ours, prompts, one) == expected
+            assert generate_tokens(both, prompts, one) == expected
+        for llm in ours, both:
+            m = llm.metrics()
+            print(
+                m.drafts_per_source,
+                m.draft_tokens_per_source,
+                m.accepted_tokens_per_source,
+                m.num_steps,
+                m.mean_acceptance_length,
+            )
