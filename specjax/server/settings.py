@@ -38,7 +38,7 @@ class Limits:
         None, "time of a request; it then ends with its tokens so far, finish_reason abort"
     )
     max_stall_seconds: float = _flag(
-        60.0, "time that a client may take to send its body, or not read its answer"
+        60.0, "time that a client may take to send its request, or not read its answer"
     )
 
     def __post_init__(self):

@@ -97,7 +97,7 @@ class Splitter:
         shape = SplitShape(outcome.batch, outcome.k, outcome.others)
         context = cost.context_ms(shape.k, outcome.num_context)
         context += cost.context_ms(0, outcome.others_context)
-        expected = _estimate(cost, np.array(cost.table), shape) + context
+        expected = split_ms(cost, shape) + context
         count, level = self._corrections.get(shape, (0, 0.0))
         count = min(count + 1, SETTLED)
         level += (math.log(outcome.ms / expected) - level) / count
@@ -153,7 +153,7 @@ class Splitter:
         column = cost.ks.index(shape.k)
         apart = table[cost.batches.index(shape.drafting), column]
         apart += table[cost.batches.index(shape.others), cost.ks.index(0)]
-        return _estimate(cost, table, shape) * math.exp(level), apart
+        return split_ms(cost, shape, table) * math.exp(level), apart
 
 
 def _order(gains: Any, k: int) -> Any:
@@ -161,11 +161,12 @@ def _order(gains: Any, k: int) -> Any:
     return np.argsort(-gains[:, k], kind="stable")
 
 
-def _estimate(cost: StepCost, table: Any, shape: SplitShape) -> float:
-    """Return the milliseconds of a split round without context, as one program.
+def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
+    """Return the estimated milliseconds of a split round without context, as one program.
 
-    `table` is `cost.table`.
+    `table` is `cost.table` as an array; it is computed if it is None.
     """
+    table = np.array(cost.table) if table is None else table
     num_requests = shape.drafting + shape.others
     mean_k = shape.drafting * shape.k / num_requests
     columns = [np.interp(num_requests, cost.batches, column) for column in table.T]
