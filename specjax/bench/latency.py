@@ -23,8 +23,10 @@ def measure(
 
     Every pass starts without cached prefixes.
     """
-    for _ in range(num_warmups):
+    if num_warmups:
         warm_up(offline, queries)
+    for _ in range(num_warmups - 1):
+        offline.generate(queries)
     offline.watch()
     for _ in range(num_iters):
         offline.llm.reset_prefix_cache()

@@ -211,7 +211,20 @@ class Details:
     peers: list[Peer] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    command: list[str] = field(default_factory=lambda: sys.argv[1:])
+    command: list[str] = field(default_factory=lambda: without_headers(sys.argv[1:]))
+
+
+def without_headers(argv: Sequence[str]) -> list[str]:
+    """Return a command's arguments without the values of --header, which may be secret."""
+    shown: list[str] = []
+    for word in argv:
+        option, _, pair = word.partition("=")
+        if shown[-1:] == ["--header"]:
+            word = f"{option}=..."
+        elif option == "--header":
+            word = f"{option}={pair.partition('=')[0]}=..."
+        shown.append(word)
+    return shown
 
 
 def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from specjax.bench.datasets.queries import Queries, Query
@@ -78,8 +77,8 @@ def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -
 
 
 def middle(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure over the passes."""
-    return {name: median(one[name] for one in passes) for name in passes[0]}
+    """Return the figures of the pass with the median time (the faster one of two in the middle)."""
+    return dict(sorted(passes, key=lambda one: one["elapsed_time"])[(len(passes) - 1) // 2])
 
 
 def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:

@@ -161,6 +161,16 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, default=256, metavar="N", help="per seed; default: %(default)s"
     )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens in the prompt of every second request; default: %(default)s",
+    )
+    parser.add_argument(
+        "--one-k", action="store_true", help="adaptive K is the same for all requests of a round"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -124,11 +124,6 @@ class RolloutEngine:
         return self._loop.version
 
     @property
-    def quantization(self) -> str | None:
-        """The kinds of quantised numbers in the target's weights; see `Rollout`."""
-        return self._loop.quantization
-
-    @property
     def tokenizer(self) -> ChatTokenizer | None:
         """The checkpoint's tokenizer, if it has one."""
         return self._llm.tokenizer
@@ -439,8 +434,7 @@ class RolloutEngine:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
         number = self.drafter_version if version is None else version
-        sources = (target or []) + (own or [])
-        return WeightUpdate.of(number, sources, time.perf_counter() - start)
+        return WeightUpdate.of(number, [*(target or ()), *(own or ())], time.perf_counter() - start)
 
     def _mark(self) -> Mark:
         return Mark(self.version, self.drafter_version, self.metrics())

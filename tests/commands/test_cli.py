@@ -20,7 +20,7 @@ from specjax.rl import RolloutEngine
 from specjax.serving.source import open_model
 
 HELPED = [
-    *([], ["generate"], ["bench"], ["bench", "simulate"], ["profile"], ["profile", "show"]),
+    *([], ["generate"], ["bench"], ["bench", "serve"], ["profile"], ["profile", "show"]),
     *(["train"], ["info"], ["serve"], ["quantize"]),
 ]
 

@@ -122,7 +122,7 @@ def test_rollouts_have_the_log_probabilities_of_the_quantised_model(folder, trai
         batch = engine.generate(prompts, params)
         save_model(tmp_path / "now", engine.target, copied(engine.params.target), folder)
         scored = engine.score(batch)
-    assert batch.quantization == batch[0].quantization == engine.quantization == "int4"
+    assert batch.quantization == batch[0].quantization == "int4"
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "now", dtype=torch.float32)
     assert "quantization_config" not in json.loads((tmp_path / "now" / "config.json").read_text())
     for rollout, score in zip(batch, scored, strict=True):
