@@ -27,13 +27,12 @@ from specjax.engine.engine import Engine
 from specjax.engine.programs import Decode, SplitRound
 from specjax.host.request import Request
 from specjax.host.speculation.acceptance import Acceptance
-from specjax.host.speculation.methods import adaptive_policy, spread_ks
 from specjax.host.speculation.policy import GoodputPolicy, Policy, StaticPolicy
 from specjax.host.speculation.rounds import DecodeLoad, SplitShape
 from specjax.host.speculation.step_cost import StepCost
 from specjax.serving import assembly
 
-MAX_K, RATES = 3, (0.9, 0.1)
+KS, RATES = (0, 1, 3), (0.9, 0.1)
 PROMPT, MAX_MODEL_LEN = 16, 1024
 
 
@@ -71,12 +70,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     settings = parser.parse_args()
     source = provenance()
-    high, low = (tuple(accumulate(repeat(rate, MAX_K), mul)) for rate in RATES)
+    high, low = (tuple(accumulate(repeat(rate, KS[-1]), mul)) for rate in RATES)
     speculation = {
         "method": "eagle3",
         "model": "demo-llama-eagle3",
-        "num_speculative_tokens": MAX_K,
-        "adaptive": True,
+        "num_speculative_tokens": KS[-1],
         "verification": "synthetic",
         "synthetic_acceptance_rates": list(high),
     }
@@ -90,11 +88,14 @@ def main() -> None:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=n,
             decode_batches=(n // 2, n),
+            prefill_shapes=((n, PROMPT),),
+            max_num_batched_tokens=n * PROMPT,
             enable_prefix_caching=False,
             compile_ahead=True,
         ) as llm,
     ):
         engine = llm.engine
+        engine.set_policy(new_policy(GoodputPolicy, None))
         compile_splits(engine, n)
         speeds, drafts = measure(engine, settings)
     best = max((name for name in speeds if name[0] == "K"), key=lambda one: np.median(speeds[one]))
@@ -108,8 +109,8 @@ def main() -> None:
         "rows": rows,
         "notes": [
             f"{settings.rounds} runs of {settings.steps} steps, after {settings.warm_up} that are "
-            "not counted; ratios are of runs in the same turn. K is at most "
-            f"{MAX_K}. Drafts are means per round of a request."
+            f"not counted; ratios are of runs in the same turn. K is one of {KS}. Drafts are means "
+            "per round of a request."
         ],
     }
     for row in [table["columns"], *rows]:
@@ -128,7 +129,7 @@ def compile_splits(engine: Engine, n: int) -> None:
     """Compile the split rounds of two halves."""
     programs = engine.programs
     variant = next(one.variant for one in programs.ready if isinstance(one, Decode))
-    shapes = [SplitShape(n // 2, k, n // 2) for k in range(1, MAX_K + 1)]
+    shapes = [SplitShape(n // 2, k, n // 2) for k in KS[1:]]
     programs.compile_ahead([SplitRound(one, variant) for one in shapes], show_progress=False)
 
 
@@ -136,11 +137,12 @@ def measure(
     engine: Engine, settings: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return tokens per second by policy, and the mean drafts of each half."""
-    policies: dict[str, Any] = {f"K={k}": partial(StaticPolicy, k) for k in range(MAX_K + 1)}
-    engine.set_policy(measured := adaptive_policy(MAX_K))
+    policies: dict[str, Any] = {f"K={k}": partial(StaticPolicy, k) for k in KS}
+    measured = engine.scheduler.policy
+    assert isinstance(measured, GoodputPolicy)
     cost = deepcopy(measured.cost)
     for name, kind in ("adaptive, one K", Whole), ("adaptive", GoodputPolicy):
-        policies[name] = partial(make_policy, kind, cost)
+        policies[name] = partial(new_policy, kind, cost)
     speeds: dict[str, list[float]] = {name: [] for name in policies}
     drafts: dict[str, list[float]] = {}
     for i in range(settings.rounds):
@@ -151,9 +153,12 @@ def measure(
     return speeds, drafts
 
 
-def make_policy(kind: type[GoodputPolicy], cost: StepCost) -> GoodputPolicy:
-    """Return an adaptive policy that knows times, but nothing of acceptance."""
-    return kind(spread_ks(MAX_K), deepcopy(cost), Acceptance(MAX_K))
+def new_policy(kind: type[GoodputPolicy], cost: StepCost | None) -> GoodputPolicy:
+    """Return an adaptive policy that knows nothing of acceptance.
+
+    If `cost` is None, the engine measures times.
+    """
+    return kind(KS, deepcopy(cost), Acceptance(KS[-1]))
 
 
 def run(engine: Engine, policy: Policy, settings: argparse.Namespace) -> tuple[float, list[float]]:

@@ -34,9 +34,9 @@ class Metrics:
         k_histogram: number of rounds per K.
         request_k_histogram: number of rounds of requests per number of drafts. A request may have
             fewer drafts than its round.
-        drafts_per_context, accepted_tokens_per_context: the number of rounds of requests
-            with drafts, and of their accepted drafts, by bucket of the request's length. Buckets
-            are named by their smallest length.
+        drafts_per_context: number of drafts (rounds of a request) by bucket of the request's
+            length. Buckets are named by their smallest length.
+        accepted_tokens_per_context: number of accepted draft tokens, likewise.
         drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
             method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
             host.

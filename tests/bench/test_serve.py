@@ -108,6 +108,10 @@ def test_a_server_that_dies_or_refuses_leaves_what_was_measured(asked, capsys):
     assert 2 <= found["completed"] < 6 and details["is_interrupted"]
     assert sum(details["failures"].values()) == found["failed"] > 0
     assert found["mean_ttft_ms"] > 0
+    with timed_server(seconds=[], tokens=[]) as server:  # no answer has a token
+        found = bench("--base-url", server.url, *asked)
+    assert (found["completed"], found["failed"], found["mean_ttft_ms"]) == (4, 0, 0.0)
+    assert found["specjax"]["steady"] is None
     with timed_server(seconds=[0.01], tokens=[1], status=400) as server:
         assert main(["bench", "serve", "--base-url", server.url, *map(str, asked)]) == 2
     assert "status 400: too long for this model" in capsys.readouterr().err

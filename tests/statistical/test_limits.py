@@ -225,7 +225,7 @@ def settle(method, state, tokens, end, limit, may_stand, draft, logits):
     state = replace(state, tokens=tokens, requests=requests)
     nothing, goes_on = 0 * rows, jnp.ones(len(rows), bool)
     state = state.with_progress(rows, nothing + end - 1, nothing, goes_on, is_observed=True)
-    inputs = DecodeInputs(rows, may_stand, nothing, nothing[:, None][:, :0])
+    inputs = DecodeInputs(rows, may_stand, nothing, nothing[:, None][:, :0], None)
     model = StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
     extension = step.Extension(None, logits)
     return step.settle(None, state, inputs, draft, extension, model=model, variant=Variant())

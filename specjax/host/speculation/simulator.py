@@ -285,8 +285,9 @@ def simulate(
         verdicts = _count(found.values()) if by_request else _count(v[:2] for v in found.values())
         late = Round(batch, k, context, verdicts, ms)
         if by_request:
-            counts = [[seen[i] for seen in found.values()] for i in range(2)]
-            late = replace(late, requests=RequestOutcomes(list(found), *counts))
+            num_drafts, num_accepted = ([seen[i] for seen in found.values()] for i in (0, 1))
+            outcomes = RequestOutcomes(list(found), num_drafts, num_accepted)
+            late = replace(late, requests=outcomes)
         if split is not None:
             late = replace(late, batch=split.shape.drafting, others=split.shape.others)
         lost = 1 - goodput[k] / best
@@ -308,7 +309,7 @@ def _verify(
     rng: random.Random,
     outcome: Outcome,
     drafting: Collection[int] | None,
-) -> dict[int, tuple[int, int, None, int]]:
+) -> dict[int, tuple[Any, ...]]:
     """Draw the number of accepted drafts of every request in a round of k drafts.
 
     `drafting` holds the requests that draft; None for all. Return the fields of the `DraftOutcome`

@@ -118,6 +118,7 @@ class Splitter:
         least = unsplit[1] * (1 if had else 1 + MIN_GAIN)
         n, table = load.num_sequences, np.array(cost.table)
         lengths = np.array(requests.lengths)
+        plain_ms = cost.ms(n, 0, load.num_context)  # a split round does this work, too
         found: list[_Choice] = []
         wished: list[_Choice] = []
         for k in filter(None, cost.ks):
@@ -133,7 +134,7 @@ class Splitter:
                 added = cost.context_ms(k, context[m - 1]) + cost.context_ms(0, others_context)
                 tokens = n + accepted[m - 1]
                 whole, apart = (
-                    _Choice(shape, float(tokens / (time + added + chunk_ms)))
+                    _Choice(shape, float(tokens / (max(time + added, plain_ms) + chunk_ms)))
                     for time in self._times(cost, table, shape)
                 )
                 (found if shape in splits else wished).append(whole)
