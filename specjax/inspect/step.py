@@ -52,14 +52,10 @@ def _round(batch: int, k: int) -> Program:
 
 
 def decode_step(
-    model: str,
+    models: Mapping[str, Any],
     batch: int,
     k: int,
     context: int,
-    speculation: Mapping[str, Any] | None = None,
-    num_layers: int | None = None,
-    dtype: str = "bfloat16",
-    divides_experts: bool = False,
     make_program: Callable[[int, int], Program] = _round,
     mesh: Mesh | None = None,
     **others: Any,
@@ -70,15 +66,15 @@ def decode_step(
     enough room for them.
 
     Args:
-        model, speculation, num_layers, dtype, divides_experts: as for `open_parts`.
+        models: the arguments of `open_parts`, except the number of devices.
         make_program: the function that makes the round's program. `make_program(batch, k)` returns
             a program that takes parameters, state and packed inputs.
         mesh: the devices over which the model is divided; None for one device.
         others: further arguments of `fit_engine`.
     """
     num_devices = 1 if mesh is None else mesh.size
-    parts = open_parts(model, speculation, num_layers, dtype, num_devices, divides_experts)
-    config = fit_engine(parts.target, batch, k, context, dtype, **others)
+    parts = open_parts(**models, num_devices=num_devices)
+    config = fit_engine(parts.target, batch, k, context, models["dtype"], **others)
     static = _static(parts, config)
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static.model, k))
