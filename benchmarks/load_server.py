@@ -3,11 +3,11 @@
     python benchmarks/load_server.py
     python benchmarks/load_server.py --seconds 60 --clients 50 --device simulated
 
-Each client sends one request after another until the time is over. The server runs twice: with
-pages for all requests, and with so few pages that requests are preempted. Every answer that a
-client reads to its end must end exactly once; nonsense must get an error of the 400s. At the end,
-the server must have no request and no page in use, its counters must fit what clients counted, and
-its memory must not grow after the first quarter of the time.
+Each client sends one request after another until the time is over. Two servers run at the same
+time: one has pages for all requests, the other has so few pages that requests are preempted. Every
+answer that a client reads to its end must end exactly once; nonsense must get an error of the 400s.
+At the end, a server must have no request and no page in use, its counters must fit what clients
+counted, and its memory must not grow after the first quarter of the time.
 """
 
 import argparse
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS / "load_server.json")
     settings = parser.parse_args(arguments)
     source, tables, faults = provenance(["starlette", "uvicorn", "msgspec"]), [], []
-    for title, pages in ("Pages for all requests", None), ("Few pages", FEW_PAGES):
-        rows, found = asyncio.run(run(settings, pages))
+    for title, (rows, found) in asyncio.run(run_both(settings)).items():
         faults += [f"{title}: {fault}" for fault in found]
         columns, notes = ["", "value"], ["Times to the first token include waiting in the queue."]
         tables.append({"title": title, "columns": columns, "rows": rows, "notes": notes})
@@ -91,41 +90,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-async def run(settings: argparse.Namespace, pages: int | None) -> tuple[list[Any], list[str]]:
+async def run_both(settings: argparse.Namespace) -> dict[str, tuple[list[Any], list[str]]]:
+    """Run both loads at the same time. Return the rows and the faults of each, by title."""
+    loads = run(settings, PORT, None), run(settings, PORT + 1, FEW_PAGES)
+    titles = "Pages for all requests", "Few pages"
+    return dict(zip(titles, await asyncio.gather(*loads), strict=True))
+
+
+async def run(
+    settings: argparse.Namespace, port: int, pages: int | None
+) -> tuple[list[Any], list[str]]:
     """Start a server and run a load. Return the rows of its table, and the faults."""
     command = [sys.executable, "-m", "specjax.cli", "serve", MODEL, "--drafter", DRAFTER]
-    sizes = SIZES | SHAPES | {"port": PORT, "device": settings.device}
+    sizes = SIZES | SHAPES | {"port": port, "device": settings.device}
     if pages is not None:
         sizes["num-pages"] = pages
     command += [f"--{name}={value}" for name, value in sizes.items()]
     command += ["--disable-uvicorn-access-log", "--uvicorn-log-level=error", "--k=2"]
     command.append("--compile-ahead")
     started = time.perf_counter()
-    log = settings.json.with_suffix(".log")
+    log = settings.json.with_suffix(f".{port}.log")
     with log.open("w") as errors, subprocess.Popen(command, cwd=ROOT, stderr=errors) as server:
         try:
-            await first_answer()
+            await first_answer(port)
             seconds = time.perf_counter() - started
             load, memory = Load(), []
             end = time.perf_counter() + settings.seconds
             watcher = asyncio.create_task(watch(server.pid, memory))
-            await asyncio.gather(*(be_client(i, end, load) for i in range(settings.clients)))
+            await asyncio.gather(*(be_client(i, port, end, load) for i in range(settings.clients)))
             watcher.cancel()
-            metrics = await idle_metrics(load)
+            metrics = await idle_metrics(port, load)
         finally:
             server.terminate()
-            ended = server.wait(60)
+            ended = await asyncio.to_thread(server.wait, 60)
     load.faults += [f"the server ended with {ended}"] * (ended != 0)
     if "Traceback" in log.read_text():
         load.faults.append(f"{log.name} has a traceback")
     return check(load, metrics, memory, seconds), load.faults
 
 
-async def first_answer() -> None:
+async def first_answer(port: int) -> None:
     """Wait for the answer to a first request."""
     while True:
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
             await asyncio.sleep(0.05)
             continue
@@ -142,7 +150,7 @@ def request(path: str, body: dict[str, Any]) -> bytes:
     return f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-async def be_client(number: int, end: float, load: Load) -> None:
+async def be_client(number: int, port: int, end: float, load: Load) -> None:
     """Send requests until the time is over."""
     rng = random.Random(number)
     await asyncio.sleep(rng.random())
@@ -152,18 +160,18 @@ async def be_client(number: int, end: float, load: Load) -> None:
         (way,) = rng.choices(ways, weights)
         try:
             if way == "sends nonsense":
-                await send_nonsense(rng, load)
+                await send_nonsense(rng, port, load)
             else:
-                await send(rng, way, load)
+                await send(rng, way, port, load)
         except Exception as error:
             load.faults.append(f"a client that {way}: {error!r}")
             await asyncio.sleep(1)
 
 
-async def send_nonsense(rng: random.Random, load: Load) -> None:
+async def send_nonsense(rng: random.Random, port: int, load: Load) -> None:
     """Send something wrong, and read the error."""
     given: Any = rng.choice(NONSENSE)
-    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     if isinstance(given, bytes):
         writer.write(given)
         writer.write_eof()
@@ -177,7 +185,7 @@ async def send_nonsense(rng: random.Random, load: Load) -> None:
     load.became["refused"] += 1
 
 
-async def send(rng: random.Random, way: str, load: Load) -> None:
+async def send(rng: random.Random, way: str, port: int, load: Load) -> None:
     """Send a request, and read its answer to the end unless the client leaves."""
     is_stream, n, limit = rng.random() < 0.7, rng.choice([1, 1, 1, 2]), rng.randint(1, MAX_TOKENS)
     question = f"What is {rng.randint(1, 99)} + 4? " * rng.randint(1, 12)
@@ -193,7 +201,7 @@ async def send(rng: random.Random, way: str, load: Load) -> None:
     if way == "reads slowly":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", PORT))
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     begin, received, num_reads = time.perf_counter(), b"", 0
     most_reads = rng.randint(0, 3) if way == "leaves" else math.inf
@@ -237,22 +245,25 @@ async def watch(pid: int, memory: list[float]) -> None:
         await asyncio.sleep(1)
 
 
-async def idle_metrics(load: Load) -> dict[str, float]:
+async def idle_metrics(port: int, load: Load) -> dict[str, float]:
     """Return the metrics of the server when it has no request; note a fault if it never is."""
     names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
     end = time.perf_counter() + 30
-    while any((found := await asyncio.to_thread(read_metrics))[name] for name in names):
+    while True:
+        found = await asyncio.to_thread(read_metrics, port)
+        left = [found[name] for name in names]
+        if not any(left):
+            return found
         if time.perf_counter() > end:
-            load.faults.append(f"left at the end: {[found[name] for name in names]}")
-            break
+            load.faults.append(f"left at the end: {left}")
+            return found
         await asyncio.sleep(0.1)
-    return found
 
 
-def read_metrics() -> dict[str, float]:
+def read_metrics(port: int) -> dict[str, float]:
     """Return the sum of each metric over its labels, without histograms' buckets."""
     found: dict[str, float] = defaultdict(float)
-    for line in urlopen(f"http://127.0.0.1:{PORT}/metrics").read().decode().splitlines():
+    for line in urlopen(f"http://127.0.0.1:{port}/metrics").read().decode().splitlines():
         if line.startswith("vllm:") and "_bucket{" not in line:
             name, _, value = re.split(r"[{}]", line.removeprefix("vllm:"))
             found[name] += float(value)

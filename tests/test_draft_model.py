@@ -5,12 +5,14 @@ of place in the drafter's cache: after a round that accepted all its drafts or s
 drafts, a cached prefix, or a preemption.
 """
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.dynamic_k import InTurn
-from support.engines import generate_tokens, give_pages, hold_pages, make_llm, random_prompts
+from support.engines import K, generate_tokens, give_pages, hold_pages, make_llm, random_prompts
 from support.shared_models import VOCAB, hybrid, llama
 
 from specjax import SamplingParams
@@ -109,3 +111,17 @@ def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
         assert np.abs(other - cold).max() > 0.01
         np.testing.assert_allclose(state_after(longer), cold, rtol=0, atol=1e-5)
         assert llm.metrics().prefix_cache_hits > hits
+
+
+def test_it_drafts_nothing_after_the_positions_it_was_made_for(tmp_path, checkpoints):
+    """The same model, but for its number of positions."""
+    folder, most = llama(checkpoints).folder, 48
+    short = shutil.copytree(folder, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": most}))
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
+    with make_llm(folder, "draft_model", short) as llm, make_llm(folder) as plain:
+        assert_always_right(llm, plain, PROMPTS[2], params)
+        rounds = llm.metrics()
+    # Up to there, each round has K drafts and one token of the target.
+    assert rounds.num_draft_tokens == (most - len(PROMPTS[2])) // (K + 1) * K

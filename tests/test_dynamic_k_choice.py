@@ -35,7 +35,7 @@ from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
-from specjax.host.sequence import RowOutput
+from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
 from specjax.host.speculation.policy import GoodputPolicy, Round, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
@@ -181,15 +181,24 @@ def test_a_profile_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_rates_are_of_drafts_that_could_have_stood():
-    """A third draft is not missed in a round of one."""
-    recorder = Recorder()
+    """A third draft is not missed in a round of one; requests without drafts have no rates."""
+    recorder, requests = Recorder(), requests_of(9, 2)
+    short, long = (Sequence.of(request, 0, 0) for request in requests)
+    long.token_ids *= 1500
     for k, kept in (3, 2), (1, 2), (1, 1), (3, 4):
         rows = [RowOutput(list(range(kept)), k)]
-        recorder.record_part(DecodePlan((), 1, k, k), rows, [kept])
+        recorder.record_part(DecodePlan((short,), 1, k, k), rows, [kept])
+    recorder.record_part(DecodePlan((long,), 1, 2, 2), [RowOutput([1], 2)], [1])
+    rest = DecodePlan((short, long), 2, 0, 0, is_rest=True)
+    recorder.record_part(rest, [RowOutput([1])] * 2, [1, 1])
     config = EngineConfig(max_model_len=16, num_pages=1)
     metrics = recorder.snapshot(Scheduler(config, StaticPolicy(0)), Compilations(0, 0, 0, 0.0))
     assert metrics.num_accepted_tokens_per_pos == (3, 1, 1)
-    assert metrics.acceptance_rate_per_pos == (3 / 4, 1 / 2, 1 / 2)
+    assert metrics.acceptance_rate_per_pos == (3 / 5, 1 / 3, 1 / 2)
+    assert metrics.k_histogram == {1: 2, 2: 1, 3: 2} and metrics.num_decode_steps == 5
+    assert metrics.request_k_histogram == {0: 2, 1: 2, 2: 1, 3: 2}
+    assert metrics.drafts_per_context == {0: 4, 4096: 1}
+    assert metrics.accepted_tokens_per_context == {0: 5, 4096: 0}
 
 
 # --- times ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -242,10 +242,10 @@ def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options
     assert reason in capsys.readouterr().err
 
 
-def run_script(script: Path, folder: Path | None = None) -> str:
-    """What a script without options prints; it writes to `folder`."""
+def run_script(script: Path, folder: Path | None = None, options: Sequence[str] = ()) -> str:
+    """What a script prints; it writes to `folder`."""
     result = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *options],
         cwd=folder,
         env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)},
         stdin=subprocess.DEVNULL,
@@ -301,3 +301,17 @@ def test_a_small_run_of_grpo(examples, tmp_path, capsys):
     told = capsys.readouterr().out
     for line in "engines built in", "imitating ", "refitting the drafter", "after a refit":
         assert line in told, "minutes without a line"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["folder", "wire"])
+def test_a_trainer_in_another_process_updates_a_server(transport):
+    """The example itself raises where an answer has other weights than those it has just sent."""
+    options = ["--steps", "2", "--questions", "2", "--samples", "2", "--imitation-steps", "2"]
+    options += ["--held-out", "2", "--transport", transport]
+    told = run_script(EXAMPLES / "grpo_http.py", options=options)
+    lines = [line.split() for line in told.splitlines()]
+    steps = [line for line in lines if len(line) == 6 and line[0] in "12"]
+    assert [step[0] for step in steps] == ["1", "2"]
+    assert all(0 <= float(step[1]) <= 1 <= float(step[2]) for step in steps)
+    assert lines[-1][-1] == "after"

@@ -7,7 +7,6 @@ verifies in another way.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from support.shared_models import (
 
 from specjax import LLM, SamplingParams
 from specjax.host.speculation.policy import StaticPolicy
+from specjax.methods import METHODS
 from specjax.rl import RolloutEngine
 
 pytest.importorskip("llguidance")
@@ -46,11 +46,14 @@ class Way(NamedTuple):
     num_slots: int  # rows that a request has beside the target's, as vLLM counts them
     verification: str  # another way of verifying, to try
     is_variety: bool = False  # of a kind that others have: less is compiled for every change
+    sources: tuple[str, ...] = ()  # of drafts on the host
 
 
 WAYS = {
     "ngram": Way("ngram", 0, "block"),
+    "suffix": Way("suffix", 0, "rejection"),
     "p_eagle": Way("p_eagle", K - 1, "rejection"),
+    "p_eagle with suffix": Way("p_eagle", K - 1, "rejection", True, ("suffix",)),
     "dflash": Way("dflash", 0, "block"),
     "dspark": Way("dflash", 0, "rejection", is_variety=True),
     "dflash2": Way("dflash", 0, "block", is_variety=True),
@@ -85,11 +88,14 @@ def head_of(checkpoints, name) -> Path | None:
     """The folder of a drafter; None if it needs none."""
     if name == "draft_model of other tokens":
         return other_letters(checkpoints)
-    if WAYS[name].method == "draft_model":
+    method = WAYS[name].method
+    if method == "draft_model":
         is_hybrid = name.startswith("hybrid")
         other = hybrid(checkpoints) if is_hybrid else llama(checkpoints, seed=1).folder
         return checkpoints.with_letters(of_few_words(checkpoints, other))
-    return None if name == "ngram" else parallel_head(checkpoints, name)
+    return (
+        parallel_head(checkpoints, name.partition(" ")[0]) if METHODS[method].needs_model else None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +103,7 @@ def served(request, checkpoints, process) -> Iterator[Served]:
     folder = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
     way, head = WAYS[request.param], head_of(checkpoints, request.param)
     sizes = {**SIZES, **SNAPSHOTS}
-    config = {"method": way.method, "num_speculative_tokens": K}
+    config = {"method": way.method, "num_speculative_tokens": K, "with": way.sources}
     if head is not None:
         config["model"] = str(head)
     with (
@@ -105,7 +111,11 @@ def served(request, checkpoints, process) -> Iterator[Served]:
         RolloutEngine(folder, **sizes, enable_prefix_caching=False) as plain,
     ):
         drafting._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
-        make = partial(make_llm, folder, way.method, head, **SNAPSHOTS)
+
+        def make(**options):
+            more = {"with": way.sources, **options.pop("speculation", {})}
+            return make_llm(folder, way.method, head, speculation=more, **SNAPSHOTS, **options)
+
         yield Served(way, drafting, plain, make)
     process.keep_small()
 

@@ -40,6 +40,9 @@ def speculation_lines(found: Speculation | None) -> list[str]:
     lines += [row(f"  Position {i}", 100 * rate) for i, rate in rates]
     groups = {name: one for name, one in found.by_group.items() if name}
     lines += [row(f"Acceptance length, {n}", g["acceptance_length"]) for n, g in groups.items()]
+    if len(found.by_source) > 1:
+        sources = found.by_source.items()
+        lines += [row(f"Acceptance length of {n}", one["acceptance_length"]) for n, one in sources]
     lines += [row(f"Rounds with K = {k}", count) for k, count in found.k_histogram.items()]
     lines += [row(f"Time per round with K = {k} (ms)", ms) for k, ms in found.ms_per_round.items()]
     lines += [
@@ -119,7 +122,7 @@ def closing_lines(details: Details, model: str) -> list[str]:
         if details.num_compiles
         else None,
         lossless_line(details.lossless),
-        "interrupted: the figures are of what was measured" if details.is_interrupted else None,
+        "interrupted: the figures cover what was measured" if details.is_interrupted else None,
         *(f"{count} failed: {error}" for error, count in details.failures.items()),
         *data["notes"],
         f"{model}, {prompts}, {template}",

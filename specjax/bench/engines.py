@@ -18,6 +18,7 @@ from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.checks import check_positive, check_seed
 from specjax.engine.engine import Engine
+from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
@@ -205,6 +206,13 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
         engine.step()
 
 
-def k_histogram(engine: Engine, before: dict[int, int]) -> dict[int, int]:
-    """Return the number of rounds per K since the histogram `before` was read."""
-    return dict(sorted((Counter(engine.metrics().k_histogram) - Counter(before)).items()))
+def histograms(engine: Engine, before: Metrics) -> dict[str, dict[int, int]]:
+    """Return the number of rounds per K, and of requests' rounds per number of drafts.
+
+    Rounds are counted since `before`.
+    """
+    now = engine.metrics()
+    return {
+        name: dict(sorted((Counter(getattr(now, name)) - Counter(getattr(before, name))).items()))
+        for name in ("k_histogram", "request_k_histogram")
+    }

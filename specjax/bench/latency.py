@@ -6,28 +6,34 @@ from typing import Any
 import numpy as np
 
 from specjax.bench.datasets.queries import Query
-from specjax.bench.offline import Batch, Offline
+from specjax.bench.offline import BatchRun, Offline
 from specjax.bench.throughput import warm_up
 
 PERCENTILES = 10, 25, 50, 75, 90, 99  # as in vLLM
 
 
 def measure(
-    offline: Offline, queries: Sequence[Query], num_warmups: int, num_iters: int, found: list[Batch]
+    offline: Offline,
+    queries: Sequence[Query],
+    num_warmups: int,
+    num_iters: int,
+    found: list[BatchRun],
 ) -> None:
     """Run the batch repeatedly, and add each pass to `found`, so that an interrupt keeps them.
 
     Every pass starts without cached prefixes.
     """
-    for _ in range(num_warmups):
+    if num_warmups:
         warm_up(offline, queries)
+    for _ in range(num_warmups - 1):
+        offline.generate(queries)
     offline.watch()
     for _ in range(num_iters):
         offline.llm.reset_prefix_cache()
         found.append(offline.generate(queries))
 
 
-def figures(batches: Sequence[Batch]) -> dict[str, Any]:
+def figures(batches: Sequence[BatchRun]) -> dict[str, Any]:
     """Return the keys of `vllm bench latency`, in seconds."""
     latencies = [batch.seconds for batch in batches]
     values = np.percentile(latencies, PERCENTILES).tolist()

@@ -11,7 +11,7 @@ from typing import Any
 from specjax.bench.datasets.queries import Query
 from specjax.bench.devices import set_policies
 from specjax.bench.identity import compare
-from specjax.bench.result import Accepted, Speculation
+from specjax.bench.result import Accepted, Speculation, by_source
 from specjax.bench.traffic.record import Record, by_group
 from specjax.engine.metrics import Metrics
 from specjax.host.speculation.policy import Round, StaticPolicy
@@ -19,6 +19,7 @@ from specjax.llm import LLM
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 
+_PER_SOURCE = "drafts_per_source", "draft_tokens_per_source", "accepted_tokens_per_source"
 RoundTimes = Mapping[tuple[int, int], list[float]]  # milliseconds by batch size and K
 
 
@@ -47,7 +48,7 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchRun:
     """The result of one pass over the prompts."""
 
     seconds: float
@@ -95,7 +96,7 @@ class Offline:
         own = {"max_tokens": query.output_len, "seed": self.seed + query.index}
         return SamplingParams(**{"detokenize": False, **own, **self.sampling})
 
-    def generate(self, queries: Sequence[Query]) -> Batch:
+    def generate(self, queries: Sequence[Query]) -> BatchRun:
         """Generate all prompts at once."""
         prompts = [list(query.token_ids or ()) for query in queries]
         params = [self.params(query) for query in queries]
@@ -103,14 +104,16 @@ class Offline:
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        return Batch(
+        return BatchRun(
             seconds=seconds,
             records=[_record(q, o, begun) for q, o in zip(queries, outputs, strict=True)],
             before=before,
             after=self.llm.metrics(),
         )
 
-    def verify(self, queries: Sequence[Query], batch: Batch) -> tuple[dict[str, Any], RoundTimes]:
+    def verify(
+        self, queries: Sequence[Query], batch: BatchRun
+    ) -> tuple[dict[str, Any], RoundTimes]:
         """Decode the prompts without drafts, and compare the tokens with those of `batch`.
 
         Return the comparison, and the times of plain steps. Afterwards the engine decodes plainly.
@@ -160,7 +163,7 @@ def _record(query: Query, output: RequestOutput, begun: float) -> Record:
 
 
 def describe_speculation(
-    batches: Sequence[Batch],
+    batches: Sequence[BatchRun],
     *,
     source: str | None,
     drafting: RoundTimes,
@@ -175,21 +178,30 @@ def describe_speculation(
         plain: times of plain steps, if they were measured.
     """
     total, k_histogram = Accepted(), Counter[int]()
+    sources: list[Counter[str]] = [Counter() for _ in _PER_SOURCE]
     steps = host = wait = 0.0
     for batch in batches:
         before, after = batch.before, batch.after
         total += Accepted.of_rounds([pair for one in batch.records for pair in one.rounds])
         k_histogram += Counter(after.k_histogram) - Counter(before.k_histogram)
+        for counts, name in zip(sources, _PER_SOURCE, strict=True):
+            counts.update(getattr(after, name))
+            counts.subtract(getattr(before, name))
         steps += after.num_steps - before.num_steps
         host += _growth("host_ms", before, after)
         wait += _growth("wait_ms", before, after)
     steps = max(1.0, steps)
     rounds = [ms for found in drafting.values() for ms in found]
     is_drafting = total.num_drafts > 0
+    if source is not None and is_drafting and not any(sources[0].values()):  # there is only one
+        sources = [
+            Counter({source: count})
+            for count in (total.num_drafts, total.num_draft_tokens, total.num_accepted)
+        ]
     return Speculation(
         total=total.as_json() if is_drafting else None,
         by_group=by_group([one for batch in batches for one in batch.records]),
-        by_source={source: total.as_json()} if source and is_drafting else {},
+        by_source=by_source(*sources),
         k_histogram={str(k): count for k, count in sorted(k_histogram.items())},
         ms_per_round={str(k): fmean(ms) for k, ms in _by_k(drafting).items()},
         round_over_plain={} if plain is None else round_over_plain(drafting, plain),
@@ -215,7 +227,7 @@ def _by_k(times: RoundTimes) -> dict[int, list[float]]:
 def round_over_plain(drafting: RoundTimes, plain: RoundTimes) -> dict[str, float]:
     """Return for each K a round's time over a plain step's, at the same batch sizes.
 
-    Batch sizes are weighted by the number of rounds. Those without plain steps are left out.
+    BatchRun sizes are weighted by the number of rounds. Those without plain steps are left out.
     """
     own: Counter[int] = Counter()
     base: Counter[int] = Counter()

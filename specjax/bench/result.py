@@ -1,7 +1,7 @@
 """The JSON that `specjax bench latency`, `throughput` and `serve` write.
 
-Its keys at the top are those of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
-is under the one key "specjax", whose fields are those of `Details`.
+At the top it has the keys of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
+is under the one key "specjax", which has the fields of `Details`.
 """
 
 import sys
@@ -122,7 +122,8 @@ class Speculation:
     Attributes:
         total: `Accepted.as_json` of all requests.
         by_group: the same for each group of the data set, such as a category of questions.
-        by_source: the same for each source of drafts, such as a drafter's method.
+        by_source: fewer counts for each source of drafts: the drafter's method, or a source on
+            the host such as "suffix"; see `by_source`.
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
         round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
@@ -174,7 +175,7 @@ class Details:
         machine: signs of other programs; `doubts` lists reasons not to trust the times.
         dataset: name, path, number of requests per group, chat template and its variables, and how
             many rows were left out or repeated.
-        is_interrupted: whether the run ended early; all figures are of what was measured.
+        is_interrupted: whether the run ended early; figures cover what was measured.
         rounds: the main figures of each repetition, with the keys of the result's top.
         distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
             tokens_per_chunk. A None has no measurements.
@@ -210,7 +211,20 @@ class Details:
     peers: list[Peer] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    command: list[str] = field(default_factory=lambda: sys.argv[1:])
+    command: list[str] = field(default_factory=lambda: without_headers(sys.argv[1:]))
+
+
+def without_headers(argv: Sequence[str]) -> list[str]:
+    """Return a command's arguments without the values of --header, which may be secret."""
+    shown: list[str] = []
+    for word in argv:
+        option, _, pair = word.partition("=")
+        if shown[-1:] == ["--header"]:
+            word = f"{option}=..."
+        elif option == "--header":
+            word = f"{option}={pair.partition('=')[0]}=..."
+        shown.append(word)
+    return shown
 
 
 def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
@@ -230,6 +244,23 @@ def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:
         "spec_decode_draft_tokens": counts.num_draft_tokens,
         "spec_decode_accepted_tokens": counts.num_accepted,
         "spec_decode_per_position_acceptance_rates": figures["rates_per_position"],
+    }
+
+
+def by_source(
+    drafts: Mapping[str, float], tokens: Mapping[str, float], accepted: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Return counts and figures of each source of drafts, from counts of rounds and of tokens."""
+    return {
+        name: {
+            "num_drafts": int(count),
+            "num_draft_tokens": int(tokens[name]),
+            "num_accepted": int(accepted[name]),
+            "acceptance_rate": accepted[name] / tokens[name] if tokens[name] else None,
+            "acceptance_length": 1 + accepted[name] / count,
+        }
+        for name, count in drafts.items()
+        if count
     }
 
 

@@ -132,6 +132,7 @@ def speculation(traffic: Traffic) -> Speculation | None:
     return Speculation(
         total=accepted.as_json() if accepted is not None and accepted.num_drafts else None,
         by_group=groups,
+        by_source=growth.by_source,
         k_histogram=growth.k_histogram,
         host_ms=growth.ms_per_step(is_wait=False),
         wait_ms=growth.ms_per_step(is_wait=True),

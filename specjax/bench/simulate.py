@@ -5,17 +5,16 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from specjax.bench.table import format_table
 from specjax.checks import check_positive
 from specjax.config import growing
-from specjax.host.speculation.methods import make_policy
+from specjax.host.speculation.methods import make_policy, spread_ks
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
-from specjax.host.speculation.step_cost import StepCost
 
 MAX_SHIFT = 50  # log-odds at which all drafts are accepted, or none
 
@@ -29,9 +28,13 @@ class SimulationSettings:
     acceptance_shift: float
     seeds: int
     requests: int
+    context: int = 0
+    one_k: bool = False
 
     def __post_init__(self):
         check_positive(**{"--seeds": self.seeds, "--requests": self.requests})
+        if self.context < 0:
+            raise ValueError(f"--context {self.context} must be a number of tokens, at least 0")
         if not abs(self.acceptance_shift) <= MAX_SHIFT:
             raise ValueError(
                 f"--acceptance-shift {self.acceptance_shift} must be in -{MAX_SHIFT}.."
@@ -47,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         acceptance_shift=args.acceptance_shift,
         seeds=args.seeds,
         requests=args.requests,
+        context=args.context,
+        one_k=args.one_k,
     )
     report = bench(settings, Profile.read(settings.profile))
     print(json.dumps(report, indent=2) if args.json else describe(report))
@@ -66,14 +71,21 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--policy {error}") from error
     world = World(
-        StepCost(profile.step_ms), profile.rates, batches, shift=settings.acceptance_shift
+        profile.cost(spread_ks(profile.max_drafts), ()),
+        profile.rates,
+        batches,
+        shift=settings.acceptance_shift,
     )
     seeds, ran, ideal = range(settings.seeds), [], []
     for seed in seeds:
         # This random stream is a separate one, because `simulate` uses `seed` itself.
         workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
+        if settings.context:
+            contexts = [settings.context * (i % 2) for i in range(settings.requests)]
+            workload = replace(workload, contexts=contexts)
         policy = make_policy(settings.policy, profile, batches)  # has learned nothing
-        ran.append(simulate(world, workload, policy, seed))
+        by_request = policy.weighs_requests and policy.is_learning and not settings.one_k
+        ran.append(simulate(world, workload, policy, seed, by_request=by_request))
         ideal.append(simulate(world, workload, None, seed))
     ratios = [a.makespan_ms / b.makespan_ms for a, b in zip(ran, ideal, strict=True)]
     by_batch = pool_regret(ran)
@@ -84,6 +96,10 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
         "makespan_ratio_to_oracle": fmean(ratios),
         "regret_by_batch": by_batch,
         "k_histogram": dict(sorted(sum((o.k_histogram for o in ran), Counter()).items())),
+        "request_k_histogram": dict(
+            sorted(sum((o.request_k_histogram for o in ran), Counter()).items())
+        ),
+        "split_rounds": sum(o.num_split for o in ran) / sum(len(o.trace) for o in ran),
         "seeds": list(seeds),
         "regret_by_seed": [outcome.regret for outcome in ran],
         "makespan_ratio_by_seed": ratios,
@@ -104,6 +120,7 @@ def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
 def describe(report: dict[str, Any]) -> str:
     """Return the report as text."""
     settings, histogram = report["settings"], report["k_histogram"]
+    by_request = report["request_k_histogram"]
     num_rounds = sum(histogram.values())
     tables = [
         [
@@ -119,11 +136,18 @@ def describe(report: dict[str, Any]) -> str:
             ["K", *map(str, histogram)],
             ["rounds", *(f"{count / num_rounds:.1%}" for count in histogram.values())],
         ],
+        [
+            ["drafts of a request", *map(str, by_request)],
+            ["rounds", *(f"{n / sum(by_request.values()):.1%}" for n in by_request.values())],
+        ],
     ]
     lines = [
         f"{report['policy']} on {settings['profile']}",
         f"{settings['seeds']} seeds of {settings['requests']} requests; half-way, log-odds of "
-        f"acceptance change by {settings['acceptance_shift']:g}",
+        f"acceptance change by {settings['acceptance_shift']:g}; prompts of every second request "
+        f"have {settings['context']} tokens",
+        f"in {report['split_rounds']:.1%} of the rounds, only some requests drafted; the oracle "
+        "takes one K for all",
     ]
     return "\n\n".join([*map(format_table, tables), "\n".join(lines)])
 

@@ -18,7 +18,7 @@ from specjax.bench.devices import Devices, set_policies
 from specjax.bench.engines import (
     Engines,
     Setup,
-    k_histogram,
+    histograms,
     open_engines,
     read_setup,
     warm_up,
@@ -83,13 +83,13 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
                     engine = (engines.plain if name == OFF else engines.drafting).engine
                     if name != OFF:
                         set_policies(engine, policies[name])
-                    before = engine.metrics().k_histogram
+                    before = engine.metrics()
                     ran = decode(engine, requests)
                     figures = {
                         "tokens_per_second": ran.tokens_per_second,
                         "tpot_ms": ran.ms_per_token,
                         "mean_acceptance_length": ran.num_tokens / ran.num_request_steps,
-                        "k_histogram": k_histogram(engine, before),
+                        **histograms(engine, before),
                         "outputs": ran.outputs,
                     }
                     at_size[name].append(figures)
@@ -157,6 +157,7 @@ def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "to_off": asdict(ratio(name, OFF)),
             "regret": 1 - to_best.median,
             "k_histogram": _added(one["k_histogram"] for one in ran),
+            "request_k_histogram": _added(one["request_k_histogram"] for one in ran),
             "num_differing": _count_differing(ran, runs[OFF]),
         }
     return {"best_static": best, "policies": policies}

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from specjax.bench.datasets.queries import Queries, Query
-from specjax.bench.offline import Batch, Offline
+from specjax.bench.offline import BatchRun, Offline
 from specjax.bench.peers.peer import as_peer, compare_outputs
-from specjax.bench.peers.process import Worker
+from specjax.bench.peers.process import PeerProcess
 from specjax.bench.result import Peer
 from specjax.bench.traffic.record import Record
 
@@ -25,7 +24,7 @@ class Rounds:
         peers: seconds and records of each pass, by the peer's name.
     """
 
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[BatchRun] = field(default_factory=list)
     peers: dict[str, list[tuple[float, list[Record]]]] = field(default_factory=dict)
 
 
@@ -41,7 +40,7 @@ def measure(
     offline: Offline,
     queries: Sequence[Query],
     num_rounds: int,
-    workers: Mapping[str, Worker],
+    workers: Mapping[str, PeerProcess],
     found: Rounds,
 ) -> None:
     """Run the rounds, and add each pass to `found`, so that an interrupt keeps the earlier ones.
@@ -78,8 +77,8 @@ def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -
 
 
 def middle(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure over the passes."""
-    return {name: median(one[name] for one in passes) for name in passes[0]}
+    """Return the figures of the pass with the median time (the faster one of two in the middle)."""
+    return dict(sorted(passes, key=lambda one: one["elapsed_time"])[(len(passes) - 1) // 2])
 
 
 def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
     return [figures(one.seconds, one.records, num_prompt) for one in found.batches]
 
 
-def peers_of(found: Rounds, workers: Mapping[str, Worker], queries: Queries) -> list[Peer]:
+def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
     """Return each peer's figures, and the ratios to the engine's."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []

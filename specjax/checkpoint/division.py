@@ -206,6 +206,14 @@ class DividedSpec(TensorSpec):
         return type(self.local)(**{one.name: getattr(self, one.name) for one in fields(TensorSpec)})
 
     @property
+    def is_padded(self) -> bool:
+        """Whether zeros fill up the array of a device."""
+        cuts = (cut for cut in self.tensor_cuts if cut is not None)
+        shares = {share for cut in cuts for share, _ in cut.sections if share is not None}
+        is_filled = any(None in one for one in self.taken)
+        return is_filled or any(min(share.counts) < share.size for share in shares)
+
+    @property
     def is_stored(self) -> bool:
         """False, because the file's tensors are divided."""
         return False

@@ -15,7 +15,7 @@ from specjax.commands.bench_arguments import (
     add_throughput_arguments,
 )
 from specjax.config import DTYPES
-from specjax.host.speculation.methods import NAMES as POLICIES
+from specjax.host.speculation import POLICIES
 
 DESCRIPTION = "Measure the gain of speculation on real prompts."
 PROFILE_DESCRIPTION = "Measure step times and acceptance rates, to choose K from."
@@ -160,6 +160,16 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--requests", type=int, default=256, metavar="N", help="per seed; default: %(default)s"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens in the prompt of every second request; default: %(default)s",
+    )
+    parser.add_argument(
+        "--one-k", action="store_true", help="adaptive K is the same for all requests of a round"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 

@@ -26,8 +26,7 @@ SAMPLING = {
     "presence_penalty": (float, "X", "0 changes nothing"),
 }
 AGAINST_OFFLINE = (
-    "other engines, in processes of their own, on the same prompts: transformers, "
-    "transformers-compiled"
+    "other engines, in separate processes, on the same prompts: transformers, transformers-compiled"
 )
 AGAINST_SERVED = (
     "other engines on the same requests: vllm, sglang, or the URL of a server; they run one after "
@@ -60,9 +59,18 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench_serve.run`."""
+    _add_endpoint(parser)
+    _add_load(parser)
+    _add_figures(parser)
+    _add_engine(parser)
+    _add_data(parser, num_prompts=24)
+    _add_output(parser)
+
+
+def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     endpoint = parser.add_argument_group(
         "endpoint",
-        "Without --base-url, a server is started: `specjax serve` in a process of its own, with "
+        "Without --base-url, a server is started: `specjax serve` in a separate process, with "
         "the engine's options.",
     )
     endpoint.add_argument("--base-url", metavar="URL", help="a running server")
@@ -93,6 +101,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time to wait for a server that is being started; default: %(default)g",
     )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument(
         "--request-rate",
@@ -116,6 +127,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-warmups", type=int, default=1, metavar="N", help="untimed requests first"
     )
     load.add_argument("--ignore-eos", action="store_true", help="go on past the end")
+
+
+def _add_figures(parser: argparse.ArgumentParser) -> None:
     figures = parser.add_argument_group("figures")
     figures.add_argument(
         "--percentile-metrics",
@@ -151,9 +165,6 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     figures.add_argument(
         "--save-detailed", action="store_true", help="also write lists with each request"
     )
-    _add_engine(parser)
-    _add_data(parser, num_prompts=24)
-    _add_output(parser)
 
 
 def _add_offline(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> None:

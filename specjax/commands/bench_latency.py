@@ -4,7 +4,7 @@ import argparse
 
 from specjax.bench.describe import closing_lines, speculation_lines, step_lines
 from specjax.bench.latency import figures, measure
-from specjax.bench.offline import Batch
+from specjax.bench.offline import BatchRun
 from specjax.checks import check_count, check_positive
 from specjax.commands.bench_offline import OfflineRun
 
@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_num_seqs is None:  # the batch runs together
         args.max_num_seqs = args.batch_size
     asked = OfflineRun.read("latency", args, num_prompts=args.batch_size, ignore_eos=True)
-    batches: list[Batch] = []
+    batches: list[BatchRun] = []
     is_interrupted = False
     with asked.opened() as offline:
         try:

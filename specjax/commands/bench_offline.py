@@ -11,7 +11,7 @@ from typing import Any
 from specjax.bench import provenance
 from specjax.bench.datasets.queries import Queries, Query, make_queries
 from specjax.bench.machine import CpuTime, Machine, Moment, load_now
-from specjax.bench.offline import Batch, Offline, RoundTimes, describe_speculation
+from specjax.bench.offline import BatchRun, Offline, RoundTimes, describe_speculation
 from specjax.bench.result import Details, Speculation, as_json, count_failures
 from specjax.bench.traffic.figures import distributions
 from specjax.checkpoint.writing import write_whole
@@ -28,7 +28,7 @@ from specjax.llm import LLM
 
 @dataclass(kw_only=True)
 class OfflineRun:
-    """A benchmark in this process: what was asked for, and what is known so far.
+    """A benchmark in this process: its options, and what is known so far.
 
     Attributes:
         lossless: the comparison with plain decoding; None until it was made.
@@ -86,14 +86,14 @@ class OfflineRun:
         with LLM(self.model, **options) as llm:
             yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
 
-    def finish(self, offline: Offline, batch: Batch) -> None:
+    def finish(self, offline: Offline, batch: BatchRun) -> None:
         """Verify the outputs of `batch` if the user asked for it, and describe the machine."""
         self.drafting = offline.round_times
         if self.args.verify_lossless:
             self.lossless, self.plain = offline.verify(self.prompts, batch)
         self.environment = provenance.describe()
 
-    def speculation(self, batches: Sequence[Batch]) -> Speculation:
+    def speculation(self, batches: Sequence[BatchRun]) -> Speculation:
         """Return what speculation did."""
         config = self.options["speculative_config"]
         rates = config.get("synthetic_acceptance_rates") if config else None
@@ -105,7 +105,7 @@ class OfflineRun:
             synthetic_rates=rates,
         )
 
-    def details(self, batches: Sequence[Batch], rounds: Sequence[Mapping[str, Any]]) -> Details:
+    def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
         """Return the details of a result, without peers."""
         num_gpus = len(self.environment.get("clocks", ()))
         machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)

@@ -72,7 +72,7 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRun:
-    """What was asked for. `model` and `tokenizer` are checkpoints or names."""
+    """The options of a run. `model` and `tokenizer` are checkpoints or names."""
 
     args: argparse.Namespace
     load: LoadSettings
@@ -113,15 +113,19 @@ class ServeRun:
 
     @contextmanager
     def peer_server(self, name: str) -> Iterator[Endpoint]:
-        """Yield the endpoint of a peer, which is started unless it is a URL."""
+        """Yield the endpoint of a peer, which is started unless it is a URL.
+
+        It gets no headers: they may hold the key of another server.
+        """
         if is_url(name):
-            yield self.endpoint(name, read_models(name, {}, option="--against")[0]["id"])
+            model = read_models(name, {}, option="--against")[0]["id"]
+            yield replace(self.endpoint(name, model), headers={})
             return
         port, args = free_port(), self.args
         words = SERVED_PEERS[name].words(model=self.model, port=port, dtype=args.dtype)
         words += split(args.peer_args)
         with serving(words, port, args.ready_check_timeout_sec) as url:
-            yield self.endpoint(url, self.model)
+            yield replace(self.endpoint(url, self.model), headers={})
 
     def run(self, endpoint: Endpoint) -> Traffic:
         """Warm up, and send all requests."""
@@ -165,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     }
     details = Details(
         benchmark="serve",
-        settings={**vars(args), "model": asked.model},
+        settings={**vars(args), "model": asked.model, "header": list(asked.headers)},
         environment=provenance.describe_client(),
         machine={**vars(machine), "doubts": machine.doubts},
         dataset=asked.queries.as_json(),

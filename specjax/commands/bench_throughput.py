@@ -98,7 +98,7 @@ def describe(top: dict[str, float], details: Details, model: str) -> list[str]:
         f"{top['tokens_per_second']:.2f} total tokens/s, {output:.2f} output tokens/s",
         f"Total num prompt tokens:  {num_prompt}",
         f"Total num output tokens:  {round(top['total_num_tokens']) - num_prompt}",
-        f"medians of {len(rounds)} rounds; output tokens/s from {min(rounds):.2f} to "
+        f"the median round of {len(rounds)}; output tokens/s from {min(rounds):.2f} to "
         f"{max(rounds):.2f}",
         *speculation_lines(details.speculation),
         *step_lines(details.speculation),

@@ -1,6 +1,7 @@
 """Runs `specjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +20,10 @@ from specjax.server.run import bind, describe, make_server
 from specjax.server.service import Service
 from specjax.server.settings import Limits, ServerSettings
 
+# The event loop gives the interpreter to the engine's thread whenever it sends, and gets it back
+# after this time. With Python's 5 ms, answers wait.
+SWITCH_SECONDS = 5e-4
+
 
 def run(args: argparse.Namespace) -> int:
     """Run `specjax serve` until a signal ends it.
@@ -35,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         app = build_app(Service(llm, args.model, settings, limits))
         server = make_server(app, settings)
         get_log(verbose=True).info("listening on %s", describe(settings, bound))
+        sys.setswitchinterval(SWITCH_SECONDS)
         server.run(sockets=[bound])
         if server.force_exit:
             end_now()

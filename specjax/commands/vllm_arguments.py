@@ -100,8 +100,8 @@ class ExtendTexts(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """See `argparse.Action`."""
-        texts = list(getattr(namespace, self.dest, ()))
+        texts: list[str] = [*getattr(namespace, self.dest, ())]
         for value in values:
-            listed = read_json_or_text(value) if value.startswith("[") else value
-            texts += map(str, listed) if isinstance(listed, list) else [value]
+            listed = read_json_or_text(value)
+            texts += [str(one) for one in listed] if isinstance(listed, list) else [value]
         setattr(namespace, self.dest, texts)

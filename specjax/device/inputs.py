@@ -78,6 +78,7 @@ class StepModel(NamedTuple):
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
     windows: tuple[int, ...] = ()  # sizes of the windows whose layers have separate pages
     max_deferred_rows: int = 0  # maximum number of rows kept for `observe_deferred`
+    min_deferred_rounds: int = 0  # minimum number of rounds kept, whatever their rows
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
@@ -88,10 +89,9 @@ class StepModel(NamedTuple):
         """Return how many rounds without drafts the drafter may observe together.
 
         Each round has `batch` requests. The result is 0 if the drafter must observe every round
-        when it ends. This is so if the drafter cannot defer, or if the buffer is too small for two
-        rounds.
+        when it ends. This is so if the drafter cannot defer, or if fewer than two rounds are kept.
         """
-        count = self.max_deferred_rows // batch
+        count = max(self.max_deferred_rows // batch, self.min_deferred_rounds)
         while count * batch % self.row_multiple:
             count -= 1
         return count if self.drafter.may_defer and count > 1 else 0

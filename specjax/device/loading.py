@@ -27,12 +27,13 @@ from specjax.device.placement import (
     Placement,
     assemble,
     default_device,
+    is_divided,
     own_part,
     own_sharding,
     place_numbers,
     with_other_parts,
 )
-from specjax.device.resharding import automatic, devices_of, move, spread
+from specjax.device.resharding import all_devices_of, automatic, devices_of, move, spread
 from specjax.device.weights.stored import as_stored
 
 Log = Callable[[str], object]  # takes a line
@@ -148,11 +149,13 @@ def lay_out(
 def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """Return the divided array that a spec describes, in newly allocated memory.
 
-    `array` is the array of the whole model, or already the divided array. A whole array that is
-    spread over several devices is divided on these devices. Other arrays pass through the host. If
-    `array` is divided, its padding is removed there, and the result is padded again.
+    `array` is the array of the whole model, or already the divided array. A whole array that is on
+    devices is divided there. A divided array with padding passes through the host, where its
+    padding is removed; the result is padded again.
     """
-    devices = devices_of([array])
+    if array.shape == spec.shape and is_divided(array) and not spec.is_padded:
+        return _copy(array, dtype, sharding)
+    devices = all_devices_of(array)
     if devices and array.shape == spec.whole.shape:
         spec = replace(spec, names=tuple(map(str, range(len(spec.names)))))
         return move(_divide_afar(spec, dtype, devices)([automatic(array)]), sharding)
@@ -167,6 +170,10 @@ def copy_to(array: Any, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """
     if devices := devices_of([array]):
         return move(_cast_afar(dtype, devices)([automatic(array)]), sharding)
+    return _copy(array, dtype, sharding)
+
+
+def _copy(array: Any, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     own = jax.device_put(own_part(array), own_sharding(sharding), may_alias=False)
     return with_other_parts(own.astype(dtype), sharding)
 

@@ -23,14 +23,17 @@ def devices_of(arrays: Sequence[Any]) -> tuple[Device, ...]:
     Return () if the arrays are not all spread over the same devices. Also return () if an array is
     on one device, in host memory, or spread over processes.
     """
-    found = {_devices(array) for array in arrays}
-    return found.pop() if len(found) == 1 else ()
+    found = {all_devices_of(array) for array in arrays}
+    devices = found.pop() if len(found) == 1 else ()
+    return devices if len(devices) > 1 else ()
 
 
-def _devices(array: Any) -> tuple[Device, ...]:
-    if not isinstance(array, jax.Array) or len(array.devices()) == 1:
-        return ()
-    if not array.is_fully_addressable:
+def all_devices_of(array: Any) -> tuple[Device, ...]:
+    """Return the devices of an array, one or several, in the order of their mesh.
+
+    Return () if the array is in host memory, or spread over processes.
+    """
+    if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return ()
     devices = tuple(array.sharding.devices_indices_map(array.shape))
     is_near = array.sharding.memory_kind in (None, devices[0].default_memory().kind)

@@ -216,14 +216,13 @@ def propose(
 ) -> tuple[EngineState, Draft]:
     """Draft k tokens for every request."""
     slots, starts = inputs.slots, state.lengths[inputs.slots]
-    history = History(state.tokens[slots], starts + 1)
     context = DraftContext(
         slots,
         starts,
         _is_active(state, slots),
         page_tables(inputs, model)[0],
         state.requests,
-        history,
+        History(state.tokens[slots], starts + 1),
         extras_of_step(inputs.extras, variant) & Extras.EDITS > 0,
         model.kernels,
         model.row_multiple,
@@ -234,7 +233,7 @@ def propose(
     own = model.drafter.with_head(params)
     draft, drafter = model.drafter.draft(model.target, own, state.drafter, context, k)
     if inputs.suggestions is not None:
-        draft = replace_drafts(draft, inputs.suggestions, history, model.vocabulary)
+        draft = replace_drafts(draft, inputs.suggestions, context.history, model.vocabulary)
     return replace(state, drafter=drafter), draft
 
 

@@ -90,11 +90,14 @@ def open_executables(
     such as a user's own drafter or a replaced function. `origin` holds further values on which the
     programs depend. They become part of the digests.
     """
+    devices = list(placement.mesh.devices.flat)
+    if (ids := [one.id for one in devices]) != list(range(len(ids))):  # of another replica
+        origin = (*origin, ids)
     described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
         return None
-    return Executables(folder, described, list(placement.mesh.devices.flat))
+    return Executables(folder, described, devices)
 
 
 class Executables:

@@ -227,7 +227,7 @@ class Hosts:
         return self.error
 
     def _await_exit(self) -> None:
-        """Start a thread that calls `_disconnect` when process 0 exits; not in process 0."""
+        """Start a thread that disconnects when process 0 exits. In process 0, do nothing."""
         if self.leads or self._threads:
             return
 

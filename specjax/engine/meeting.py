@@ -38,7 +38,8 @@ class Meeting(NamedTuple):
     @property
     def seconds(self) -> int:
         """The time limit for the start, and for a step."""
-        return self.distributed_timeout_seconds or TIMEOUT_SECONDS
+        given = self.distributed_timeout_seconds
+        return TIMEOUT_SECONDS if given is None else given
 
     @classmethod
     def take(cls, options: dict[str, Any]) -> "Meeting":

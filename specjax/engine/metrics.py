@@ -13,6 +13,7 @@ from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.speculation.contexts import first_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,11 @@ class Metrics:
             are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
             of the first K rates.
         k_histogram: number of rounds per K.
+        request_k_histogram: number of rounds of requests per number of drafts. A request may have
+            fewer drafts than its round.
+        drafts_per_context: number of drafts (rounds of a request) by bucket of the request's
+            length. Buckets are named by their smallest length.
+        accepted_tokens_per_context: number of accepted draft tokens, likewise.
         drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
             method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
             host.
@@ -69,6 +75,9 @@ class Metrics:
     acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
+    request_k_histogram: dict[int, int]
+    drafts_per_context: dict[int, int]
+    accepted_tokens_per_context: dict[int, int]
     drafts_per_source: dict[str, int]
     draft_tokens_per_source: dict[str, int]
     accepted_tokens_per_source: dict[str, int]
@@ -169,6 +178,9 @@ class Recorder:
         self._drafted: list[int] = []  # by position
         self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
+        self._request_k: Counter[int] = Counter()
+        self._drafts_at: Counter[int] = Counter()  # by bucket of lengths
+        self._accepted_at: Counter[int] = Counter()
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
@@ -211,9 +223,12 @@ class Recorder:
         more = [0] * (plan.num_drafts - len(self._accepted))
         self._drafted += more
         self._accepted += more
-        pairs = Counter(zip([row.num_drafts for row in rows], num_kept, strict=True))
-        for (num_drafts, kept), count in pairs.items():
+        found = Counter(zip([row.num_drafts for row in rows], num_kept, plan.buckets, strict=True))
+        for (num_drafts, kept, bucket), count in found.items():
+            self._request_k[num_drafts] += count if kept else 0
             if num_drafts and kept:
+                self._drafts_at[first_length(bucket)] += count
+                self._accepted_at[first_length(bucket)] += count * (kept - 1)
                 self._counts["drafts"] += count
                 self._counts["draft_tokens"] += count * num_drafts
                 for position in range(num_drafts):
@@ -255,6 +270,9 @@ class Recorder:
             acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
             mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
             k_histogram=dict(self._k),
+            request_k_histogram=dict(self._request_k),
+            drafts_per_context=dict(self._drafts_at),
+            accepted_tokens_per_context=dict(self._accepted_at),
             drafts_per_source={name: of.num_rounds for name, of in sources},
             draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
             accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
@@ -308,6 +326,11 @@ def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
             "position", dict(enumerate(m.num_accepted_tokens_per_pos))
         ),
         "spec_decode_num_rounds_total": labelled("k", m.k_histogram),
+        "spec_decode_num_request_rounds_total": labelled("k", m.request_k_histogram),
+        "spec_decode_drafts_per_context_total": labelled("context", m.drafts_per_context),
+        "spec_decode_accepted_tokens_per_context_total": labelled(
+            "context", m.accepted_tokens_per_context
+        ),
         **{
             f"spec_decode_{name}_total": labelled("source", getattr(m, name))
             for name in _PER_SOURCE

@@ -2,10 +2,10 @@
 
 A step has a shape and a variant. The variant is the extra work that the step's requests need, such
 as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
-for rounds, and a variant that serves most requests. If the host waits at conditionals, another
-variant is for requests without optional work. The two shapes suffice for any step, but small steps
-need much padding. A smaller shape is compiled in the background once the padding that it would
-avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
+for rounds, and a variant that serves most requests. If the host waits at conditionals, there is
+also a variant for requests without optional work. The two shapes suffice for any step, but small
+steps need much padding. A smaller shape is compiled in the background once the padding that it
+would avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
 requests do not wait.
 """
 

@@ -64,8 +64,8 @@ def measure_rounds(
 
     Every shape is timed once per pass, and there are several passes. So a short disturbance affects
     at most a few times of each shape. The time of a shape is the median over passes. The time per
-    context token is assumed to be the same for all K. It is measured at the largest batch size,
-    with two lengths of context.
+    context token is assumed to be linear in K. It is measured at the largest batch size, for the
+    smallest and the largest K, with two lengths of context.
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the
@@ -102,7 +102,7 @@ def measure_rounds(
                 yield points[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)
             before, end = launched, done
 
-    max_batch, ends = batches[-1], {min(ks), max(ks)}
+    max_batch, ends = batches[-1], sorted({min(ks), max(ks)})
     points = [(batch, k, short) for batch in batches for k in ks]
     points += [(max_batch, k, long) for k in ends if long > 2 * short]
     list(run_all(points))  # not counted: the first run touches new memory
@@ -114,28 +114,36 @@ def measure_rounds(
         if i + 1 >= MIN_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
             break
     middle = {point: median(found) for point, found in times.items()}
-    per_token = 0.0
+    per_token = per_draft = 0.0
     if long > 2 * short:
-        added = [(middle[max_batch, k, long] - middle[max_batch, k, short]) for k in ends]
-        per_token = max(0.0, min(added) / (max_batch * (long - short)))
+        num_tokens = max_batch * (long - short)
+        added = {k: middle[max_batch, k, long] - middle[max_batch, k, short] for k in ends}
+        least, most = ends[0], ends[-1]
+        if most > least:
+            per_draft = max(0.0, (added[most] - added[least]) / (num_tokens * (most - least)))
+        per_token = max(0.0, min(added.values()) / num_tokens - least * per_draft)
     by_batch = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
     return StepCost(
-        _without_context(by_batch, short, per_token),
+        _without_context(by_batch, short, per_token, per_draft),
         batches=batches,
         ms_per_context_token=per_token,
+        ms_per_context_draft=per_draft,
     )
 
 
 def _without_context(
-    points: Mapping[int, Mapping[int, float]], context: int, per_token: float
+    points: Mapping[int, Mapping[int, float]], context: int, per_token: float, per_draft: float
 ) -> dict[int, dict[int, float]]:
     """Return the times that rounds would take without context.
 
-    `points` holds milliseconds by batch size and K, for `context` context tokens per request.
-    `per_token` is the time that each context token adds.
+    `points` holds milliseconds by batch size and K, for `context` context tokens per request. Each
+    context token adds `per_token` milliseconds, and `per_draft` more for each draft.
     """
     return {
-        batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
+        batch: {
+            k: max(ms - batch * context * (per_token + k * per_draft), 0.1 * ms)
+            for k, ms in column.items()
+        }
         for batch, column in points.items()
     }
 

@@ -71,8 +71,8 @@ class SimulatedPrograms:
     """Implements `Programs` with NumPy. It takes the arguments of `CompiledPrograms`."""
 
     num_processes: ClassVar[int] = 1
-    waits_at_conditionals: ClassVar[bool] = False
     is_compiling: ClassVar[bool] = False
+    waits_at_conditionals: ClassVar[bool] = False
     failures: ClassVar[Mapping[Program, Exception]] = {}
 
     def __init__(
@@ -106,7 +106,7 @@ class SimulatedPrograms:
             Begin: self._begin,
             Decode: self._decode,
             Joined: self._joined,
-            SplitRound: self._split,
+            SplitRound: self._split_round,
             Propose: self._propose,
             Settle: self._settle,
         }
@@ -195,7 +195,7 @@ class SimulatedPrograms:
         return self._packed(program.variant, program.width, has_token, zeros, tokens)
 
     def _decode(self, program: Decode, inputs: DecodeInputs) -> HostResult:
-        return self._round(program, inputs, None, None)
+        return self._round(program.variant, program.k, inputs)
 
     def _propose(self, program: Propose, inputs: DecodeInputs) -> SimulatedDraft:
         starts = self._lengths[np.asarray(inputs.slots)]
@@ -210,7 +210,7 @@ class SimulatedPrograms:
         logits: Any,
         masks: Any,
     ) -> HostResult:
-        return self._round(program, inputs, draft, masks)
+        return self._round(program.variant, program.k, inputs, draft, masks)
 
     def _joined(
         self, program: Joined, chunks: PrefillInputs, inputs: DecodeInputs
@@ -218,36 +218,36 @@ class SimulatedPrograms:
         decoded = self._decode(program.decode, inputs)  # the new requests are not part of it
         return self._begin(program.begin, chunks, None, None, None), decoded
 
-    def _split(
+    def _split_round(
         self, program: SplitRound, drafting: DecodeInputs, others: DecodeInputs
     ) -> tuple[HostResult, HostResult]:
-        shape, variant = program.shape, program.variant
-        first = self._decode(Decode(shape.drafting, shape.k, variant), drafting)
-        return first, self._decode(Decode(shape.others, 0, variant), others)
+        variant = program.variant
+        return self._round(variant, program.shape.k, drafting), self._round(variant, 0, others)
 
     def _round(
         self,
-        program: Decode | Settle,
+        variant: Variant,
+        k: int,
         inputs: DecodeInputs,
-        draft: SimulatedDraft | None,
-        masks: np.ndarray | None,
+        draft: SimulatedDraft | None = None,
+        masks: np.ndarray | None = None,
     ) -> HostResult:
-        slots, columns = np.asarray(inputs.slots), np.arange(program.k + 1)
+        slots, columns = np.asarray(inputs.slots), np.arange(k + 1)
         starts = self._lengths[slots]
         remaining = self._limits[slots] - starts - 1
-        num_drafts = np.minimum(np.asarray(inputs.num_drafts), remaining - 1).clip(0, program.k)
+        num_drafts = np.minimum(np.asarray(inputs.num_drafts), remaining - 1).clip(0, k)
         num_drafts[~self._is_active[slots]] = 0
-        tokens = self._following(starts, program.k + 1, masks)
+        tokens = self._following(starts, k + 1, masks)
         counts = np.where(self._is_active[slots], num_drafts + 1, 0)
         if draft is not None and masks is not None:  # a grammar may refuse drafts
-            is_accepted = tokens[:, : program.k] == draft.tokens.array
+            is_accepted = tokens[:, :k] == draft.tokens.array
             counts = np.minimum(counts, 1 + is_accepted.cumprod(axis=1).sum(axis=1))
         is_stop = self._stops(slots, tokens) & (columns < counts[:, None])
         has_stop = is_stop.any(axis=1)
         self._lengths[slots] = starts + counts
         counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
         self._is_active[slots] &= ~has_stop & (counts < remaining)
-        return self._packed(program.variant, 0, counts, num_drafts, tokens)
+        return self._packed(variant, 0, counts, num_drafts, tokens)
 
     def _following(self, places: np.ndarray, count: int, masks: np.ndarray | None) -> np.ndarray:
         """Return the tokens i32[B, count] that follow the tokens at `places` i[B].

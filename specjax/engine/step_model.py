@@ -15,6 +15,8 @@ from specjax.host.windows import window_pages
 # Up to this number of rows, a drafter takes hardly longer than for one row, because reading its
 # weights takes most of the time.
 MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
+# On a GPU, each observation of a large batch still saves reading the weights and several launches.
+MIN_DEFERRED_ROUNDS = {"gpu": 4}
 
 
 def step_model(
@@ -33,6 +35,7 @@ def step_model(
         logprobs_mode=config.logprobs_mode,
         windows=page_windows(target, config),
         max_deferred_rows=MAX_DEFERRED_ROWS.get(platform, 0),
+        min_deferred_rounds=MIN_DEFERRED_ROUNDS.get(platform, 0),
         vocabulary=target.vocabulary,
     )
 
@@ -55,7 +58,8 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     deferred = None
     if model.max_deferred(1):
         num_features = (1 + len(model.drafter.aux_layers)) * target.hidden_size
-        deferred = jnp.zeros((model.max_deferred_rows, num_features), dtype)
+        num_rows = max(batch * model.max_deferred(batch) for batch in (1, *config.decode_batches))
+        deferred = jnp.zeros((num_rows, num_features), dtype)
     return init_state(
         config.max_num_seqs,
         config.max_model_len,

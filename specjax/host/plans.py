@@ -8,6 +8,7 @@ from specjax.host.drafts.suggester import Suggestion
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
+from specjax.host.speculation.contexts import BOUNDS, context_bucket
 from specjax.host.speculation.rounds import SplitWish
 
 
@@ -72,6 +73,14 @@ class DecodePlan:
     suggested: tuple[Suggestion | None, ...] = ()  # by sequence; empty without drafts from the host
     is_rest: bool = False  # whether it has the requests without drafts of a split round
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
+
+    @property
+    def buckets(self) -> list[int]:
+        """The bucket of each sequence's length (see `contexts`)."""
+        lengths = [len(sequence.token_ids) for sequence in self.sequences]
+        if max(lengths, default=0) < BOUNDS[0]:  # most often; this saves time
+            return [0] * len(lengths)
+        return [context_bucket(length) for length in lengths]
 
     def land(self) -> None:
         """Note that the round has ended."""

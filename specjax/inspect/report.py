@@ -133,7 +133,7 @@ class StepRequest:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of `step.decode_step`."""
-        names = "batch", "k", "context", "page_size", "kv_cache_dtype", "is_plain"
+        names = "batch", "k", "context", "page_size", "kv_cache_dtype"
         return self.models | {name: getattr(self, name) for name in names}
 
     @property
@@ -297,7 +297,7 @@ def compile_steps(
     parts = [_open(request) for request in requests]  # raises before any compilation
     asked = [
         {
-            "function": "decode_step",
+            "function": "plain_step" if request.is_plain else "decode_step",
             "gpu": request.target,
             "arguments": request.arguments,
             "options": request.options,

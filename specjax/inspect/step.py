@@ -47,8 +47,8 @@ class Parts:
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 
 
-def _round(batch: int, k: int, is_plain: bool) -> Program:
-    return Decode(batch, k, Variant(num_logprobs=FEW_LOGPROBS, is_plain=is_plain))
+def _round(batch: int, k: int) -> Program:
+    return Decode(batch, k, Variant(num_logprobs=FEW_LOGPROBS))
 
 
 def decode_step(
@@ -60,8 +60,7 @@ def decode_step(
     num_layers: int | None = None,
     dtype: str = "bfloat16",
     divides_experts: bool = False,
-    is_plain: bool = False,
-    make_program: Callable[[int, int, bool], Program] = _round,
+    make_program: Callable[[int, int], Program] = _round,
     mesh: Mesh | None = None,
     **others: Any,
 ) -> tuple[Any, tuple, dict[str, Any]]:
@@ -72,9 +71,8 @@ def decode_step(
 
     Args:
         model, speculation, num_layers, dtype, divides_experts: as for `open_parts`.
-        is_plain: whether the program is of the plain variant (see `Variant`).
-        make_program: the function that makes the round's program. `make_program(batch, k,
-            is_plain)` returns a program that takes parameters, state and packed inputs.
+        make_program: the function that makes the round's program. `make_program(batch, k)` returns
+            a program that takes parameters, state and packed inputs.
         mesh: the devices over which the model is divided; None for one device.
         others: further arguments of `fit_engine`.
     """
@@ -85,11 +83,17 @@ def decode_step(
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static.model, k))
     if mesh is None:
-        return jitted(make_program(batch, k, is_plain), static), (parts.params, state, packed), {}
+        return jitted(make_program(batch, k), static), (parts.params, state, packed), {}
     state = jax.tree.map(lambda x: divided_shape((num_devices, *x.shape), x.dtype), state)
     args = parts.params, state, packed
     division = Division(mesh, tuple(map(is_divided, jax.tree.leaves(args))))
-    return jitted(make_program(batch, k, is_plain), static, division=division), args, {}
+    return jitted(make_program(batch, k), static, division=division), args, {}
+
+
+def plain_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
+    """Return a round as `decode_step` does, but of the plain variant (see `Variant`)."""
+    plain = Variant(is_plain=True)
+    return decode_step(*described, **further, make_program=lambda b, k: Decode(b, k, plain))
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
@@ -97,7 +101,7 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 
     The arguments and the form of the result are as in `decode_step`.
     """
-    return decode_step(*described, **further, make_program=lambda batch, *_: Observe(batch))
+    return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:

@@ -1,5 +1,6 @@
 """Prepares the sampling parameters of a chat's responses, and reads the responses as messages."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from specjax.text.chat import render_conversations
 from specjax.text.prompts import TokensPrompt, params_each
 from specjax.text.tokenizer import ChatTokenizer
 
+_LOG = logging.getLogger("specjax")
 _PLAIN = ResponseTemplate.of(
     {
         "start_anchor_pattern": "(?!)",  # in no prompt
@@ -111,10 +113,23 @@ class ChatFormat:
         # What separates the parts of a message is often a special token.
         params = replace(params, skip_special_tokens=False, spaces_between_special_tokens=True)
         response = Response(params, prompt, template, choice)
-        return self._forced(response) if choice.is_forced else response
+        if choice.is_forced:
+            return self._forced(response)
+        return self._strict(response) if choice.is_strict else response
+
+    def _strict(self, response: Response) -> Response:
+        """Constrain calls to the schemas of their functions, if that is possible."""
+        if self._form is None or not self._form.is_free:
+            why = "no grammar is known for calls amid text in this model's format"
+        elif response.params.structured_outputs is not None:
+            why = "the request has structured outputs"
+        else:
+            return self._constrained(response)
+        _LOG.warning("tools: strict is not enforced, because %s", why)
+        return response
 
     def _forced(self, response: Response) -> Response:
-        choice, params = response.choice, response.params
+        params = response.params
         if self._form is None:
             raise ValueError(
                 "tool_choice: no grammar is known for this model's format of tool calls; use 'auto'"
@@ -124,14 +139,22 @@ class ChatFormat:
                 "structured_outputs and a tool_choice that forces calls exclude each other; leave "
                 "one out"
             )
-        begun = response.parser()
+        return self._constrained(response)
+
+    def _constrained(self, response: Response) -> Response:
+        """Add the grammar of calls to the sampling parameters."""
+        assert self._form is not None
+        choice, begun = response.choice, response.parser()
         can_begin = response.template.has_part("reasoning") and not begun.has_prefix
         is_reasoning = begun.part == "reasoning" or (None if can_begin else False)
         grammar = CallGrammar(self._form, self._special_ids).write(
-            choice.functions, is_parallel=choice.is_parallel, is_reasoning=is_reasoning
+            choice.functions,
+            is_parallel=choice.is_parallel,
+            is_reasoning=is_reasoning,
+            is_forced=choice.is_forced,
         )
-        forced = replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
-        return replace(response, params=forced)
+        outputs = StructuredOutputs(grammar=grammar)
+        return replace(response, params=replace(response.params, structured_outputs=outputs))
 
 
 @dataclass(frozen=True, kw_only=True)

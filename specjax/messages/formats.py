@@ -31,6 +31,8 @@ class CallForm:
         between: the text between two calls; None if there can be only one call.
         last: the text after all calls.
         reasoning: the texts before and after reasoning.
+        is_free: whether the text around calls and reasoning has no special tokens, so that a
+            grammar can allow any text there.
     """
 
     name: tuple[str, str]
@@ -40,6 +42,7 @@ class CallForm:
     between: str | None = ""
     last: str = ""
     reasoning: tuple[str, str] = ("<think>", "</think>")
+    is_free: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ HARMONY = ResponseFormat(
         "",
         between=None,
         reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        is_free=False,
     ),
 )
 MISTRAL = ResponseFormat(

@@ -23,15 +23,22 @@ class CallGrammar:
         self._form, self._writer = form, LarkWriter(special_ids)
 
     def write(
-        self, functions: Sequence[Function], *, is_parallel: bool, is_reasoning: bool | None
+        self,
+        functions: Sequence[Function],
+        *,
+        is_parallel: bool,
+        is_reasoning: bool | None,
+        is_forced: bool = True,
     ) -> str:
-        """Return a grammar in which a response must call a function.
+        """Return a grammar in which calls fit their functions.
 
         Args:
             functions: the functions to choose from.
             is_parallel: whether a response may have several calls.
             is_reasoning: True if the prompt ends within reasoning, which the response continues;
                 None if the response may begin with reasoning; False if it must not.
+            is_forced: whether a response must consist of calls. If not, it is any text, in which
+                the beginning of a call must be followed by the rest of a call.
         """
         form, text = self._form, self._writer.text
         opening, closing = form.reasoning
@@ -40,15 +47,26 @@ class CallGrammar:
         calls = "call"
         if is_parallel and form.between is not None:
             calls = f"call ({text(form.between)} call)*"
-        named = [self._writer.rule("function", self._call(function)) for function in functions]
-        start = before[is_reasoning], _SPACE, text(form.first), calls, text(form.last)
-        return "\n".join(
-            (f"start: {' '.join(start)}", f"call: {' | '.join(named)}", *self._writer.rules)
-        )
+        if is_forced:
+            start = before[is_reasoning], _SPACE, text(form.first), calls, text(form.last)
+        else:
+            opening = form.first + form.name[0]
+            trigger = opening.split()[0]
+            first = self._any_of(functions, opening[len(trigger) :])
+            # Without `form.first`, each further call begins with the trigger again.
+            more = calls.removeprefix("call") if form.first else ""
+            found = f"({self._writer.until(trigger)} ({first}) {more} {text(form.last)})"
+            start = before[is_reasoning], found + ("*" if is_parallel else "?"), "/(?s:.*)/"
+        named = self._any_of(functions, form.name[0])
+        return "\n".join((f"start: {' '.join(start)}", f"call: {named}", *self._writer.rules))
 
-    def _call(self, function: Function) -> str:
-        before, after = self._form.name
-        opening = self._writer.text(before + function.name + after)
+    def _any_of(self, functions: Sequence[Function], before: str) -> str:
+        """Return an expression that matches a call of any function. `before` precedes the name."""
+        rule = self._writer.rule
+        return " | ".join(rule("function", self._call(one, before)) for one in functions)
+
+    def _call(self, function: Function, before: str) -> str:
+        opening = self._writer.text(before + function.name + self._form.name[1])
         arguments = self._tags if self._form.parameter else self._writer.json
         return f"{opening} {arguments(function.parameters)} {self._writer.text(self._form.end)}"
 

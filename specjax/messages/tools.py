@@ -17,10 +17,16 @@ _OF_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a model may call. `parameters` is a JSON schema of its arguments."""
+    """A function that a model may call.
+
+    Attributes:
+        parameters: a JSON schema of the arguments.
+        is_strict: whether the arguments must fit the schema if the model calls the function.
+    """
 
     name: str
     parameters: Mapping[str, Any]
+    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class ToolChoice:
     functions: tuple[Function, ...]
     is_forced: bool
     is_parallel: bool
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the arguments of some function must fit its schema."""
+        return any(one.is_strict for one in self.functions)
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -117,7 +128,10 @@ def _read_function(tool: Mapping[str, Any], where: str) -> Function:
         fault = f"{where}.parameters.type={parameters['type']!r} must be 'object'"
     if fault is not None:
         raise ValueError(f"{fault}; parameters are a JSON schema of an object")
-    return Function(name, parameters)
+    strict = function.get("strict")
+    if strict not in (None, True, False):
+        raise ValueError(f"{where}.strict={strict!r} must be True or False")
+    return Function(name, parameters, is_strict=strict is True)
 
 
 def _faults(schema: Any, where: str, depth: int) -> Iterator[str]:

@@ -165,12 +165,13 @@ class Answer:
         """Send the events of one prompt until it is finished. Return its last output."""
         form, wants = self._job.form, self._job.request.stream_options
         is_counted = wants is not None and wants.continuous_usage_stats
-        for choice in form.openings(prompt):
-            await self._put(choice, events, is_counted=is_counted)
         latest, output = None, None
         async for output in stream:
             now = time.monotonic()
-            if latest is not None:
+            if latest is None:  # not before: clients take the first event for the first token
+                for choice in form.openings(prompt):
+                    await self._put(choice, events, is_counted=is_counted)
+            else:
                 self._service.monitor.observe("inter_token_latency_seconds", now - latest)
             latest = now
             self._check(output.outputs)

@@ -138,3 +138,6 @@ class Monitor(Collector):
             enumerate(m.num_accepted_tokens_per_pos),
         )
         yield families.counter_by("specjax:spec_decode_num_rounds", "k", m.k_histogram.items())
+        for name in "drafts", "draft_tokens", "accepted_tokens":
+            values = getattr(m, f"{name}_per_source").items()
+            yield families.counter_by(f"specjax:spec_decode_{name}_per_source", "source", values)

@@ -6,12 +6,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
+from specjax.server.connection import Connection
 from specjax.server.settings import ServerSettings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -75,8 +77,11 @@ def describe(settings: ServerSettings, bound: socket.socket) -> str:
 
 def make_server(app: Starlette, settings: ServerSettings) -> "Server":
     """Return a server for an app. Its method `run` takes sockets, and returns after a signal."""
+    seconds = app.state.service.limits.max_stall_seconds
     config = uvicorn.Config(
         app,
+        http=partial(Connection, max_head_seconds=seconds),  # type: ignore[arg-type]
+        ws="none",
         log_level=settings.uvicorn_log_level,
         access_log=not settings.disable_uvicorn_access_log,
         ssl_keyfile=settings.ssl_keyfile,

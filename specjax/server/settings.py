@@ -38,7 +38,7 @@ class Limits:
         None, "time of a request; it then ends with its tokens so far, finish_reason abort"
     )
     max_stall_seconds: float = _flag(
-        60.0, "time that a client may take to send its body, or not read its answer"
+        60.0, "time that a client may take to send its request, or not read its answer"
     )
 
     def __post_init__(self):
@@ -117,7 +117,8 @@ class ServerSettings:
             raise ValueError("--ssl-keyfile goes with --ssl-certfile, which is missing")
         if self.ssl_certfile is not None and self.ssl_keyfile is None:
             raise ValueError("--ssl-certfile goes with --ssl-keyfile, which is missing")
-        check_choice("--ssl-cert-reqs", self.ssl_cert_reqs, (0, 1, 2))
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ValueError(f"--ssl-cert-reqs {self.ssl_cert_reqs} must be 0, 1 or 2")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs goes with --ssl-ca-certs, which is missing")
         for name in "ssl_ca_certs", "ssl_ciphers":

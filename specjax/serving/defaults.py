@@ -103,8 +103,8 @@ def check_options(
             )
         if tensor_parallel_size > 1:
             raise ValueError(
-                f"quantization={quantization!r} needs tensor_parallel_size=1: weights that are "
-                "divided over devices stay plain; use data_parallel_size, or leave it out"
+                f"quantization={quantization!r} needs tensor_parallel_size=1: matrices are rounded "
+                "whole; write them with specjax quantize first, or use data_parallel_size"
             )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(

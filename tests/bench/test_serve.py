@@ -15,6 +15,7 @@ from support.scripts import TextScript
 from support.texts import simulated_llm
 from support.timed_server import timed_server
 
+from specjax.bench.result import without_headers
 from specjax.cli import main
 
 pytest.importorskip("aiohttp")
@@ -77,6 +78,7 @@ def test_times_are_those_of_the_server(asked):
 
 def test_a_rate_a_limit_of_concurrency_and_the_lists(asked, tmp_path):
     options = ["--request-rate", 50, "--burstiness", "inf", "--max-concurrency", 1]
+    options += ["--header", "Authorization=Bearer secret"]
     save = ["--save-result", "--result-dir", tmp_path, "--save-detailed", "--metadata", "a=b"]
     with timed_server(seconds=[0.03, 0.03], tokens=[2, 3], counts=False) as server:
         found = bench("--base-url", server.url, *asked, *options, *save)
@@ -92,7 +94,10 @@ def test_a_rate_a_limit_of_concurrency_and_the_lists(asked, tmp_path):
     mean = found["mean_e2el_including_client_queue_ms"]
     assert mean == pytest.approx(1e3 * whole.mean())
     (file,) = tmp_path.glob("openai-50qps-*.json")
-    assert json.loads(file.read_text()) == found
+    assert json.loads(file.read_text()) == found and "secret" not in file.read_text()
+    assert without_headers(["a", "--header", "K=s=t", "--header=K=s"]) == [
+        *("a", "--header", "K=...", "--header=K=..."),
+    ]
 
 
 def test_a_server_that_dies_or_refuses_leaves_what_was_measured(asked, capsys):
@@ -103,6 +108,10 @@ def test_a_server_that_dies_or_refuses_leaves_what_was_measured(asked, capsys):
     assert 2 <= found["completed"] < 6 and details["is_interrupted"]
     assert sum(details["failures"].values()) == found["failed"] > 0
     assert found["mean_ttft_ms"] > 0
+    with timed_server(seconds=[], tokens=[]) as server:  # no answer has a token
+        found = bench("--base-url", server.url, *asked)
+    assert (found["completed"], found["failed"], found["mean_ttft_ms"]) == (4, 0, 0.0)
+    assert found["specjax"]["steady"] is None
     with timed_server(seconds=[0.01], tokens=[1], status=400) as server:
         assert main(["bench", "serve", "--base-url", server.url, *map(str, asked)]) == 2
     assert "status 400: too long for this model" in capsys.readouterr().err

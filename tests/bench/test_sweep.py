@@ -107,6 +107,7 @@ def test_a_sweep_compares_every_policy_at_every_size(sweep):
             assert figures["num_differing"] == 0
             assert figures["regret"] == pytest.approx(1 - figures["to_best_static"]["median"])
             ks = {int(k) for k in figures["k_histogram"]}
+            assert max(map(int, figures["request_k_histogram"])) <= max(ks)
             assert ks <= ({0} if name in ("off", "K=0") else {0, 1, 2})
         assert policies["off"]["mean_acceptance_length"] == 1
     assert "outputs that differ from decoding without speculation: 0" in printed

@@ -58,6 +58,48 @@ SIZES = ",", "1,", "x", "1.5", "0", "-1,4"
 NO_DRAFTER = ["has no default drafter", "name one with --drafter"]
 LLAMA = CONFIGS / "Llama-3.1-8B"
 INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
+SERVE = "bench serve --base-url http://127.0.0.1:9"
+OFFLINE = "bench throughput --model MODEL"
+LOADS = [
+    ("bench serve --dataset-name share", ["--dataset-name share", "'sharegpt'"]),
+    ("bench latency --dataset-name custom", ["--dataset-path is missing", ".jsonl"]),
+    (f"{OFFLINE} --dataset-path none.jsonl", ["none.jsonl", "No such file", "grade-school"]),
+    (f"{OFFLINE} --random-input-len 4", ["--random-input-len goes with --dataset-name random"]),
+    (f"{OFFLINE} --dataset-name random --random-range-ratio 1", ["--random-range-ratio 1.0"]),
+    (f"{OFFLINE} --num-prompts 0", ["--num-prompts=0"]),
+    (f"{OFFLINE} --rounds 0", ["--rounds=0"]),
+    (f"{OFFLINE} --output-json none/a", ["--output-json none/a"]),
+    (f"{OFFLINE} --against vllm", ["--against vllm", "bench serve against servers"]),
+    (f"{OFFLINE} --against transformers --against transformers", ["given twice"]),
+    (f"{OFFLINE} --verify-lossless", ["--verify-lossless goes with --drafter"]),
+    (f"{OFFLINE} --synthetic-rates 0.5", ["--synthetic-rates goes with --drafter"]),
+    (f"{OFFLINE} --temperature=-1", ["temperature=-1.0"]),
+    (f"{OFFLINE} --chat-template-kwargs []", ["--chat-template-kwargs must be a JSON object"]),
+    ("bench latency --batch-size 0", ["--batch-size=0"]),
+    ("bench latency --num-iters 0", ["--num-iters=0"]),
+    ("bench serve --request-rate 0", ["--request-rate 0 must be above 0"]),
+    ("bench serve --goodput ttft:200", ["needs a unit", "ttft:200ms"]),
+    ("bench serve --percentile-metrics ttf", ["ttf is none of", "'ttft'"]),
+    ("bench serve --metric-percentiles 101", ["--metric-percentiles 101"]),
+    ("bench serve --max-concurrency 0", ["--max-concurrency=0"]),
+    ("bench serve --backend grpc", ["--backend grpc is none of openai"]),
+    ("bench serve --header key", ["--header key must be like NAME=VALUE"]),
+    ("bench serve --metadata a=1 a=2", ["--metadata a is given twice"]),
+    ("bench serve --tokenizer MODEL", ["--tokenizer goes with --base-url"]),
+    ("bench serve --save-detailed", ["--save-detailed goes with --save-result"]),
+    ("bench serve --verify-lossless", ["--verify-lossless goes with --drafter"]),
+    ("bench serve --model MODEL --k 3", ["--k goes with --drafter"]),
+    ("bench serve --against sglang", ["--against sglang needs the program sglang", "install"]),
+    ("bench serve --against transformers", ["bench serve runs against vllm, sglang or a URL"]),
+    ("bench serve --against http://127.0.0.1:9", ["--against http://127.0.0.1:9: nothing answers"]),
+    (SERVE, ["nothing answers there (", "refused", "start the server first"]),
+    (f"{SERVE} --drafter ngram", ["--drafter is an option of the server"]),
+    ("bench serve --base-url localhost:80", ["'localhost:80' is not a URL like http"]),
+    (
+        "bench serve --model MODEL --save-result --result-filename a --output-json ./a",
+        ["--output-json and --result-filename both write"],
+    ),
+]
 COMMANDS = [
     ("", ["COMMAND"]),
     ("dance", ["'dance'", "generate"]),
@@ -192,6 +234,7 @@ SIMULATE = [
 RUN = "generate --model MODEL --max-model-len 64 --json hi"
 ALL = [
     *COMMANDS,
+    *LOADS,
     *((f"{RUN} {options}", words) for options, words in GENERATE),
     *((f"info {LLAMA} --compile h200 {options}", [word]) for options, word in COMPILE),
     *((f"{RUN} --method ngram --k {k}", [f"num_speculative_tokens={k}"]) for k in (-1, 0, 100)),

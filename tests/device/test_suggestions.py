@@ -1,12 +1,15 @@
 """Drafts from the host replace the drafter's where they continue the tokens: by plain Python."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.fits import FIXED_SEED, pvalue
 
 from specjax.device.edits import History
+from specjax.device.requests import Sampling
 from specjax.device.suggestions import Suggestions, replace_drafts
-from specjax.device.verification import Draft
+from specjax.device.verification import Block, Draft, Rejection, SeedExact, Target
 from specjax.device.vocabulary import WHOLE
 
 BATCH, LENGTH, WIDTH, VOCAB = 300, 16, 7, 3
@@ -53,3 +56,38 @@ def test_paths_are_used_where_they_continue_the_tokens(k, has_counts):
         np.testing.assert_array_equal(found.probs[i], q)
         num_used += is_path
     assert 0.2 * BATCH < num_used < 0.8 * BATCH
+
+
+@pytest.mark.parametrize("method", [Rejection(), Block(), SeedExact()])
+def test_the_next_token_has_the_targets_distribution(method):
+    """Whether a path or a drafter's own draw was verified, and whichever token the path has."""
+    batch, k, rng = 40_000, 2, np.random.default_rng(1)
+    p, q = (rng.dirichlet(np.ones(VOCAB), k + 1).astype(np.float32) for _ in range(2))
+    drawn = (rng.random((batch, k, 1)) > np.cumsum(q[:k], axis=1)[None]).sum(axis=2)
+    path = rng.integers(-1, VOCAB, batch)  # -1: no path; else this token in both places
+    suggestions = Suggestions(
+        np.ones(batch, np.int32), np.stack([path] * k, axis=1, dtype=np.int32)
+    )
+    history = History(np.zeros((batch, 4), np.int32), np.ones(batch, np.int32))
+    sampling = Sampling(
+        np.ones(batch, np.float32),
+        rng.integers(0, 2**32, batch, dtype=np.uint32),
+        np.zeros(batch, np.int32),
+        np.ones(batch, np.float32),
+        np.zeros(batch, np.float32),
+    )
+
+    @jax.jit
+    def verify(drawn, suggestions, sampling):
+        given = Draft(drawn, jnp.broadcast_to(q[:k], (batch, k, VOCAB)))
+        draft = replace_drafts(given, suggestions, history, WHOLE)
+        logits = jnp.broadcast_to(jnp.log(p), (batch, k + 1, VOCAB))
+        target = Target(logits, sampling, history.lengths, draft.counts)
+        return method.verify(draft, target)
+
+    verdict = verify(drawn.astype(np.int32), suggestions, sampling)
+    first = np.asarray(verdict.tokens)[:, 0]
+    for token in range(-1, VOCAB):
+        counts = np.bincount(first[path == token], minlength=VOCAB)
+        assert pvalue(counts, np.float64(p[0])) > FIXED_SEED, token
+        assert (np.asarray(verdict.num_accepted)[path == token] > 0).any()

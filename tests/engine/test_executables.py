@@ -357,6 +357,14 @@ def test_code_of_a_users_own_is_not_known_by_its_name(tmp_path, monkeypatch):
     assert open_executables(tmp_path, PLACEMENT, MODEL) is None
 
 
+def test_replicas_keep_their_programs_apart(tmp_path):
+    """A program runs on the devices that it was compiled for."""
+    a, b, *_ = jax.devices()
+    places = [Placement.on(a, b), Placement.on(b, a), Placement.on(a), Placement.on(b)]
+    stores = [open_executables(tmp_path, place, MODEL) for place in places]
+    assert len({store._path(KEY) for store in stores}) == 4
+
+
 def test_programs_with_logits_processors_are_not_kept(tmp_path):
     kept = Executables(tmp_path, "", [])
     assert kept._path(Propose(2, 0, Variant(((0, (abs,)),)))) is None

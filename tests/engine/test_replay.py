@@ -73,3 +73,4 @@ def test_context_costs_what_it_costs_the_k_that_minds_it_least(monkeypatch):
     layout = Layout(4, MAX_MODEL_LEN, MAX_MODEL_LEN // 16, 10)
     cost = measure_rounds(machine, Variant(), layout, (64,), KS, BATCHES)
     assert cost.ms_per_context_token == pytest.approx(0.002, rel=0.01)
+    assert cost.ms_per_context_draft == pytest.approx(0.002, rel=0.01)

@@ -9,7 +9,7 @@ from support.scripts import Echo
 from support.texts import VOCAB, letters_folder, simulated_llm
 
 from specjax import LLM, ChatMessage, RequestOutputKind, SamplingParams, ToolCall
-from specjax.messages.chat import Chat, ChatOptions
+from specjax.messages.chat import Chat, ChatFormat, ChatOptions
 from specjax.messages.deltas import add_up
 from specjax.messages.formats import FORMATS
 
@@ -65,6 +65,16 @@ def test_a_chat_returns_messages(llm):
     assert message(llm, CALL + CALL, tools=TOOLS, parallel_tool_calls=False) == ChatMessage(
         None, None, MESSAGE.tool_calls
     )
+
+
+def test_strict_tools_have_a_grammar_where_the_format_allows_it(llm, caplog):
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    choice = ChatOptions(tools=strict).choice
+    for name, is_enforced in {"qwen3": True, "harmony": False, "gemma4": False}.items():
+        known = ChatFormat(llm.get_tokenizer(), "", name)
+        params = known.response("", GREEDY, choice).params
+        assert (params.structured_outputs is not None) == is_enforced
+    assert caplog.text.count("strict is not enforced") == 2
 
 
 def test_a_message_goes_on_in_the_conversation(llm):

@@ -121,3 +121,44 @@ def test_reasoning_ends_before_calls(tokenizer, compiler, name, text):
     state = matcher(tokenizer, compiler, name, choice, is_reasoning=True)
     with pytest.raises(ValueError, match="not allowed"):
         state.accept(tokenizer.encode(f"{closing}no call", add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if FORMATS[name].form.is_free])
+def test_strict_calls_amid_text(tokenizer, compiler, name):
+    """Any text may come; where a call begins, only calls that fit the tools may follow."""
+    rng, form = random.Random(name), FORMATS[name].form
+    choice = read_tool_choice(
+        [{"function": tool["function"] | {"strict": True}} for tool in TOOLS], "auto", True
+    )
+    assert choice.is_strict and not choice.is_forced
+    special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
+    opening = form.first + form.name[0]
+    for function in choice.functions:
+        grammar = CallGrammar(form, special).write(
+            choice.functions, is_parallel=True, is_reasoning=False, is_forced=False
+        )
+        state = compiler.compile(StructuredOutputs(grammar=grammar)).matcher()
+        said = tokenizer.encode(
+            f"So {opening}{function.name}{form.name[1]}", add_special_tokens=False
+        )
+        state.accept(said.ids)
+        (mask,) = state.masks(())
+        assert not np.unpackbits(mask.view(np.uint8), bitorder="little")[256]  # not the end
+        text = tokenizer.decode([*said.ids, *until_end(state, rng)], skip_special_tokens=False)
+        (call, *_) = (
+            ResponseParser(FORMATS[name].parsed, schemas=choice.schemas).parse(text).tool_calls
+        )
+        assert call.name == function.name
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+
+
+def until_end(state, rng):
+    """Tokens drawn from the masks until the output may end."""
+    tokens = []
+    while True:
+        (mask,) = state.masks(())
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if 256 in allowed:
+            return tokens
+        tokens.append(int(rng.choice(list(allowed))))
+        state.accept(tokens[-1:])

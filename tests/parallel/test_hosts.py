@@ -146,6 +146,7 @@ def test_refusals_before_processes_meet(checkpoints):
         (lambda: LLM(folder, **two, data_parallel_size=2), "data_parallel_size=2", "RayRollouts"),
         (lambda: LLM(object(), **two, node_rank=0), "needs a checkpoint", "save_model"),
         (lambda: LLM(folder, **two), "node_rank=None", "jax.distributed"),
+        (lambda: LLM(folder, distributed_timeout_seconds=0), "distributed_timeout_seconds=0"),
         (lambda: follow(folder, **two, node_rank=0), "process 0 builds an LLM"),
         (lambda: follow(folder), "nnodes=1"),
     ):

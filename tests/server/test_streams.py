@@ -38,7 +38,8 @@ def opened(server: Served, body: dict, *, buffer: int | None = None):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         one.settimeout(LIMIT)
         one.connect(("127.0.0.1", server.port))
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        path = CHAT if "messages" in body else COMPLETIONS
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
         one.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         yield one
 
@@ -124,6 +125,20 @@ def test_a_requests_effort_comes_before_the_servers(simulated):
         other = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
         for fields in {"reasoning_effort": ""}, other:
             assert server.post(CHAT, given | fields).error == (400, "reasoning_effort")
+
+
+def test_the_first_event_comes_with_the_first_token(server):
+    """Clients measure the time to the first token by it."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    with held(server.llm) as let_go, opened(server, chat) as one:
+        until(lambda: server.llm.engine.has_work)
+        time.sleep(0.2)
+        before = one.recv(2**16)
+        assert before.startswith(b"HTTP/1.1 200") and b"data:" not in before
+        let_go(10_000)
+        while b"[DONE]" not in before:
+            before += one.recv(2**16)
+    assert before.count(b'"role":"assistant"') == 1
 
 
 def test_a_client_that_leaves_frees_its_request_within_a_step(server):

@@ -36,6 +36,7 @@ from specjax.device.verification import (
 )
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
 from specjax.host.speculation.policy import DecodeLoad, GoodputPolicy, Round
+from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes, RequestRates
 from specjax.host.speculation.step_cost import StepCost
 
 V, K, NUM_TOKENS = 3, 3, 3
@@ -152,6 +153,22 @@ def by_verdict(past):
     return K if last.num_accepted == last.num_drafts else last.k - 1
 
 
+def by_own_rates(past, drafts, q):
+    """What split rounds do: all drafts or none, by how many of the request's own were accepted."""
+    rates = RequestRates(K)
+    for seen in past.rounds:
+        rates.observe(RequestOutcomes([0], [seen.num_drafts], [seen.num_accepted]))
+    request = ReadyRequests([0], [None], [len(past.tokens)], [K])
+    gains = rates.sums(rates.rates(request, lambda group, bucket: [0.5, 0.25, 0.125]))
+    return K if gains[0, K] > 0.8 else 0
+
+
+def by_next(past, drafts, q):
+    """Whether draft i may stand depends on what was drawn after it."""
+    following = np.roll(drafts, -1, axis=1)
+    return leading(following <= drafts) if drafts.shape[1] else 0
+
+
 def by_tokens(past, drafts, q):
     return (1 + 2 * sum(past.tokens) + len(past.tokens)) % (K + 1)
 
@@ -178,12 +195,16 @@ RIGHT = {
     "by_verdict": Rule(by_verdict),
     "max_tokens": Rule(max_tokens=NUM_TOKENS),
     "limit_by_tokens": Rule(may_stand=by_tokens),
+    "limit_by_own_rates": Rule(may_stand=by_own_rates),
     "found_by_tokens": Rule(found=by_tokens),
     "limit_by_largest": Rule(may_stand=by_largest),
     "limit_by_drafts_before": Rule(may_stand=by_drafts_before),
     "all_together": Rule(by_verdict, by_largest, by_tokens, max_tokens=NUM_TOKENS),
 }
-WRONG = {"limit_by_value": Rule(may_stand=by_value)}
+WRONG = {
+    "limit_by_value": Rule(may_stand=by_value),
+    "limit_by_next": Rule(may_stand=by_next),
+}
 
 
 # A round of the engine.
@@ -204,7 +225,7 @@ def settle(method, state, tokens, end, limit, may_stand, draft, logits):
     state = replace(state, tokens=tokens, requests=requests)
     nothing, goes_on = 0 * rows, jnp.ones(len(rows), bool)
     state = state.with_progress(rows, nothing + end - 1, nothing, goes_on, is_observed=True)
-    inputs = DecodeInputs(rows, may_stand, nothing, nothing[:, None][:, :0])
+    inputs = DecodeInputs(rows, may_stand, nothing, nothing[:, None][:, :0], None)
     model = StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
     extension = step.Extension(None, logits)
     return step.settle(None, state, inputs, draft, extension, model=model, variant=Variant())

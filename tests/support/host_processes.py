@@ -113,10 +113,9 @@ def serve_all(folder: str, **options: Any) -> dict[str, Any]:
     prompts = random_prompts(21, 9, 30, vocab_size=90)
 
     async def ask(llm: AsyncLLM, i: int) -> Any:
-        outputs = [output async for output in llm.generate(prompts[i], params[i])]
-        assert len(outputs) > 1
-        last = outputs[-1]
-        found = [(one.token_ids, one.finish_reason, one.logprobs) for one in last.outputs]
+        every = [output async for output in llm.generate(prompts[i], params[i])]
+        assert len(every) > 1
+        found = [(one.token_ids, one.finish_reason, one.logprobs) for one in every[-1].outputs]
         return [(*one[:2], [*map(rounded, one[2] or ())]) for one in found]
 
     async def leave(llm: AsyncLLM, name: str) -> bool:

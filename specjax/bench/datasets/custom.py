@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specjax.bench.datasets.example import Example, Row, Source, option, read_rows, user
+from specjax.bench.datasets.example import Example, Row, RowSource, option, read_rows, user
 from specjax.bench.datasets.questions import check_lengths
 
 FIELDS = "messages", "prompt_token_ids", "prompt", "question", "turns"
@@ -23,7 +23,7 @@ class Custom:
         """See `Dataset`."""
         check_lengths(output_len=self.output_len)
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         return [self._read(row) for row in read_rows(source, _REMEDY)]
 

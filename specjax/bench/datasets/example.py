@@ -35,7 +35,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RowSource:
     """What a data set needs to make its examples.
 
     Attributes:
@@ -70,7 +70,7 @@ class Dataset(Protocol):
         """Raise a ValueError if an option is wrong."""
         ...
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """Return the examples.
 
         Raises:
@@ -114,7 +114,7 @@ class Row:
         return value
 
 
-def read_rows(source: Source, remedy: str) -> Iterator[Row]:
+def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
     """Yield the objects of a file: one per line, or the items of one JSON array.
 
     A name that ends in .gz is decompressed. `remedy` says which file to get.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specjax.bench.datasets.example import Example, Source, option
+from specjax.bench.datasets.example import Example, RowSource, option
 from specjax.bench.datasets.questions import check_lengths
 
 
@@ -23,7 +23,7 @@ class RandomTokens:
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"--random-range-ratio {self.range_ratio} must be in 0..1, without 1")
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         draw, ids = source.random, source.vocabulary()
         prefix = draw.choices(ids, k=self.prefix_len)
@@ -55,7 +55,7 @@ class PrefixRepetition:
         check_lengths(num_prefixes=self.num_prefixes, output_len=self.output_len)
         check_lengths(prefix_len=self.prefix_len, suffix_len=self.suffix_len)
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         draw, ids = source.random, source.vocabulary()
         prefixes: Sequence[list[int]] = [

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from specjax.bench.datasets import DATASETS
-from specjax.bench.datasets.example import Dataset, Example, Source
+from specjax.bench.datasets.example import Dataset, Example, RowSource
 from specjax.checks import check_positive, check_seed
 from specjax.text.tokenizer import ChatTokenizer
 
@@ -42,7 +42,7 @@ class DatasetSettings:
     Args:
         name: one of `DATASETS`.
         dataset: its own options.
-        output_len: tokens to generate, whatever the data set says; None for the data set's.
+        output_len: tokens to generate, which overrides the data set; None: as it says.
         oversamples: whether rows may be used several times if there are too few.
         applies_template: whether conversations become prompts by the chat template.
         template_kwargs: variables of the chat template, such as enable_thinking.
@@ -128,7 +128,7 @@ def make_queries(settings: DatasetSettings, tokenizer: ChatTokenizer | None) -> 
             )
         return tokenizer
 
-    source = Source(
+    source = RowSource(
         path=settings.path,
         count=settings.num_prompts,
         random=Random(settings.seed),
@@ -154,7 +154,7 @@ def make_queries(settings: DatasetSettings, tokenizer: ChatTokenizer | None) -> 
     return Queries(settings=settings, queries=queries, notes=source.notes, template=template)
 
 
-def _choose(settings: DatasetSettings, source: Source) -> list[Example]:
+def _choose(settings: DatasetSettings, source: RowSource) -> list[Example]:
     examples = settings.chosen.examples(source)
     where = settings.path or f"--dataset-name {settings.name}"
     if not examples:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specjax.bench.datasets.example import Example, Row, Source, option, read_rows, user
+from specjax.bench.datasets.example import Example, Row, RowSource, option, read_rows, user
 
 SHIPPED = Path(__file__).parents[1] / "prompts.jsonl"
 
@@ -51,7 +51,7 @@ class Questions:
         """See `Dataset`."""
         check_lengths(output_len=self.output_len)
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         if source.path is None and self.shipped is not None:
             source = replace(source, path=self.shipped)
@@ -65,7 +65,7 @@ class Categories(Questions):
 
     category: str = option("", "use only the questions of this category")
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         found = super().examples(source)
         if not self.category:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specjax.bench.datasets.example import Example, Row, Source, option, read_rows, user
+from specjax.bench.datasets.example import Example, Row, RowSource, option, read_rows, user
 from specjax.bench.datasets.questions import check_lengths
 
 _REMEDY = (
@@ -20,14 +20,14 @@ class ShareGPT:
     Conversations of fewer than two messages, and very short or long ones, are left out.
     """
 
-    output_len: int | None = option(None, "tokens to generate; default: those of the answer")
+    output_len: int | None = option(None, "tokens to generate; default: the answer's")
 
     def check(self) -> None:
         """See `Dataset`."""
         if self.output_len is not None:
             check_lengths(output_len=self.output_len)
 
-    def examples(self, source: Source) -> list[Example]:
+    def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`."""
         rows = list(read_rows(source, _REMEDY))
         source.random.shuffle(rows)  # tokenize only as many as are needed
@@ -49,7 +49,7 @@ class ShareGPT:
             )
         return found
 
-    def _read(self, row: Row, source: Source) -> Example | None:
+    def _read(self, row: Row, source: RowSource) -> Example | None:
         """Return the example of a conversation, or None if it is left out."""
         turns = _turns(row)
         if len(turns) < 2:

@@ -1,4 +1,4 @@
-"""A peer that runs whole batches in a process of its own, in turn with the engine."""
+"""A peer that runs whole batches in a separate process, in turn with the engine."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ class BatchPeer:
             raise ValueError(f"--against {name} needs the package {missing[0]}; {self.remedy}")
 
     @contextmanager
-    def open(self, work: Work, seed: int) -> Iterator["Worker"]:
+    def open(self, work: Work, seed: int) -> Iterator["PeerProcess"]:
         """Yield the process, with the model loaded.
 
         Raises:
@@ -53,7 +53,7 @@ class BatchPeer:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             ) as process,
         ):
-            worker = Worker(process, log)
+            worker = PeerProcess(process, log)
             try:
                 worker.version = worker.ask(json.dumps(given))["version"]
                 yield worker
@@ -65,7 +65,7 @@ class BatchPeer:
                     process.kill()
 
 
-class Worker:
+class PeerProcess:
     """The process of a `BatchPeer`."""
 
     def __init__(self, process: subprocess.Popen[str], log: Any):

@@ -1,4 +1,4 @@
-"""Servers that are started for a benchmark, each in a process of its own."""
+"""Servers that are started for a benchmark, each in a separate process."""
 
 import shutil
 import socket
@@ -60,8 +60,14 @@ def serving(command: Sequence[str], port: int, patience: float) -> Iterator[str]
     """
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
+        # In a separate session, so that Ctrl-C interrupts only the client, which then reports.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,
         )
         try:
             _wait(process, url, patience, log, command[0])

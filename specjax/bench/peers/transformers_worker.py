@@ -1,4 +1,4 @@
-"""Runs prompts through Hugging Face transformers, in a process of its own.
+"""Runs prompts through Hugging Face transformers, in a separate process.
 
 The first line on stdin is the work, as JSON, and the answer on stdout has the version. Each further
 line "run" runs all prompts once, and the answer has seconds and outputs. This module imports
@@ -67,6 +67,8 @@ class Runner:
         is_greedy = not options.pop("temperature")
         if not is_greedy:
             options["temperature"] = work["sampling"]["temperature"]
+        if is_compiled:
+            options["past_key_values"] = self._cache
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,
@@ -75,7 +77,6 @@ class Runner:
                 max_new_tokens=max(output_lens),
                 eos_token_id=stops,
                 pad_token_id=0,
-                past_key_values=self._cache,
                 disable_compile=True,  # compiled above, or not at all
                 **options,
             )

@@ -94,7 +94,7 @@ async def ask(
             async for line in response.content:
                 if line.startswith(b"data:"):
                     reader.read(line[5:].strip(), time.perf_counter() - start)
-        record.latency = reader.last
+        record.latency = time.perf_counter() - start if reader.last is None else reader.last
         if record.error is None and not reader.has_ended:
             record.error = "the answer ended early"
     except aiohttp.ClientConnectorError as error:

@@ -97,11 +97,12 @@ def timeline(records: Sequence[Record], duration: float) -> dict[str, list[float
 
 
 def steady(records: Sequence[Record], duration: float) -> dict[str, Any] | None:
-    """Return figures of the steady window; None if no request is complete. See `Details`."""
-    if not records:
+    """Return figures of the steady window; None if no request has tokens. See `Details`."""
+    first = [one.sent + one.ttft for one in records if one.ttft is not None]
+    last = [one.sent + one.latency for one in records if one.latency is not None]
+    if not first or not last:
         return None
-    begin = max(one.sent + one.ttft for one in records if one.ttft is not None)
-    end = min(one.sent + one.latency for one in records if one.latency is not None)
+    begin, end = max(first), min(last)
     rule = "all requests are running"
     if begin >= end:
         begin, end = (share * duration for share in _STEADY)
@@ -110,8 +111,8 @@ def steady(records: Sequence[Record], duration: float) -> dict[str, Any] | None:
     for record in records:
         at, counts = chunk_times(record)
         tokens += float(counts[(at > begin) & (at <= end)].sum())
-        last = record.sent + (record.latency or 0.0)
-        busy += max(0.0, min(end, last) - max(begin, record.sent))
+        stop = record.sent + (record.latency or 0.0)
+        busy += max(0.0, min(end, stop) - max(begin, record.sent))
     if seconds <= 0:
         return None
     return {
@@ -146,7 +147,7 @@ def totals(
 
 
 def arrays(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Return vLLM's lists of what each request did, for --save-detailed."""
+    """Return vLLM's lists with an entry per request, for --save-detailed."""
     return {
         "input_lens": [one.prompt_len for one in records],
         "output_lens": [one.output_len for one in records],

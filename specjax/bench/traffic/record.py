@@ -76,7 +76,7 @@ def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def of_histogram(accepted: Sequence[int], num_drafts: int) -> Accepted:
-    """Return the counts of rounds of which `accepted[n]` accepted n drafts."""
+    """Return the counts of rounds, given that `accepted[n]` rounds accepted n drafts."""
     return Accepted(
         num_drafts=sum(accepted),
         num_draft_tokens=num_drafts,

@@ -2,16 +2,21 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from specjax.bench.result import Accepted
+from specjax.bench.result import Accepted, by_source
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _TOKENS = "vllm:spec_decode_num_draft_tokens"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _ROUNDS = "specjax:spec_decode_num_rounds"
+_SOURCES = [
+    f"specjax:spec_decode_{name}_per_source"
+    for name in ("drafts", "draft_tokens", "accepted_tokens")
+]
 _STEPS = "specjax:num_steps"
 _LATE, _COMPILING = "specjax:num_compiles_after_warmup", "specjax:num_compiling"
 _HOST, _WAIT = "specjax:host_seconds", "specjax:wait_seconds"
@@ -39,7 +44,7 @@ class Counters:
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
                 totals[name] += sample.value
-                for label in "position", "k":
+                for label in "position", "k", "source":
                     if label in sample.labels:
                         by_label[name][sample.labels[label]] += sample.value
         return cls(dict(totals), {name: dict(values) for name, values in by_label.items()})
@@ -76,6 +81,11 @@ class Counters:
         """The number of rounds by K; empty if the server does not tell."""
         rounds = self.by_label.get(_ROUNDS, {})
         return {k: int(rounds[k]) for k in sorted(rounds, key=int) if rounds[k]}
+
+    @property
+    def by_source(self) -> dict[str, dict[str, Any]]:
+        """Counts and figures of each source of drafts; empty if the server does not tell."""
+        return by_source(*(self.by_label.get(name, {}) for name in _SOURCES))
 
     @property
     def num_compiles(self) -> int | None:

@@ -126,7 +126,10 @@ class DraftModelState:
 
 @dataclass(frozen=True)
 class DraftModel(HeadDrafter[ModelWeights]):
-    """A drafter that runs a model once per draft token."""
+    """A drafter that runs a model once per draft token.
+
+    It drafts nothing after the last position that the model was made for.
+    """
 
     @property
     def is_recurrent(self) -> bool:
@@ -223,7 +226,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
                 tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
                 drafts.append(token)
                 probs += [] if q is None else [q]
-        return Draft.stacked(drafts, probs, len(starts)), replace(state, caches=caches)
+        draft, most = Draft.stacked(drafts, probs, len(starts)), self.head.model.max_position
+        if most < context.history.tokens.shape[1]:  # it was not trained for longer texts
+            draft = draft._replace(counts=jnp.clip(most - starts, 0, k))
+        return draft, replace(state, caches=caches)
 
     def _run(
         self,

@@ -152,8 +152,8 @@ def load_weights(
     if narrow := unpacked(specs, files, keep_name):
         log(
             f"{folder}: {len(narrow)} quantised tensors, such as {narrow[0]}, are unpacked to "
-            f"{np.dtype(dtype)}: they are divided over devices, or their kind of weight has no "
-            "form with the stored numbers"
+            f"{np.dtype(dtype)}: their kind of weight, or a device's part of it, has no form with "
+            "the stored numbers"
         )
     if passed := [name for name in files.names() if is_passed_over(model, name)]:
         log(f"{folder}: not loaded, not part of the text model: {as_groups(passed)}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 GRAMS = 8, 4, 2  # numbers of consecutive tokens that are looked up, in this order
 SHORTEST = GRAMS[-1]  # the least number of equal tokens that count as a match
-MOST = 16  # number of occurrences that are compared
+MOST = 8  # number of occurrences that are compared
 END = -1  # follows each text
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+from specjax.host.speculation import POLICIES
 from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
-NAMES = ("static:K", "table", "profile", "adaptive")
 # Number of rounds with drafts before learned rates, which rest on few drafts at first, replace
 # a profile's rates.
 WARM_UP_ROUNDS = 10
@@ -68,7 +68,7 @@ def resumed_policy(
 
 
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
-    """Return the policy called `name` (see `NAMES`). Its Ks do not exceed the profile's maximum.
+    """Return the policy called `name` (see `POLICIES`). Its Ks do not exceed the profile's maximum.
 
     Raises:
         ValueError: the name is unknown, or its K exceeds the profile's maximum.
@@ -87,4 +87,4 @@ def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
         return profile_policy(profile, batches)
     if name == "adaptive":
         return adaptive_policy(profile.max_drafts)
-    raise ValueError(f"{name} is not one of {', '.join(NAMES)}")
+    raise ValueError(f"{name} is not one of {', '.join(POLICIES)}")

@@ -26,6 +26,7 @@ _KEYS = (
     "acceptance_rate_per_pos",
 )
 _OPTIONAL = "measured"
+_CONTEXT = "ms_per_context_token", "ms_per_context_draft"  # optional keys of "measured"
 
 
 class Comparison(NamedTuple):
@@ -48,7 +49,8 @@ class Profile:
         is_online: whether a policy learns rates while serving, with `rates` as the prior.
         measured: a description of the measurement; None if it is unknown. "model" is the model's
             fingerprint, and "device" is the kind of device. If `step_ms` are times without context,
-            "ms_per_context_token" is the time that each context token adds to a step.
+            "ms_per_context_token" is the time that each context token adds to a step, and
+            "ms_per_context_draft" is the time that it adds for each draft.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]
@@ -115,8 +117,8 @@ class Profile:
 
         Rounds are padded to the batch sizes `batches`. If `batches` is empty, they are not padded.
         """
-        per_token = (self.measured or {}).get("ms_per_context_token", 0.0)
-        return StepCost(self.step_ms, ks=ks, batches=batches, ms_per_context_token=per_token)
+        context: Any = {name: (self.measured or {}).get(name, 0.0) for name in _CONTEXT}
+        return StepCost(self.step_ms, ks=ks, batches=batches, **context)
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the profile's file."""
@@ -166,7 +168,9 @@ def mean_profile(profiles: Sequence[Profile], weights: Sequence[float]) -> Profi
     def mean(values: Iterable[float]) -> float:
         return sum(share * value for share, value in zip(shares, values, strict=True))
 
-    context = [(one.measured or {}).get("ms_per_context_token", 0.0) for one in profiles]
+    context = {
+        name: mean((one.measured or {}).get(name, 0.0) for one in profiles) for name in _CONTEXT
+    }
     return replace(
         first,
         step_ms={
@@ -174,7 +178,7 @@ def mean_profile(profiles: Sequence[Profile], weights: Sequence[float]) -> Profi
             for batch, times in first.step_ms.items()
         },
         rates=tuple(map(mean, zip(*(one.rates for one in profiles), strict=True))),
-        measured={**(first.measured or {}), "ms_per_context_token": mean(context)},
+        measured={**(first.measured or {}), **context},
     )
 
 
@@ -286,12 +290,12 @@ def _read_measured(measured: Any, where: str) -> dict[str, Any]:
                 f'{where}: measured["{key}"]={shown(value)} must be a text, the {what} that was '
                 "measured; leave it out if that is unknown"
             )
-    per_token = measured.get("ms_per_context_token", 0.0)
-    if not _is_finite(per_token) or per_token < 0:
-        raise ValueError(
-            f'{where}: measured["ms_per_context_token"]={shown(per_token)} must be milliseconds of '
-            "at least 0; leave it out if that is unknown"
-        )
+    for name in _CONTEXT:
+        if not _is_finite(ms := measured.get(name, 0.0)) or ms < 0:
+            raise ValueError(
+                f'{where}: measured["{name}"]={shown(ms)} must be milliseconds of at least 0; '
+                "leave it out if that is unknown"
+            )
     return dict(measured)
 
 

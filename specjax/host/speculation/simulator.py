@@ -1,22 +1,28 @@
 """Simulates a policy without a device, from a grid of step times and from acceptance rates.
 
-Requests decode together in rounds. All requests of a round have the same K, and rounds are padded
-to the batch sizes that an engine compiles. Each request has its own log-odds of acceptance, and the
-time of each round has noise. The policy is compared to an oracle, which knows times and rates and
-takes the best K in every round.
+Requests decode together in rounds, which are padded to the batch sizes that an engine compiles.
+Each request has its own log-odds of acceptance, and rounds' times have noise. A policy that knows
+requests may split rounds: some requests draft, and the others do not (see `split`). The
+policy is compared to an oracle, which knows times and rates, and takes the best K for all requests
+in every round.
 """
 
 import math
 import random
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 from operator import mul, truediv
+from typing import Any
 
 from specjax.host.speculation.acceptance import DraftOutcome, conditional, logit, sigmoid
-from specjax.host.speculation.policy import DecodeLoad, Policy, Round
+from specjax.host.speculation.contexts import context_bucket
+from specjax.host.speculation.policy import Policy
+from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes
+from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitShape
+from specjax.host.speculation.split import split_ms
 from specjax.host.speculation.step_cost import StepCost
 
 REPLAYS = 5
@@ -45,6 +51,21 @@ class World:
         """Return the milliseconds, without noise, of a round of k drafts and batch size `batch`."""
         return self.cost.ms(batch, k)
 
+    def round_ms(self, batch: int, k: int, context: float, split: Split | None) -> float:
+        """Return the milliseconds, without noise, of a round with `context` context tokens.
+
+        If the round is split, its batch size is not used. The time of a split round is an estimate
+        (see `split`), and its context is assumed to be read for each draft, too.
+        """
+        ms = self.ms(batch, k) if split is None else split_ms(self.cost, split.shape)
+        return ms + self.cost.context_ms(k, context)
+
+    @property
+    def splits(self) -> frozenset[SplitShape]:
+        """Every shape that a round may be split into."""
+        ks = [k for k in self.cost.ks if k]
+        return frozenset(SplitShape(*one) for one in product(self.batches, ks, self.batches))
+
     def padded(self, num_sequences: int) -> int:
         """Return the batch size to which `num_sequences` are padded."""
         return self.batches[bisect_left(self.batches, num_sequences)]
@@ -60,7 +81,11 @@ class World:
             return times[REPLAYS // 2]
 
         points = {batch: {k: median(batch, k) for k in ks} for batch in self.batches}
-        return StepCost(points, batches=self.batches)
+        context: Any = {
+            "ms_per_context_token": self.cost.ms_per_context_token,
+            "ms_per_context_draft": self.cost.ms_per_context_draft,
+        }
+        return StepCost(points, batches=self.batches, **context)
 
     def _factor(self, rng: random.Random) -> float:
         return max(0.1, 1 + self.noise * rng.gauss(0, 1))
@@ -75,11 +100,13 @@ class Workload:
         arrivals: arrival time of each request, in milliseconds.
         effects: for each request, the difference between its log-odds of acceptance and the
             log-odds of a typical request.
+        contexts: number of tokens of each request's prompt; empty for prompts without tokens.
     """
 
     lengths: Sequence[int]
     arrivals: Sequence[float]
     effects: Sequence[float]
+    contexts: Sequence[int] = ()
 
     @classmethod
     def rollout(
@@ -120,6 +147,8 @@ class Outcome:
         regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
         ms_by_batch: milliseconds spent in rounds, by padded batch size.
         lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
+        request_k_histogram: number of rounds of requests by number of drafts.
+        num_split: number of split rounds.
         trace: a tuple (start in milliseconds, number of sequences, K) for each round.
     """
 
@@ -128,6 +157,8 @@ class Outcome:
     ms_by_batch: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     lost_by_batch: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     k_histogram: Counter[int] = field(default_factory=Counter)
+    request_k_histogram: Counter[int] = field(default_factory=Counter)
+    num_split: int = 0
     trace: list[tuple[float, int, int]] = field(default_factory=list)
 
     @property
@@ -146,6 +177,8 @@ class _Running:
 
     def __init__(self, workload: Workload, logits: Sequence[float]):
         self.remaining = list(workload.lengths)
+        self._contexts = workload.contexts or [0] * len(workload.lengths)
+        self._ends = [a + b for a, b in zip(self._contexts, workload.lengths, strict=True)]
         self._effects = workload.effects
         self._logits = logits
         self._shift = 0.0
@@ -158,6 +191,18 @@ class _Running:
         rates = [sigmoid(x + self._effects[request] + self._shift) for x in self._logits]
         self.rates[request] = rates
         self._sum(rates, 1)
+
+    def length(self, request: int) -> int:
+        """Return the number of a request's tokens, including the prompt."""
+        return self._ends[request] - self.remaining[request]
+
+    def load(self, max_k: int, splits: Collection[SplitShape]) -> DecodeLoad:
+        """Return the load of a round of the active requests."""
+        lengths = [self.length(request) for request in self.active]
+        limits = [min(max_k, self.remaining[request] - 1) for request in self.active]
+        groups = [None] * len(lengths)
+        requests = ReadyRequests(list(self.active), groups, lengths, limits)
+        return DecodeLoad(len(lengths), sum(lengths), None, requests, splits)
 
     def leave(self, gone: Sequence[int]) -> None:
         for request in gone:
@@ -177,11 +222,18 @@ class _Running:
         self.survival = [a + sign * b for a, b in zip(self.survival, survival, strict=True)]
 
 
-def simulate(world: World, workload: Workload, policy: Policy | None, seed: int = 0) -> Outcome:
+def simulate(
+    world: World,
+    workload: Workload,
+    policy: Policy | None,
+    seed: int = 0,
+    *,
+    by_request: bool = False,
+) -> Outcome:
     """Run the workload to its end with a policy, or with the oracle if `policy` is None.
 
-    A policy observes a round only after it has chosen K for the next round, as in an engine with a
-    step in flight.
+    If `by_request`, the policy knows requests and may split rounds. A policy observes a round only
+    after it has chosen K for the next round, as in an engine with a step in flight.
     """
     rng = random.Random(seed)
     if policy is not None:
@@ -194,6 +246,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
     num_requests, half = len(workload.lengths), sum(workload.lengths) / 2
     has_shifted = world.shift == 0
     late: Round | None = None
+    splits = world.splits if by_request else frozenset()
     while running.active or num_come < num_requests:
         if not running.active:
             now = max(now, workload.arrivals[num_come])
@@ -210,46 +263,81 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
         num_sequences = len(running.active)
         batch = world.padded(num_sequences)
         tokens = list(accumulate(running.survival, initial=num_sequences))
-        goodput = list(map(truediv, tokens, times[batch]))
+        context, split, own_ms = 0, None, times[batch]
+        if workload.contexts:
+            context = sum(map(running.length, running.active))
+            own_ms = [world.round_ms(batch, k, context, None) for k in ks]
+        goodput = list(map(truediv, tokens, own_ms))
         best = max(goodput)
         if policy is None:
             k = goodput.index(best)
         else:
-            k = policy.choose(DecodeLoad(num_sequences))
+            load = DecodeLoad(num_sequences, context)
+            k = policy.choose(running.load(policy.choices[-1], splits) if by_request else load)
+            split = policy.split if by_request else None
             if late is not None:
                 policy.observe(late)
-        ms = times[batch][k] * world._factor(rng)
-        verdicts = _verify(running, k, rng, outcome)
-        late = Round(batch, k, 0, verdicts, ms)
+        mean_ms = own_ms[k] if split is None else world.round_ms(batch, k, context, split)
+        ms = mean_ms * world._factor(rng)
+        drafting = None if split is None else {running.active[i] for i in split.drafting}
+        num_before = outcome.num_tokens
+        found = _verify(running, k, rng, outcome, drafting)
+        verdicts = _count(found.values()) if by_request else _count(v[:2] for v in found.values())
+        late = Round(batch, k, context, verdicts, ms)
+        if by_request:
+            num_drafts, num_accepted = ([seen[i] for seen in found.values()] for i in (0, 1))
+            outcomes = RequestOutcomes(list(found), num_drafts, num_accepted)
+            late = replace(late, requests=outcomes)
+        if split is not None:
+            late = replace(late, batch=split.shape.drafting, others=split.shape.others)
+        lost = 1 - goodput[k] / best
+        if split is not None:
+            outcome.num_split += 1
+            lost = 1 - (outcome.num_tokens - num_before) / mean_ms / best
         outcome.trace.append((now, num_sequences, k))
         outcome.k_histogram[k] += 1
         outcome.ms_by_batch[batch] += ms
-        outcome.lost_by_batch[batch] += ms * (1 - goodput[k] / best)
+        outcome.lost_by_batch[batch] += ms * lost
         now += ms
     outcome.makespan_ms = now - workload.arrivals[0]
     return outcome
 
 
 def _verify(
-    running: _Running, k: int, rng: random.Random, outcome: Outcome
-) -> Counter[DraftOutcome]:
-    """Draw the number of accepted drafts of every request in a round of k drafts."""
-    verdicts, gone = [], []
+    running: _Running,
+    k: int,
+    rng: random.Random,
+    outcome: Outcome,
+    drafting: Collection[int] | None,
+) -> dict[int, tuple[Any, ...]]:
+    """Draw the number of accepted drafts of every request in a round of k drafts.
+
+    `drafting` holds the requests that draft; None for all. Return the fields of the `DraftOutcome`
+    of each of them.
+    """
+    found, gone = {}, []
     remaining, random = running.remaining, rng.random
     for request in running.active:
         left = remaining[request]
         num_drafts = k if k < left else left - 1
+        if drafting is not None and request not in drafting:
+            num_drafts = 0
         num_accepted = 0
         for rate in running.rates[request][:num_drafts]:
             if random() >= rate:
                 break
             num_accepted += 1
-        verdicts.append((num_drafts, num_accepted))
+        if drafting is None or request in drafting:
+            found[request] = num_drafts, num_accepted, None, context_bucket(running.length(request))
+        outcome.request_k_histogram[num_drafts] += 1
+        outcome.num_tokens += num_accepted + 1
         remaining[request] = left = left - num_accepted - 1
         if not left:
             gone.append(request)
-    counts = Counter({DraftOutcome(*seen): count for seen, count in Counter(verdicts).items()})
-    outcome.num_tokens += sum((seen.num_accepted + 1) * count for seen, count in counts.items())
     if gone:
         running.leave(gone)
-    return counts
+    return found
+
+
+def _count(verdicts: Iterable[Sequence[Any]]) -> Counter[DraftOutcome]:
+    return Counter({DraftOutcome(*seen): count for seen, count in Counter(verdicts).items()})

@@ -97,7 +97,7 @@ class Splitter:
         shape = SplitShape(outcome.batch, outcome.k, outcome.others)
         context = cost.context_ms(shape.k, outcome.num_context)
         context += cost.context_ms(0, outcome.others_context)
-        expected = _estimate(cost, np.array(cost.table), shape) + context
+        expected = split_ms(cost, shape) + context
         count, level = self._corrections.get(shape, (0, 0.0))
         count = min(count + 1, SETTLED)
         level += (math.log(outcome.ms / expected) - level) / count
@@ -118,6 +118,7 @@ class Splitter:
         least = unsplit[1] * (1 if had else 1 + MIN_GAIN)
         n, table = load.num_sequences, np.array(cost.table)
         lengths = np.array(requests.lengths)
+        plain_ms = cost.ms(n, 0, load.num_context)  # a split round does this work, too
         found: list[_Choice] = []
         wished: list[_Choice] = []
         for k in filter(None, cost.ks):
@@ -133,7 +134,7 @@ class Splitter:
                 added = cost.context_ms(k, context[m - 1]) + cost.context_ms(0, others_context)
                 tokens = n + accepted[m - 1]
                 whole, apart = (
-                    _Choice(shape, float(tokens / (time + added + chunk_ms)))
+                    _Choice(shape, float(tokens / (max(time + added, plain_ms) + chunk_ms)))
                     for time in self._times(cost, table, shape)
                 )
                 (found if shape in splits else wished).append(whole)
@@ -153,7 +154,7 @@ class Splitter:
         column = cost.ks.index(shape.k)
         apart = table[cost.batches.index(shape.drafting), column]
         apart += table[cost.batches.index(shape.others), cost.ks.index(0)]
-        return _estimate(cost, table, shape) * math.exp(level), apart
+        return split_ms(cost, shape, table) * math.exp(level), apart
 
 
 def _order(gains: Any, k: int) -> Any:
@@ -161,11 +162,12 @@ def _order(gains: Any, k: int) -> Any:
     return np.argsort(-gains[:, k], kind="stable")
 
 
-def _estimate(cost: StepCost, table: Any, shape: SplitShape) -> float:
-    """Return the milliseconds of a split round without context, as one program.
+def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
+    """Return the estimated milliseconds of a split round without context, as one program.
 
-    `table` is `cost.table`.
+    `table` is `cost.table` as an array; it is computed if it is None.
     """
+    table = np.array(cost.table) if table is None else table
     num_requests = shape.drafting + shape.others
     mean_k = shape.drafting * shape.k / num_requests
     columns = [np.interp(num_requests, cost.batches, column) for column in table.T]

@@ -16,7 +16,7 @@ bfloat16 with an EAGLE-1 head. It adds up what `steady_loads.H100_MS` was measur
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +84,7 @@ def serve(
     seed: int,
     *,
     may_split: bool = True,
-    ready: Sequence[SplitShape] | None = None,
+    ready: Collection[SplitShape] | None = None,
 ) -> Served:
     """Rounds of requests that never end nor grow, each with a conditional rate of acceptance.
 
@@ -148,6 +148,6 @@ def outcome_of(batch, k, who, accepted, lengths, ms, *, is_rest=False) -> Round:
     return Round(batch, k, int(lengths[who].sum()), verdicts, ms, chunk_ms, False, requests)
 
 
-def all_splits() -> list[SplitShape]:
+def all_splits() -> frozenset[SplitShape]:
     """Every shape that a round may be split into."""
-    return [SplitShape(m, k, o) for m in BATCHES for k in KS[1:] for o in BATCHES]
+    return frozenset(SplitShape(m, k, o) for m in BATCHES for k in KS[1:] for o in BATCHES)

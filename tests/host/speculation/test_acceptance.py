@@ -16,6 +16,7 @@ from specjax.host.speculation.acceptance import (
     DraftOutcome,
     expected_tokens,
 )
+from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes, RequestRates
 
 MOST = 5
 # Conditional: of drafts all before which stood.
@@ -192,3 +193,36 @@ def test_groups_of_long_ago_are_forgotten(at_once):
     if at_once < MAX_GROUPS:
         assert groups[-1] in kept and groups[0] not in kept
         assert acceptance.rates("always") != acceptance.rates("nobody's")
+
+
+def test_rates_fall_with_the_context():
+    """A bucket begins where the one before it is; without another there are no buckets."""
+    laws, rng, acceptance = {0: [0.8] * MOST, 3: [0.2] * MOST}, random.Random(5), Acceptance(MOST)
+    for _ in range(200):
+        verdicts = [draw(rng, law, MOST)._replace(bucket=b) for b, law in laws.items()]
+        acceptance.observe(Counter(verdicts))
+    first = [acceptance.rates(bucket=bucket)[0] for bucket in range(6)]
+    assert first[0] == pytest.approx(0.8, abs=0.12) and first[3] == pytest.approx(0.2, abs=0.12)
+    assert first == pytest.approx([first[0]] * 3 + [first[3]] * 3, abs=0.1)
+    alone = Acceptance(MOST)
+    alone.observe({DraftOutcome(2, 1, None, 4): 10})
+    assert alone.rates(bucket=0) == alone.rates(bucket=6)
+
+
+def test_a_request_s_own_drafts_count_most():
+    """New requests have the rates of similar ones; the room for requests is bounded."""
+    rates, prior = RequestRates(2), [0.5, 0.25]
+
+    def rates_of(*keys):
+        many = [None] * len(keys), [9] * len(keys), [2] * len(keys)
+        return rates.rates(ReadyRequests(keys, *many), lambda group, bucket: prior).tolist()
+
+    for _ in range(60):
+        rates.observe(RequestOutcomes(["a", "b", "c"], [2, 2, 0], [2, 0, 0]))
+    (a, b, c, new) = rates_of("a", "b", "c", "new")
+    assert a[1] > 0.8 > 0.1 > b[0] and c == new == prior
+    rates.fade(["b"], 1e-3)
+    assert rates_of("b")[0] == pytest.approx(prior, rel=0.02)
+    for i in range(3000):
+        rates.observe(RequestOutcomes([f"later {i}", "a"], [2, 2], [0, 2]))
+    assert len(rates._rows) < 200 and rates_of("a")[0][1] > 0.9 and rates_of("b") == [prior]

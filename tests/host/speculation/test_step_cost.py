@@ -236,3 +236,22 @@ def test_context_is_not_mistaken_for_drift(is_known):
     for k in KS:  # it costs the same at any of them
         more = cost.ms(16, k, 30000) - cost.ms(16, k)
         assert more == pytest.approx(3.0 * is_known)
+
+
+def test_times_of_long_contexts_are_learned_apart():
+    """Where they take more than is known, those of short ones stay, and so do other batch sizes."""
+    known, added = 1e-5, 4e-5  # milliseconds per token
+    cost = StepCost(GRID, ks=KS, ms_per_context_token=known, ms_per_context_draft=known)
+    before = [cost.ms(64, 2, 64 * 1000), cost.ms(16, 2, 16 * 1000)]
+    assert cost.context_ms(3, 1000) == pytest.approx(4e-2)
+    for _ in range(60):
+        for length, extra in (1000, 0.0), (70_000, added):
+            context = 16 * length
+            cost.observe(
+                16, 2, context, bilinear(16, 2) + cost.context_ms(2, context) + extra * context
+            )
+    true = bilinear(16, 2) + (3 * known + added) * 16 * 70_000
+    assert cost.ms(16, 2, 16 * 70_000) == pytest.approx(true, rel=0.05)
+    assert cost.ms(16, 0, 16 * 70_000) > 1.5 * (bilinear(16, 0) + known * 16 * 70_000)  # not served
+    after = [cost.ms(64, 2, 64 * 1000), cost.ms(16, 2, 16 * 1000)]
+    assert after == pytest.approx(before, rel=0.1)

@@ -1,0 +1,89 @@
+"""Split rounds: who drafts, what it gains on a model of an H100, and what is learned of it."""
+
+import numpy as np
+import pytest
+from host.speculation.h100_rounds import KS, SplitShape, replayed_cost, round_ms, serve
+
+from specjax.host.speculation.methods import adaptive_policy
+
+HALVES = 0.9, 0.1
+
+
+def adaptive(seed=1):
+    return adaptive_policy(KS[-1], replayed_cost(np.random.default_rng(seed), 0.08))
+
+
+def best_static(rates, contexts):
+    return max(serve(k, rates, contexts, 1, 0).speed() for k in KS)
+
+
+def of(rates, n):
+    """Rates of n requests: the first half, and the second."""
+    return [rates[0]] * (n // 2) + [rates[1]] * (n // 2)
+
+
+def test_those_whose_drafts_are_accepted_draft():
+    """More tokens than with any K for all, where rows cost time; and hardly fewer elsewhere."""
+    for n, least in (4, 0.99), (64, 1.12):
+        rates, contexts = of(HALVES, n), [1000] * n
+        served = serve(adaptive(), rates, contexts, 400, 0)
+        assert served.speed(100) > least * best_static(rates, contexts)
+        drafts = served.drafts[100:].reshape(-1, 2, n // 2).mean(axis=(0, 2))
+        assert n == 4 or (drafts[0] > 4.5 and drafts[1] < 0.5)
+
+
+def test_long_requests_stop_drafting_if_it_does_not_pay():
+    """Those alone; learned from the drafts of the first few that are as long."""
+    rates, contexts = of((0.7, 0.02), 16), of((1000, 66_000), 16)
+    served = serve(adaptive(), rates, contexts, 400, 0)
+    drafts = served.drafts[200:].reshape(-1, 2, 8).mean(axis=(0, 2))
+    assert drafts[0] > 3 and drafts[1] < 0.5
+    assert served.speed() > 1.3 * serve(0, rates, contexts, 1, 0).speed()
+
+
+@pytest.mark.parametrize("n", [1, 16, 256])
+@pytest.mark.parametrize("rate", [0.001, 0.1])
+def test_adaptive_is_never_slower_than_off(n, rate):
+    """Tries included, from the first round on."""
+    for context in 1000, 66_000:
+        served = serve(adaptive(), [rate] * n, [context] * n, 800 if n == 1 else 300, 0)
+        assert served.speed() >= 0.99 * n / round_ms(n, 0, 0, n * context)
+
+
+def test_a_request_that_improves_drafts_again():
+    """Old counts lose weight while it does not draft."""
+    policy = adaptive()
+    rates = of(HALVES, 64)
+    serve(policy, rates, [1000] * 64, 300, 0)
+    served = serve(policy, [0.9] * 64, [1000] * 64, 1500, 1)
+    assert served.drafts[-200:].mean() > 0.8 * KS[-1]
+
+
+def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
+    """The time of its program is learned; other shapes are estimated as before."""
+    policy, rates, contexts = adaptive(), of(HALVES, 64), [1000] * 64
+    monkeypatch.setattr("host.speculation.h100_rounds.SPLIT_MS", 6.0)
+    served = serve(policy, rates, contexts, 400, 0)
+    assert (served.drafts[-50:].min(axis=1) == served.drafts[-50:].max(axis=1)).all()
+    assert served.speed(50) > 0.95 * best_static(rates, contexts)
+
+
+@pytest.mark.parametrize("ready, expected", [((), 32), ((SplitShape(32, 5, 32),), None)])
+def test_what_is_not_compiled_is_wished_for(ready, expected):
+    """A step of two programs reads the weights twice, and does not pay here."""
+    policy, wishes = adaptive(), []
+    choose = policy.choose
+
+    def noting(load):
+        k = choose(load)
+        wishes.append(policy.wish)
+        return k
+
+    policy.choose = noting
+    served = serve(policy, of(HALVES, 64), [1000] * 64, 200, 0, ready=ready)
+    drafts = served.drafts[100:]
+    is_split = (drafts.min(axis=1) < drafts.max(axis=1)).mean() > 0.5
+    assert is_split == (expected is None)
+    wished = {wish.shape.drafting for wish in wishes if wish is not None}
+    assert wished == (set() if expected is None else {expected})
+    assert all(0 < wish.gain < 0.5 for wish in wishes if wish)

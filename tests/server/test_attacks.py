@@ -1,0 +1,161 @@
+"""What attacks get, as docs/security.md says: its table must have a row for each of them."""
+
+import json
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from support.engines import make_llm
+from support.http import served
+
+from specjax.server.settings import Limits
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = {"role": "user", "content": "hi"}
+DEEP = b"[" * 50_000 + b"]" * 50_000
+SCHEMA = b'{"prompt": "a", "structured_outputs": {"json": %s}}'
+
+
+def nested(depth: int) -> bytes:
+    """A JSON schema of objects in objects."""
+    return b'{"type": "object", "properties": {"a": ' * depth + b"{}" + b"}}" * depth
+
+
+def body(**fields):
+    return json.dumps({"prompt": "a", "max_tokens": 2} | fields).encode()
+
+
+def constrained(**fields):
+    return body(structured_outputs=fields)
+
+
+BODIES = {  # name: body of /v1/completions, status
+    "a body of 16 MiB": (b'{"prompt": "' + b"a" * 2**24 + b'"}', 413),
+    "JSON nested 50,000 times": (DEEP, 400),
+    "JSON nested in a field": (SCHEMA % DEEP, 400),
+    "a schema nested 400 times": (SCHEMA % nested(400), 422),
+    "`n` of 10^9": (body(n=10**9), 400),
+    "numbers that no type holds": (b'{"prompt": "a", "temperature": 1e999}', 400),
+    "NaN and Infinity": (b'{"prompt": "a", "temperature": Infinity}', 400),
+    "a key twice": (b'{"prompt": "a", "n": 0, "n": 1, "max_tokens": 2}', 200),
+    "bytes that are not UTF-8": (b'{"prompt": "\xff"}', 400),
+    "a lone surrogate": (b'{"prompt": "\\ud800"}', 400),
+    "a null character": (b'{"prompt": "\\u0000a", "max_tokens": 2}', 200),
+    "a pattern as a stop": (body(stop="(a+)+$"), 200),
+    "100,000 stops": (body(stop=["a"] * 10**5), 400),
+    "100,000 prompts": (body(prompt=["a"] * 10**5), 400),
+    "100,000 biases": (body(logit_bias={str(i): 1 for i in range(10**5)}), 400),
+    "a regular expression with nested repeats": (constrained(regex="((a{1,99}){1,99}){1,99}"), 200),
+    "a regular expression that backtracks": (constrained(regex="((a+)+)+ *"), 200),
+    "a line break in `request_id`": (body(request_id="a\nERROR: b"), 400),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(chat_folder):
+    """An LLM on a simulated device that follows grammars."""
+    with make_llm(chat_folder, "ngram", device="simulated", max_model_len=256) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def attacked(llm):
+    with served(llm, limits=Limits(max_schema_seconds=2, max_stall_seconds=1)) as running:
+        yield running
+
+
+def told(name: str) -> str:
+    """The answer to an attack that the page tells."""
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", PAGE.read_text(), re.MULTILINE))
+    return rows[name]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(attacked, name):
+    given, status = BODIES[name]
+    begin = time.perf_counter()
+    answer = attacked.send("POST", COMPLETIONS, given)
+    assert answer.status == status, answer.body[:300]
+    assert time.perf_counter() - begin < 10 and len(answer.body) < 1000
+    assert told(name).startswith(str(status))
+    assert attacked.get("/health").status == 200
+
+
+def exchange(port: int, *parts: bytes) -> bytes:
+    """What the server sends until it closes the connection, or for three seconds."""
+    with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
+        received = b""
+        try:
+            for part in parts:
+                connection.sendall(part)
+            while part := connection.recv(2**16):
+                received += part
+        except (TimeoutError, ConnectionError):
+            pass
+        return received
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+POST += b"Connection: close\r\n"
+SENT = {  # name: parts to send, status
+    "two lengths of one body": ([POST, b"Content-Length: 2\r\nContent-Length: 9\r\n\r\n{}"], 400),
+    "a length and chunks": (
+        [POST, b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"],
+        400,
+    ),
+    "a body that never comes": ([POST, b"Content-Length: 9\r\n\r\n"], 408),
+    "a path with dots": ([b"GET /v1/../../etc/passwd HTTP/1.0\r\n\r\n"], 404),
+    "a header of 1 MiB": ([POST, b"X: " + b"a" * 2**20 + b"\r\n\r\n"], 400),
+    "100,000 headers": ([POST, b"X: a\r\n" * 10**5, b"\r\n"], 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_bytes(attacked, name):
+    parts, status = SENT[name]
+    answer = exchange(attacked.port, *parts)
+    is_flood = sum(map(len, parts)) > 2**18  # the connection may end before the answer is read
+    assert answer.startswith(b"HTTP/1.1 %d" % status) or (is_flood and not answer), answer[:200]
+    assert told(name).startswith(str(status)) and attacked.get("/health").status == 200
+
+
+def test_a_request_that_never_comes(attacked):
+    for parts in [], [POST]:
+        begin = time.perf_counter()
+        assert exchange(attacked.port, *parts) == b"" and time.perf_counter() - begin < 2.5
+    assert told("a connection without a request")
+
+
+def test_templates(llm):
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with served(llm) as server:
+        answer = server.post(CHAT, {"messages": [HI], "chat_template": attack})
+        assert answer.error == (400, "chat_template")
+        asked = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}]}
+        tokens = server.post("/tokenize", asked).json["tokens"]
+        text = server.post("/detokenize", {"tokens": tokens}).json["prompt"]
+        assert "{{ 7 * 7 }}" in text
+    with served(llm, trust_request_chat_template=True) as server:
+        answer = server.post(CHAT, {"messages": [HI], "chat_template": attack})
+        assert answer.error[0] == 400 and b"subclass" not in answer.body.lower()
+    for name in "a chat template in a request", "a template in a message":
+        assert told(name)
+
+
+def test_keys_and_weights(llm, tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    root = str(tmp_path / "root")
+    with served(llm, api_key=("secret",), rl=True, rl_weights_root=root) as server:
+        for key in "", "Bearer", "Bearer secre", "Bearer secret1", "Basic secret", "Bearer \xe9":
+            assert server.post(COMPLETIONS, {"prompt": "a"}, authorization=key).status == 401
+        own = {"authorization": "Bearer secret"}
+        for path in "..", "../root", "/etc", "link", "a\0b", "a" * 5000:
+            given = {"update_info": {"path": path}}
+            answer = server.post("/update_weights", given, **own)
+            assert answer.error[0] == 400 and root.encode() not in answer.body
+    for name in "keys of any length or encoding", "a folder of weights outside the root":
+        assert told(name)
