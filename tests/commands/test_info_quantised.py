@@ -84,3 +84,27 @@ def test_quantization_is_counted_with_and_without_weights(checkpoints, capsys, k
     quantised = checkpoints.copy(bare, quantization_config=FORMS["awq"].config)
     assert main(["info", str(quantised), "--quantization", "fp8"]) == 2
     assert "quantised already" in capsys.readouterr().err
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+
+
+@pytest.mark.parametrize(
+    "weights, ignore",
+    [
+        (WEIGHTS, []),
+        (WEIGHTS | {"group_size": None}, None),
+        (WEIGHTS | {"group_size": 32}, "lm_head"),
+        (WEIGHTS | {"group_size": 32}, ["re:("]),
+        ({"num_bits": 8, "type": "float", "strategy": "block"}, [3]),
+    ],
+)
+def test_configs_that_leave_things_open(checkpoints, capsys, weights, ignore):
+    """A report counts what they do not describe as plain."""
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": group}, "ignore": ignore}
+    target = checkpoints.target("llama", **WIDE).folder
+    folder = checkpoints.copy(target, quantization_config=config)
+    plain = weights_in(target, capsys)["loaded_bytes"]["float32"]
+    found = weights_in(without_weights(checkpoints, folder), capsys)["loaded_bytes"]["float32"]
+    assert (found < plain) == ("group_size" in weights and weights["group_size"] == 32)
