@@ -16,6 +16,7 @@ EXCEPTIONS = {
     "benchmarks/sampler_cpu.py:main": SCRIPT,
     "benchmarks/transformers_cpu.py:main": SCRIPT,
     "pallas_kernels/gated_delta_rule/triton/__init__.py:gated_delta_rule_triton": OPERANDS,
+    "pallas_kernels/grouped_packed_matmul/triton.py:grouped_packed_matmul_triton": OPERANDS,
     "pallas_kernels/paged_attention/__init__.py:paged_attention": OPERANDS,
     "pallas_kernels/paged_attention/reference.py:paged_attention_reference": OPERANDS,
     "pallas_kernels/paged_attention/triton.py:_attention_kernel": REFS,

@@ -6,8 +6,6 @@ from support.shared_models import VOCAB, eagle3, llama
 
 from specjax import SamplingParams
 
-K = 3
-
 
 def prompts_of(count, seed=0):
     """Prompts that repeat themselves, so that there is something to find."""
@@ -35,12 +33,12 @@ def test_tokens_do_not_depend_on_the_drafts(checkpoints, asynchronous):
             expected = generate_tokens(plain, prompts, one)
             assert generate_tokens(ours, prompts, one) == expected
             assert generate_tokens(both, prompts, one) == expected
-        for llm in ours, both:
+        for llm, drafter in (ours, "ngram"), (both, "eagle3"):
             m = llm.metrics()
-            print(
-                m.drafts_per_source,
-                m.draft_tokens_per_source,
-                m.accepted_tokens_per_source,
-                m.num_steps,
-                m.mean_acceptance_length,
+            for name in "drafts", "draft_tokens", "accepted_tokens":
+                counts = getattr(m, f"{name}_per_source")
+                assert counts.keys() <= {drafter, "suffix"}
+                assert sum(counts.values()) == getattr(m, f"num_{name}")
+            assert (
+                m.accepted_tokens_per_source["suffix"] > 0.5 * m.draft_tokens_per_source["suffix"]
             )

@@ -36,11 +36,7 @@ def multiply_packed(
 
     Numbers are widened in registers, which is exact. Scales that are powers of two are applied to
     the numbers, which is exact as well. Other scales are applied to the product with each group.
-
-    Args:
-        x_ref, values_ref, scales_ref: see `packed_matmul`. With `tile.group`, the matrix's arrays
-            have one more axis.
-        optional: refs to "zeros" and "factors", if there are any.
+    `packed_matmul` explains the refs; `optional` has "zeros" and "factors", if there are any.
     """
     depth, (num_bytes, half) = x_ref.shape[1], (values_ref.shape[-1], form.half)
     outputs, is_column, first_run = tile.outputs, tile.is_column, tile.first_run

@@ -153,26 +153,20 @@ class RolloutEngine:
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
-            history: rollouts of the same prompts to draft from, to which these are added. The
-                engine must draft from texts (method "suffix").
+            history: earlier rollouts, from which these are drafted, and to which they are added.
 
         Raises:
-            ValueError: a prompt or parameter is not supported, or the history is of another model;
-                raised before generation.
+            ValueError: a prompt, parameter or history is not supported; raised before generation.
             RolloutError: the device failed; the error has the rollouts generated so far.
         """
         placed: list[tuple[tuple[int, int], Rollout]] = []
         starts = self._make(prompts, sampling_params)
-        places = {start.request.request_id: i for i, start in enumerate(starts)}
         if history is not None:
             with self._turns:
                 starts = history.begin(starts, self._llm, self.version)
         try:
-            for running, rollout in self._loop.run(starts, label):
-                placed.append(((places[running.request_id], running.sequence.index), rollout))
-                if history is not None:
-                    with self._turns:
-                        history.add(rollout)
+            for running, rollout in self._loop.run(starts, label, history):
+                placed.append(((running.place, running.sequence.index), rollout))
         except RolloutError as error:
             error.rollouts = _ordered(placed)
             raise

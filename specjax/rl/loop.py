@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
+from specjax.rl.history import RolloutHistory
 from specjax.rl.quantising import kinds_of
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError
 from specjax.rl.running import Running
@@ -55,10 +56,13 @@ class Loop:
         self._failures: dict[Hashable, Exception] = {}  # by request id, until the call ends
         self._left: list[Request] = []  # requests to abort at the next step; see `_queued`
 
-    def run(self, starts: list[Start], label: Hashable = None) -> Iterator[tuple[Running, Rollout]]:
+    def run(
+        self, starts: list[Start], label: Hashable = None, history: RolloutHistory | None = None
+    ) -> Iterator[tuple[Running, Rollout]]:
         """Queue requests, and yield each rollout when it finishes.
 
-        `label` identifies the call for `abort`.
+        `label` identifies the call for `abort`. Rollouts are added to `history` as they finish, so
+        that others can be drafted from them.
 
         Raises:
             RolloutError: the device failed, or the engine can run no more steps. The error is
@@ -78,7 +82,7 @@ class Loop:
                         self._end(remaining)
                 for running in [one for one in remaining if one.sequence.is_finished]:
                     remaining.remove(running)
-                    rollout = self._hand_out(running)
+                    rollout = self._hand_out(running, history)
                     failure = failure or self._failure_of([running.sequence])
                     yield running, rollout
         if failure is not None:
@@ -223,6 +227,7 @@ class Loop:
                     sequence,
                     Completion(sequence, self._tokenizer),
                     start.params,
+                    start.place,
                     start.prompt_index,
                     sequence.index if before is None else before.sample_index,
                     label,
@@ -233,10 +238,12 @@ class Loop:
         self._running.update(tracked)
         return tracked
 
-    def _hand_out(self, running: Running) -> Rollout:
+    def _hand_out(self, running: Running, history: RolloutHistory | None) -> Rollout:
         with self.turns:
             self._running.discard(running)
             made = running.rollout(self.version, has_raw=self._has_raw)
+            if history is not None:
+                history.add(made)
             return replace(made, quantization=self.quantization)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:

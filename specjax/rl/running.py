@@ -19,6 +19,7 @@ class Running:
     sequence: Sample
     completion: Completion
     params: SamplingParams  # the user's parameters
+    place: int  # index of its prompt among the prompts of the call
     prompt_index: int
     sample_index: int
     label: Hashable = None  # label of the call

@@ -21,6 +21,7 @@ class Start(NamedTuple):
     request: Request
     params: SamplingParams  # the user's parameters
     prompt_index: int
+    place: int  # index among the prompts or rollouts of the call
     before: Rollout | None = None  # the aborted rollout that the request resumes
 
 
@@ -57,7 +58,7 @@ class StartMaker:
                 raise ValueError("prompts and rollouts cannot be mixed; make two calls")
             if sampling_params is not None:
                 raise ValueError("sampling_params: rollouts continue with their own; leave it out")
-            return [self._make_resumed(one, f"rollout {i}") for i, one in enumerate(listed)]
+            return [self._make_resumed(one, i) for i, one in enumerate(listed)]
 
     def make_scored(
         self, sample: Any, params: SamplingParams | None, where: str, *, exports_features: bool
@@ -102,10 +103,11 @@ class StartMaker:
                 f"prompt {i}",
                 request_id=("rollout", next(self._ids)),
             )
-            starts.append(Start(request, params.clone(), i))
+            starts.append(Start(request, params.clone(), i, i))
         return starts
 
-    def _make_resumed(self, rollout: Rollout, where: str) -> Start:
+    def _make_resumed(self, rollout: Rollout, place: int) -> Start:
+        where = f"rollout {place}"
         if not rollout.is_partial:
             raise ValueError(
                 f"{where} has ended (finish_reason={rollout.finish_reason!r}); only aborted "
@@ -120,7 +122,7 @@ class StartMaker:
             request_id=("rollout", next(self._ids)),
             output=rollout.token_ids.tolist(),
         )
-        return Start(request, rollout.params, rollout.prompt_index, rollout)
+        return Start(request, rollout.params, rollout.prompt_index, place, rollout)
 
 
 def _reporting(params: Any, where: str) -> SamplingParams:

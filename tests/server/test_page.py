@@ -39,7 +39,7 @@ def test_rounds_add_up_to_the_text_and_to_the_engines_counts(server):
         accepted = sum(len(one["tokens"]) - 1 for one in rounds)
         assert accepted == after.num_accepted_tokens - before.num_accepted_tokens > 0
         streamed = server.post(path, body | ASKED | {"stream": True}).events
-        assert rounds_of(streamed) == rounds and len(streamed) > 5
+        assert rounds_of(streamed) == rounds  # in one event per step, or merged
         plain = server.post(path, body | ASKED | {"return_rounds": False}).json
         assert "rounds" not in plain["choices"][0]
 

@@ -156,6 +156,7 @@ class CheckedEngine(Engine):
             draft_slots=lambda k: schedule.draft_slots,
             is_recurrent=False,
             may_defer=schedule.may_defer,
+            weights=None,
         )
         script = HashScript(schedule.vocab_size, schedule.drafts_fewer)
         rng = np.random.default_rng([schedule.seed, 1])

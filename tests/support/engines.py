@@ -151,7 +151,8 @@ def simulated_engine(config: EngineConfig, policy: Policy, vocab_size: int = VOC
     """The loop alone, on a simulated device; requests are made by hand."""
     kind = SimpleNamespace(is_recurrent=False, num_layers=1, window=None)
     target: Any = SimpleNamespace(vocab_size=vocab_size, cache_kinds=(kind,))
-    drafter: Any = SimpleNamespace(draft_slots=lambda k: 0, is_recurrent=False, may_defer=False)
+    flags = {"is_recurrent": False, "may_defer": False, "weights": None}
+    drafter: Any = SimpleNamespace(draft_slots=lambda k: 0, **flags)
     nothing: Any = None
     return Engine(config, target, drafter, nothing, policy, make_programs=SimulatedPrograms)
 

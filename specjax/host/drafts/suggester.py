@@ -128,7 +128,8 @@ class Suggester:
                     break
         if not best.tokens or score < means.drafter:
             return None
-        return Suggestion(len(sequence.token_ids), best.tokens, name, min(best.score, k))
+        tokens = best.tokens[: self.width]  # another policy may have a larger K
+        return Suggestion(len(sequence.token_ids), tokens, name, min(best.score, k))
 
     def learn(
         self,
