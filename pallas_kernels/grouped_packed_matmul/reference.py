@@ -1,5 +1,7 @@
 """The grouped product with packed numbers in plain JAX."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +28,8 @@ def grouped_packed_matmul_reference(
     """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
-        own = (None if one is None else one[group] for one in (values, scales, zeros, factors))
+        arrays = values, scales, zeros, factors
+        own: Any = tuple([None if one is None else one[group] for one in arrays])
         matrix = unpacked(*own, form, x.shape[1], x.dtype)
         return jnp.einsum("ni,oi->no", rows, matrix, preferred_element_type=jnp.float32)
 
