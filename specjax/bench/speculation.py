@@ -12,6 +12,8 @@ from specjax.bench.comparison import BenchRun
 from specjax.bench.devices import Devices
 from specjax.bench.engines import read_drafter, read_integers
 from specjax.bench.report import Figures
+from specjax.bench.reports import check_report, write_report
+from specjax.bench.reports.saved import parse
 from specjax.bench.screen import Screen, open_screen
 from specjax.bench.settings import BenchSettings
 from specjax.bench.workload import read_questions
@@ -25,9 +27,14 @@ FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # Ks usually, Ks with --fu
 def run(args: argparse.Namespace) -> int:
     """Run `specjax bench`. After an interrupt, show the results so far."""
     settings = read_settings(args)
+    check_report("--report", args.report)
     output = Path(args.output).expanduser() if args.output else None
     if output:
         check_writable("--output", output)
+    if args.report:
+        check_writable("--report", Path(args.report))
+        if output and output.resolve() == Path(args.report).expanduser().resolve():
+            raise ValueError(f"--output and --report both write {args.report}; name two files")
     trial = BenchRun(settings)
     with ExitStack() as stack:
         names = [configuration.name for configuration in settings.configurations]
@@ -41,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps(report, indent=2)
         if output:
             output.write_text(text + "\n")
+        if args.report:
+            write_report(args.report, parse(text, "speculation"))
         screen.end(trial.lines(report))
         if args.json:
             print(text, flush=True)

@@ -10,7 +10,10 @@ from typing import NamedTuple
 from specjax.checkpoint.demo import DRAFTERS, TARGET
 from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP, add_devices, add_quantization
 from specjax.commands.bench_arguments import (
+    REPORT,
+    add_compare_arguments,
     add_latency_arguments,
+    add_report_arguments,
     add_serve_arguments,
     add_throughput_arguments,
 )
@@ -24,6 +27,8 @@ THROUGHPUT = "Measure how fast a set of prompts is generated, given all at once.
 SERVE = "Send requests to a server at a rate, and measure the latencies that clients see."
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
+REPORTED = "Draw a saved result as a page, a Markdown text or a picture."
+COMPARE = "Say what differs between two saved results, and which changes are beyond noise."
 SHOW = "Print a profile's time per output token, by batch size and K."
 _BATCH = "prompts that decode together on each replica"
 PROFILE_HELP = "a profile, as `specjax profile` writes it"
@@ -81,6 +86,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     add_quantization(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    parser.add_argument("--report", metavar="FILE", help=REPORT)
     add_devices(parser)
 
 
@@ -189,4 +195,6 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "simulate": Subcommand(SIMULATE, f"{_BENCH}simulate", _add_simulate),
     "profile": Subcommand(PROFILE_DESCRIPTION, f"{_BENCH}profile", _add_profile),
     "speculation": Subcommand(DESCRIPTION, f"{_BENCH}speculation", add_speculation_arguments),
+    "report": Subcommand(REPORTED, f"{_COMMANDS}report", add_report_arguments),
+    "compare": Subcommand(COMPARE, f"{_COMMANDS}compare", add_compare_arguments),
 }

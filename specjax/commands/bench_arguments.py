@@ -25,6 +25,7 @@ SAMPLING = {
     "frequency_penalty": (float, "X", "0 changes nothing"),
     "presence_penalty": (float, "X", "0 changes nothing"),
 }
+REPORT = "draw the result: FILE.html is a page, FILE.md has tables, FILE.png has charts"
 AGAINST_OFFLINE = (
     "other engines, in separate processes, on the same prompts: transformers, transformers-compiled"
 )
@@ -284,3 +285,22 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
     group.add_argument("--output-json", metavar="FILE", help="write the JSON to a file")
+    group.add_argument("--report", metavar="FILE", help=REPORT)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bench_report.run`."""
+    parser.add_argument("result", metavar="RESULT.json", help="a result, as --output-json wrote it")
+    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help=REPORT)
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bench_compare.run`."""
+    parser.add_argument("before", metavar="A.json", help="a result, as --output-json wrote it")
+    parser.add_argument("after", metavar="B.json", help="another one of the same workload")
+    parser.add_argument(
+        "--fail-over",
+        metavar="5%",
+        help="end with code 1 if a figure is worse by more than this, and beyond noise",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -12,6 +12,8 @@ from specjax.bench import provenance
 from specjax.bench.datasets.queries import Queries, Query, make_queries
 from specjax.bench.machine import CpuTime, Machine, Moment, load_now
 from specjax.bench.offline import BatchRun, Offline, RoundTimes, describe_speculation
+from specjax.bench.reports import check_report, write_report
+from specjax.bench.reports.saved import parse
 from specjax.bench.result import Details, Speculation, as_json, count_failures
 from specjax.bench.traffic.figures import distributions
 from specjax.checkpoint.writing import write_whole
@@ -57,7 +59,8 @@ class OfflineRun:
         Raises:
             ValueError: an option, the file of the data set, or a prompt cannot be used.
         """
-        check_outputs(output_json=args.output_json)
+        check_report("--report", args.report)
+        check_outputs(output_json=args.output_json, report=args.report)
         model = read_model(args)
         dataset = read_dataset(args, num_prompts)
         sampling = read_sampling(args, ignore_eos=ignore_eos)
@@ -130,4 +133,6 @@ class OfflineRun:
         text = json.dumps(as_json(top, details), indent=2, default=str)
         if self.args.output_json:
             write_whole(Path(self.args.output_json).expanduser(), text + "\n")
+        if self.args.report:
+            write_report(self.args.report, parse(text, self.benchmark))
         print(text if self.args.json else "\n".join(lines), flush=True)

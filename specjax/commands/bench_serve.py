@@ -27,6 +27,8 @@ from specjax.bench.machine import CpuTime, Machine, Moment, load_now
 from specjax.bench.peers import SERVED_PEERS
 from specjax.bench.peers.peer import as_peer, compare_outputs
 from specjax.bench.peers.server import free_port, serving
+from specjax.bench.reports import check_report, write_report
+from specjax.bench.reports.saved import parse
 from specjax.bench.result import Details, Peer, as_json
 from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
 from specjax.bench.stages import stages
@@ -209,7 +211,8 @@ def read(args: argparse.Namespace) -> ServeRun:
     check_peers(args.against)
     model, tokenizer = read_names(args, headers)
     path = result_path(args, model)
-    check_outputs(output_json=args.output_json, result_filename=path)
+    check_report("--report", args.report)
+    check_outputs(output_json=args.output_json, result_filename=path, report=args.report)
     queries = read_queries(args, dataset, tokenizer)
     form.prompt(queries.queries[0])
     return ServeRun(
@@ -285,6 +288,8 @@ def write(asked: ServeRun, figures: Mapping[str, Any], details: Details) -> None
     text = json.dumps(as_json(figures, details), indent=2, default=str)
     for path in filter(None, (args.output_json, asked.path)):
         write_whole(Path(path).expanduser(), text + "\n")
+    if args.report:
+        write_report(args.report, parse(text, details.benchmark))
     lines = describe(asked.load, figures, details, asked.model)
     print(text if args.json else "\n".join(lines), flush=True)
 

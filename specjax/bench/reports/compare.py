@@ -1,0 +1,146 @@
+"""Compares two results of one workload."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.bench.reports.noise import Interval, of_requests, of_rounds, values_per_request
+from specjax.bench.reports.saved import Saved
+
+# Figures that are compared, by their keys. Of rates, more is better; of times, less.
+_RATES = re.compile(r"\w+_throughput|\w*(per_second|goodput|acceptance_length|times_plain)")
+_TIMES = re.compile(r"avg_latency|(mean|median|p[\d.]+)_(ttft|tpot|itl|e2el)_ms|ms_per_step")
+_OF_REQUESTS = re.compile(r"(mean|median|p[\d.]+)_(ttft|tpot|itl|e2el)_ms")
+# Settings that are part of the workload, besides the data set.
+_WORKLOAD = (
+    *("input_len", "output_len", "max_tokens", "ignore_eos", "seed", "batch_size", "num_prompts"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "backend", "extra_body", "request_rate", "burstiness"),
+    *("max_concurrency", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
+)
+_UNSHOWN = re.compile(  # of a result's own files
+    r"json|output|output_json|report|label|metadata|save_\w+|result_\w+|dataset_path|subcommand|full"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A figure of two results.
+
+    Attributes:
+        interval: 95 % interval of `ratio`; None if the results do not tell their noise.
+    """
+
+    key: str
+    before: float
+    after: float
+    interval: Interval | None
+
+    @property
+    def ratio(self) -> float:
+        """The second result's figure over the first's."""
+        return self.after / self.before
+
+    @property
+    def is_beyond_noise(self) -> bool | None:
+        """Whether the interval excludes "no change"; None if it is unknown."""
+        return None if self.interval is None else not self.interval[0] <= 1 <= self.interval[1]
+
+    @property
+    def worse(self) -> float:
+        """How much worse the second result is, in per cent of the first; below 0 if it is better."""
+        more = 100 * (self.ratio - 1)
+        return more if _TIMES.fullmatch(self.key.split(": ")[-1]) else -more
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two results side by side. `settings` has those that differ, as pairs."""
+
+    settings: Mapping[str, tuple[Any, Any]]
+    changes: list[Change]
+
+
+def compare(before: Saved, after: Saved) -> Comparison:
+    """Compare two results.
+
+    Raises:
+        ValueError: their kinds or workloads differ; the message has the fields that do.
+    """
+    if wrong := _differing(_workload(before), _workload(after)):
+        fields = "; ".join(f"{name}: {one} and {other}" for name, (one, other) in wrong.items())
+        raise ValueError(f"the results are of different workloads, so no figures compare: {fields}")
+    first, second = _figures(before), _figures(after)
+    return Comparison(
+        _differing(_settings(before), _settings(after)),
+        [
+            Change(
+                key=key, before=value, after=second[key], interval=_interval(key, before, after)
+            )
+            for key, value in first.items()
+            if value and key in second
+        ],
+    )
+
+
+def _interval(key: str, before: Saved, after: Saved) -> Interval | None:
+    rounds = [
+        [one[key] for one in saved.details.rounds if key in one] if saved.details else []
+        for saved in (before, after)
+    ]
+    if (found := of_rounds(*rounds)) is not None or not (match := _OF_REQUESTS.fullmatch(key)):
+        return found
+    first, second = (values_per_request(saved, match[2]) for saved in (before, after))
+    return None if first is None or second is None else of_requests(match[1], first, second)
+
+
+def _figures(saved: Saved) -> dict[str, float]:
+    """Return the figures of a result that are compared; None and texts are left out."""
+    if saved.details is None:
+        named = {
+            f"{one['configuration']}: {key}": value
+            for one in saved.top["configurations"]
+            for key, value in one.items()
+        }
+    else:
+        named = dict(saved.top)
+        speculation = saved.details.speculation
+        if speculation is not None and speculation.total is not None:
+            named["acceptance_length"] = speculation.total["acceptance_length"]
+    keys = [key for key in named if _is_figure(key.split(": ")[-1])]
+    return {key: named[key] for key in keys if isinstance(named[key], int | float)}
+
+
+def _is_figure(key: str) -> bool:
+    return bool(_RATES.fullmatch(key) or _TIMES.fullmatch(key))
+
+
+def _workload(saved: Saved) -> dict[str, Any]:
+    """Return what must be equal: the kind, the prompts, the load and the sampling."""
+    found = {"benchmark": saved.benchmark}
+    if saved.details is not None:
+        data = saved.details.dataset
+        found |= {f"dataset {k}": v for k, v in data.items() if k not in ("path", "notes")}
+    settings = _given(saved)
+    return found | {name: settings[name] for name in _WORKLOAD if name in settings}
+
+
+def _settings(saved: Saved) -> dict[str, Any]:
+    """Return the other settings, and what the figures depend on."""
+    settings = {k: v for k, v in _given(saved).items() if not _UNSHOWN.fullmatch(k)}
+    environment = dict(saved.details.environment if saved.details else saved.top["environment"])
+    versions = {f"version of {k}": v for k, v in environment.pop("versions").items()}
+    return {**settings, **versions, **environment}
+
+
+def _given(saved: Saved) -> Mapping[str, Any]:
+    return saved.top["settings"] if saved.details is None else saved.details.settings
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (one.get(name), other.get(name))
+        for name in {**one, **other}
+        if one.get(name) != other.get(name)
+    }

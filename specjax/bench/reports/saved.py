@@ -1,0 +1,88 @@
+"""Reads the JSON of a result back."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.bench.comparison import SCHEMA_VERSION as SPECULATION_VERSION
+from specjax.bench.result import KEY, SCHEMA_VERSION, Details, Distribution, Peer, Speculation
+
+SPECULATION = "speculation"
+_VERSIONS = {
+    **dict.fromkeys(("latency", "throughput", "serve"), SCHEMA_VERSION),
+    SPECULATION: SPECULATION_VERSION,
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A result.
+
+    Attributes:
+        top: the JSON.
+        details: its details; None for `specjax bench speculation`, which has all at the top.
+    """
+
+    benchmark: str
+    top: Mapping[str, Any]
+    details: Details | None
+
+
+def read(path: str) -> Saved:
+    """Read the file of a result.
+
+    Raises:
+        ValueError: it is not a result of a benchmark.
+        OSError: it cannot be read.
+    """
+    try:
+        return parse(Path(path).expanduser().read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text; name the JSON of a result") from None
+
+
+def parse(text: str, path: str) -> Saved:
+    """Return the result that a JSON text holds. Errors name `path`.
+
+    Raises:
+        ValueError: it is not a result of a benchmark, or of another version.
+    """
+    try:
+        top = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); name the JSON of a result") from None
+    body = top.get(KEY, top) if isinstance(top, dict) else None
+    benchmark = body.get("benchmark") if isinstance(body, dict) else None
+    if body is None or benchmark not in _VERSIONS:
+        raise ValueError(
+            f"{path} is not a result of specjax bench {', '.join(_VERSIONS)}; write one with "
+            "--output-json, or --output for speculation"
+        )
+    version = body.get("schema_version")
+    if version != _VERSIONS[benchmark]:
+        raise ValueError(
+            f"{path} has schema_version {version}, and this version of specjax reads "
+            f"{_VERSIONS[benchmark]}; measure again"
+        )
+    if benchmark == SPECULATION:
+        return Saved(benchmark, top, None)
+    try:
+        return Saved(benchmark, top, _details(body))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); measure again") from None
+
+
+def _details(body: Mapping[str, Any]) -> Details:
+    """Return the details as they were when they were written."""
+    found, speculation = body["distributions"], body["speculation"]
+    distributions = {name: one and Distribution(**one) for name, one in found.items()}
+    return Details(
+        **{
+            **body,
+            "distributions": distributions,
+            "speculation": speculation and Speculation(**speculation),
+            "peers": [Peer(**peer) for peer in body["peers"]],
+        }
+    )

@@ -1,0 +1,121 @@
+"""Runs `specjax bench compare`."""
+
+import argparse
+import json
+
+from specjax.bench.reports.compare import Change, Comparison, compare
+from specjax.bench.reports.content import shown
+from specjax.bench.reports.saved import Saved, read
+from specjax.bench.table import format_table
+
+_MOST = 60  # characters of a setting
+_WORDS = {True: "yes", False: "no", None: "unknown"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare two results. Return 1 if a figure is worse by more than --fail-over."""
+    limit = read_limit(args.fail_over)
+    before, after = read(args.before), read(args.after)
+    found = compare(before, after)
+    failing = [
+        one.key
+        for one in found.changes
+        if limit is not None and one.is_beyond_noise and one.worse > limit
+    ]
+    if args.json:
+        print(json.dumps(as_json(found) | {"failing": failing}, indent=2))
+    else:
+        lines = [*settings_lines(found), *doubt_lines(args, before, after), *change_lines(found)]
+        if failing:
+            lines.append(f"worse by more than {args.fail_over}: {', '.join(failing)}")
+        print("\n".join(lines))
+    return 1 if failing else 0
+
+
+def read_limit(text: str | None) -> float | None:
+    """Return the per cent of --fail-over.
+
+    Raises:
+        ValueError: it is not a number of at least 0 with a sign of per cent.
+    """
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not (text.endswith("%") and 0 <= value < float("inf")):
+        raise ValueError(f"--fail-over {text} must be per cent, like 5%")
+    return value
+
+
+def settings_lines(found: Comparison) -> list[str]:
+    """Return the settings that differ, as lines."""
+    if not found.settings:
+        return ["settings, versions and machine: no difference", ""]
+    rows = [[name, *map(_brief, pair)] for name, pair in found.settings.items()]
+    return [format_table([["differs", "A", "B"], *rows]), ""]
+
+
+def _brief(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
+
+
+def doubt_lines(args: argparse.Namespace, *results: Saved) -> list[str]:
+    """Return why the times of a result are doubtful."""
+    lines = []
+    for path, saved in zip((args.before, args.after), results, strict=True):
+        body = vars(saved.details) if saved.details else saved.top
+        lines += [f"DO NOT TRUST THE TIMES of {path}: {one}" for one in body["machine"]["doubts"]]
+        if body["is_interrupted"]:
+            lines.append(f"{path} was interrupted, and covers what was measured")
+    return lines
+
+
+def change_lines(found: Comparison) -> list[str]:
+    """Return the table of figures and its legend."""
+    rows = [["", "A", "B", "change", "95 % interval", "beyond noise"]]
+    rows += [_row(change) for change in found.changes]
+    lines = [format_table(rows), ""]
+    if any(one.interval is not None for one in found.changes):
+        lines.append(
+            "interval: of the means of rounds by their spread (Welch), or of requests by a "
+            "bootstrap, which leaves out how runs differ from each other; one figure in 20 is "
+            "beyond noise by chance"
+        )
+    if any(one.interval is None for one in found.changes):
+        lines.append(
+            "unknown: the results have too few rounds or requests, or no values per request, "
+            "which bench serve writes with --save-detailed"
+        )
+    return lines
+
+
+def _row(change: Change) -> list[str]:
+    interval = ""
+    if change.interval is not None:
+        interval = " to ".join(f"{100 * (end - 1):+.1f} %" for end in change.interval)
+    return [
+        change.key,
+        shown(change.before),
+        shown(change.after),
+        f"{100 * (change.ratio - 1):+.1f} %",
+        interval,
+        _WORDS[change.is_beyond_noise],
+    ]
+
+
+def as_json(found: Comparison) -> dict:
+    """Return the comparison as plain types."""
+    changes = {
+        one.key: {
+            "before": one.before,
+            "after": one.after,
+            "ratio": one.ratio,
+            "interval": one.interval,
+            "is_beyond_noise": one.is_beyond_noise,
+        }
+        for one in found.changes
+    }
+    return {"settings": dict(found.settings), "changes": changes}
