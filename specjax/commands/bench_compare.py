@@ -3,12 +3,11 @@
 import argparse
 import json
 
-from specjax.bench.reports.compare import Change, Comparison, compare
-from specjax.bench.reports.content import shown
+from specjax.bench.reports.compare import Change, ResultChanges, compare
+from specjax.bench.reports.content import brief, shown
 from specjax.bench.reports.saved import Saved, read
 from specjax.bench.table import format_table
 
-_MOST = 60  # characters of a setting
 _WORDS = {True: "yes", False: "no", None: "unknown"}
 
 
@@ -49,17 +48,12 @@ def read_limit(text: str | None) -> float | None:
     return value
 
 
-def settings_lines(found: Comparison) -> list[str]:
+def settings_lines(found: ResultChanges) -> list[str]:
     """Return the settings that differ, as lines."""
     if not found.settings:
         return ["settings, versions and machine: no difference", ""]
-    rows = [[name, *map(_brief, pair)] for name, pair in found.settings.items()]
+    rows = [[name, *map(brief, pair)] for name, pair in found.settings.items()]
     return [format_table([["differs", "A", "B"], *rows]), ""]
-
-
-def _brief(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
 def doubt_lines(args: argparse.Namespace, *results: Saved) -> list[str]:
@@ -73,7 +67,7 @@ def doubt_lines(args: argparse.Namespace, *results: Saved) -> list[str]:
     return lines
 
 
-def change_lines(found: Comparison) -> list[str]:
+def change_lines(found: ResultChanges) -> list[str]:
     """Return the table of figures and its legend."""
     rows = [["", "A", "B", "change", "95 % interval", "beyond noise"]]
     rows += [_row(change) for change in found.changes]
@@ -106,7 +100,7 @@ def _row(change: Change) -> list[str]:
     ]
 
 
-def as_json(found: Comparison) -> dict:
+def as_json(found: ResultChanges) -> dict:
     """Return the comparison as plain types."""
     changes = {
         one.key: {

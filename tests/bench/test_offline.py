@@ -44,11 +44,13 @@ def bench(folder, tmp_path_factory):
     return run
 
 
-def test_throughput_and_what_speculation_did(bench):
+def test_throughput_and_what_speculation_did(bench, tmp_path):
     options = ["--num-prompts", 4, "--rounds", 2, "--verify-lossless", "--max-num-seqs", 2]
+    options += ["--report", tmp_path / "a.html"]
     printed, found = bench("throughput", *options)
     assert list(found)[:5] == THROUGHPUT.split() and "model_id" in found
     assert printed.startswith(f"Throughput: {found['requests_per_second']:.2f} requests/s, ")
+    assert f'<data value="{found["elapsed_time"]!r}">' in (tmp_path / "a.html").read_text()
     assert found["num_requests"] == 4
     details = found["specjax"]
     num_prompt = round(4 * details["dataset"]["mean_prompt_len"])

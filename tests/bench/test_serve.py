@@ -80,11 +80,14 @@ def test_a_rate_a_limit_of_concurrency_and_the_lists(asked, tmp_path):
     options = ["--request-rate", 50, "--burstiness", "inf", "--max-concurrency", 1]
     options += ["--header", "Authorization=Bearer secret"]
     save = ["--save-result", "--result-dir", tmp_path, "--save-detailed", "--metadata", "a=b"]
+    save += ["--report", tmp_path / "a.md"]
     with timed_server(seconds=[0.03, 0.03], tokens=[2, 3], counts=False) as server:
         found = bench("--base-url", server.url, *asked, *options, *save)
         times = np.diff([at for at, _ in server.bodies[1:]])
     assert times.min() >= 0.06  # one at a time
     assert found["a"] == "b" and found["max_concurrency"] == 1
+    written = (tmp_path / "a.md").read_text()
+    assert f"| {found['duration']:.2f} |" in written and "secret" not in written
     assert [key for key in DETAILED if key in found] == DETAILED
     assert all(len(found[key]) == 4 for key in DETAILED)
     assert found["output_lens"] == [5] * 4 and found["generated_texts"] == ["xxxxx"] * 4

@@ -75,6 +75,10 @@ LOADS = [
     (f"{OFFLINE} --synthetic-rates 0.5", ["--synthetic-rates goes with --drafter"]),
     (f"{OFFLINE} --temperature=-1", ["temperature=-1.0"]),
     (f"{OFFLINE} --chat-template-kwargs []", ["--chat-template-kwargs must be a JSON object"]),
+    ("bench latency --report a.pdf", ["--report a.pdf must end in .html, .md, .png"]),
+    ("bench serve --model MODEL --report a", ["--report a must end in .html"]),
+    (f"{OFFLINE} --output-json a.md --report ./a.md", ["--output-json and --report both write"]),
+    ("bench compare a b --fail-over 5", ["--fail-over 5 must be per cent, like 5%"]),
     ("bench latency --batch-size 0", ["--batch-size=0"]),
     ("bench latency --num-iters 0", ["--num-iters=0"]),
     ("bench serve --request-rate 0", ["--request-rate 0 must be above 0"]),
@@ -202,6 +206,9 @@ REPEATED = {
     "bench sweep": ["--plot none/s.png", "--synthetic-rates a"],
 }
 BENCH = [
+    ("bench --report none/b.md", "--report none/b.md cannot be a file"),
+    ("bench --report b.txt", "--report b.txt must end in"),
+    ("bench --report b.md --output ./b.md", "--output and --report both write b.md"),
     ("bench --k 0", "--k 0 alone drafts nothing; also list a K of at least 1"),
     ("bench --k two", "--k two must list integers"),
     ("bench --max-tokens 1", "--max-tokens 1 leaves nothing to time"),

@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specjax.bench.reports.content import brief
 from specjax.bench.reports.noise import Interval, of_requests, of_rounds, values_per_request
 from specjax.bench.reports.saved import Saved
 
 # Figures that are compared, by their keys. Of rates, more is better; of times, less.
-_RATES = re.compile(r"\w+_throughput|\w*(per_second|goodput|acceptance_length|times_plain)")
+_RATES = re.compile(
+    r"\w+_throughput|request_goodput|(requests|tokens|output_tokens)_per_second|times_plain"
+    r"|(mean_)?acceptance_length"
+)
 _TIMES = re.compile(r"avg_latency|(mean|median|p[\d.]+)_(ttft|tpot|itl|e2el)_ms|ms_per_step")
 _OF_REQUESTS = re.compile(r"(mean|median|p[\d.]+)_(ttft|tpot|itl|e2el)_ms")
 # Settings that are part of the workload, besides the data set.
@@ -49,35 +53,33 @@ class Change:
 
     @property
     def worse(self) -> float:
-        """How much worse the second result is, in per cent of the first; below 0 if it is better."""
+        """How much worse the second result is, in per cent; below 0 if it is better."""
         more = 100 * (self.ratio - 1)
         return more if _TIMES.fullmatch(self.key.split(": ")[-1]) else -more
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ResultChanges:
     """Two results side by side. `settings` has those that differ, as pairs."""
 
     settings: Mapping[str, tuple[Any, Any]]
     changes: list[Change]
 
 
-def compare(before: Saved, after: Saved) -> Comparison:
+def compare(before: Saved, after: Saved) -> ResultChanges:
     """Compare two results.
 
     Raises:
         ValueError: their kinds or workloads differ; the message has the fields that do.
     """
     if wrong := _differing(_workload(before), _workload(after)):
-        fields = "; ".join(f"{name}: {one} and {other}" for name, (one, other) in wrong.items())
+        fields = "; ".join(f"{name}: {brief(a)} and {brief(b)}" for name, (a, b) in wrong.items())
         raise ValueError(f"the results are of different workloads, so no figures compare: {fields}")
     first, second = _figures(before), _figures(after)
-    return Comparison(
+    return ResultChanges(
         _differing(_settings(before), _settings(after)),
         [
-            Change(
-                key=key, before=value, after=second[key], interval=_interval(key, before, after)
-            )
+            Change(key=key, before=value, after=second[key], interval=_interval(key, before, after))
             for key, value in first.items()
             if value and key in second
         ],

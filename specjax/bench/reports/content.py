@@ -1,14 +1,16 @@
 """What a report shows, in any form: sentences, tables and charts."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+_MOST = 60  # characters of a setting in a line
 Cell = str | int | float | None
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table. The first column has the names of the rows.
 
     Attributes:
@@ -20,7 +22,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     is_aside: bool = False
 
-    def without_empty_columns(self) -> "Table":
+    def without_empty_columns(self) -> "ReportTable":
         """Return the table without columns that have no cell in any row."""
         kept = [i for i in range(len(self.header)) if any(row[i] is not None for row in self.rows)]
         return replace(
@@ -47,7 +49,7 @@ class Content:
 
     title: str
     notes: Sequence[str]
-    tables: Sequence[Table] = field(default_factory=list)
+    tables: Sequence[ReportTable] = field(default_factory=list)
     charts: Sequence[Chart] = field(default_factory=list)
 
 
@@ -58,3 +60,14 @@ def shown(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:.2f}" if abs(cell) >= 0.1 or cell == 0 else f"{cell:.3g}"
     return str(cell)
+
+
+def in_words(value: object) -> str:
+    """Return a setting as text: JSON unless it is a text."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def brief(value: object) -> str:
+    """Return the same, cut where it is too long for a line; dots say so."""
+    text = in_words(value)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."

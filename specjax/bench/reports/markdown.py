@@ -2,7 +2,7 @@
 
 import re
 
-from specjax.bench.reports.content import Content, Table, shown
+from specjax.bench.reports.content import Content, ReportTable, shown
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|<>&#])")
 
@@ -14,7 +14,7 @@ def render(content: Content) -> bytes:
     return "\n\n".join([f"### {_escaped(content.title)}", *tables, notes, ""]).encode()
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     rows = [[_escaped(shown(cell)) for cell in row] for row in table.rows]
     # Renderers need a header; the title takes the place of the first column's name.
     header = [f"**{_escaped(table.title)}**", *map(_escaped, table.header[1:])]

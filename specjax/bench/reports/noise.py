@@ -43,7 +43,8 @@ def of_requests(
 
     Return None if there are too few requests or values for it.
     """
-    first, second = _drawn(statistic, before), _drawn(statistic, after)
+    random = np.random.default_rng(0)  # the draws of the two runs are independent
+    first, second = _drawn(statistic, before, random), _drawn(statistic, after, random)
     if first is None or second is None or min(first) <= 0:
         return None
     tails = [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]
@@ -51,7 +52,9 @@ def of_requests(
     return low, high
 
 
-def _drawn(statistic: str, requests: Sequence[Sequence[float]]) -> list[float] | None:
+def _drawn(
+    statistic: str, requests: Sequence[Sequence[float]], random: np.random.Generator
+) -> list[float] | None:
     """Return the statistic of each bootstrap sample; None if there are too few values."""
     flat = np.asarray([value for values in requests for value in values], float)
     owner = np.repeat(np.arange(len(requests)), [len(values) for values in requests])
@@ -60,7 +63,7 @@ def _drawn(statistic: str, requests: Sequence[Sequence[float]]) -> list[float] |
         percent = float(statistic.removeprefix("p"))
     if len(flat) * min(percent, 100 - percent) / 100 < _BEYOND:
         return None
-    random, shares = np.random.default_rng(0), [1 / len(requests)] * len(requests)
+    shares = [1 / len(requests)] * len(requests)
     counts = (random.multinomial(len(requests), shares) for _ in range(_DRAWS))
     samples = [np.repeat(flat, one[owner]) for one in counts]
     return [float(one.mean() if is_mean else np.percentile(one, percent)) for one in samples]

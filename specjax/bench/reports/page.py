@@ -2,7 +2,7 @@
 
 from html import escape
 
-from specjax.bench.reports.content import Cell, Chart, Content, Table, shown
+from specjax.bench.reports.content import Cell, Chart, Content, ReportTable, shown
 from specjax.bench.reports.svg import NUM_COLOURS, draw
 
 _LIGHT = "#2563eb", "#ea7317", "#15935a", "#c026a3", "#7c5cff", "#b08900", "#0d94a8", "#d43a3a"
@@ -74,17 +74,17 @@ def _chart(chart: Chart) -> str:
     return f"<section><h2>{escape(chart.title)}</h2>{legend}{draw(chart)}</section>"
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     wide = ' class="wide"' if len(table.header) > 4 else ""
     return f"<section{wide}><h2>{escape(table.title)}</h2>{_rows(table)}</section>"
 
 
-def _aside(table: Table) -> str:
+def _aside(table: ReportTable) -> str:
     title = escape(table.title)
     return f'<details class="wide aside"><summary>{title}</summary>{_rows(table)}</details>'
 
 
-def _rows(table: Table) -> str:
+def _rows(table: ReportTable) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.header)
     head = f"<thead><tr>{head}</tr></thead>" if any(table.header) else ""
     rows = ("".join(map(_cell, row)) for row in table.rows)

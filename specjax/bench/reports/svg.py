@@ -68,7 +68,9 @@ def _bars(series: dict[str, list[tuple[float, float]]], place) -> list[str]:
     slot = (_RIGHT - _LEFT) / max(1, len(xs))
     width = min(40.0, 0.8 * slot / len(series))
     every = math.ceil(len(xs) / 12)  # labels that fit
-    parts = [_x_tick(f"{x:g}", _LEFT + (i + 0.5) * slot) for i, x in enumerate(xs) if i % every == 0]
+    parts = [
+        _x_tick(f"{x:g}", _LEFT + (i + 0.5) * slot) for i, x in enumerate(xs) if i % every == 0
+    ]
     for number, (name, points) in enumerate(series.items()):
         for x, y in points:
             middle = _LEFT + (xs.index(x) + 0.5) * slot
