@@ -29,7 +29,7 @@ class Params(NamedTuple):
 
     target: Any
     drafter: Any
-    # A copy of an output head in 8 bits, with which drafts are made; see `Drafter.head_of`.
+    # A copy of `Drafter.head_of` in 8 bits, which the drafter uses; None if there is none.
     head: Any = None
 
 
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     masks: bool = False
     num_logprobs: int = 0  # number of most likely tokens reported with each token
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; None: nothing is reported
-    is_plain: bool = False  # whether steps skip all work that `Extras` lists, without conditionals
+    is_plain: bool = False  # whether the work in `Extras` is left out of the program
 
 
 @jax.tree_util.register_dataclass
@@ -338,14 +338,14 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the output head that the drafter uses and that another model or layer shares.
+        """Return the output head of a drafter without one: the target's, or its own embedding.
 
-        This is the target's head, or a draft model's embedding. Return None if `params` lack it.
+        Return None if `params` lack it.
         """
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` in which `params.head`, if any, replaces the result of `head_of`."""
+        """Return `params`, with `params.head`, if it is set, in place of the head of `head_of`."""
         ...
 
     def draft(
