@@ -39,7 +39,7 @@ def grouped_packed_matmul(
 
     Args:
         x: the rows [N, I], or [M, I] with `sources`.
-        values, scales, zeros, factors: as in `packed_matmul`, after a leading axis of G matrices.
+        values, scales, zeros, factors: as in `packed_matmul`, with a leading axis of size G.
         form: see `packed_matmul`.
         group_sizes: i32[G]; see `grouped_matmul`, which also explains `sources` and `targets`.
         kernels: implementation to use, see `dispatch.run`.

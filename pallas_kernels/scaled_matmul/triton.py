@@ -72,7 +72,7 @@ def with_splits(
 def within_blocks(
     config: ScaledMatmulTuning, block: tuple[int, int], depth: int
 ) -> ScaledMatmulTuning:
-    """Return `config`, with less deep tiles if a tile could cross the border of two blocks.
+    """Return `config`, with a smaller tile depth if a tile would cross a border between blocks.
 
     `unroll` grows by the same factor, so that a step covers the same depth.
 

@@ -208,7 +208,7 @@ class DividedSpec(TensorSpec):
 
     @property
     def is_padded(self) -> bool:
-        """Whether any device's array is padded with zeros."""
+        """Whether any device's array is padded."""
         cuts = (cut for cut in self.tensor_cuts if cut is not None)
         shares = {share for cut in cuts for share, _ in cut.sections if share is not None}
         is_filled = any(None in one for one in self.taken)

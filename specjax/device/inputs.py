@@ -78,7 +78,7 @@ class StepModel(NamedTuple):
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
     windows: tuple[int, ...] = ()  # sizes of the windows whose layers have separate pages
     max_deferred_rows: int = 0  # maximum number of rows kept for `observe_deferred`
-    min_deferred_rounds: int = 0  # room for this number of rounds, even if they have more rows
+    min_deferred_rounds: int = 0  # minimum number of kept rounds, even if they have more rows
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:

@@ -66,7 +66,7 @@ def measure_rounds(
     passes. So a short disturbance affects at most a few times of each shape. The time that a
     context token adds is assumed to be linear in K. It is measured at the largest batch size, for
     the smallest and the largest K, with two lengths of context. If `max_model_len` is too short for
-    two lengths, it is 0.
+    two lengths, the time per context token is 0.
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the

@@ -49,9 +49,9 @@ def _runs(side: int, size: int, cut: Cut) -> int | None:
 
 
 def _refined(scales: np.ndarray, axis: int, side: int, run: int, size: int) -> np.ndarray:
-    """Return `scales`, repeated so that there is a scale for every `run` of `size` rows.
+    """Return scales for smaller groups of rows, by repeating `scales` along an axis.
 
-    Before, there is a scale for every `side` rows along the axis.
+    The axis has `size` rows. Every `side` rows have a scale now, and every `run` rows in the result.
     """
     fine = np.repeat(scales, side // run, axis=axis)
     return fine.take(np.arange(size // run), axis=axis)

@@ -29,7 +29,7 @@ class Params(NamedTuple):
 
     target: Any
     drafter: Any
-    # A copy of `Drafter.head_of` in 8 bits, which the drafter uses; None if there is none.
+    # The drafter's 8-bit copy of a shared output head (see `Drafter.head_of`); None without a copy.
     head: Any = None
 
 
@@ -338,14 +338,14 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the output head of a drafter without one: the target's, or its own embedding.
+        """Return the shared head that makes drafts: the target's, or a draft model's embedding.
 
-        Return None if `params` lack it.
+        Return None if `params` lack it. Do not call this for a drafter with a separate head.
         """
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params`, with `params.head`, if it is set, in place of the head of `head_of`."""
+        """Return `params` in which `params.head`, unless it is None, replaces the shared head."""
         ...
 
     def draft(

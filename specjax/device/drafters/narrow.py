@@ -30,7 +30,7 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     shapes are returned.
 
     Raises:
-        ValueError: all weights that an option is for are quantised already.
+        ValueError: all weights that one of these options is for are quantised already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -47,10 +47,10 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params`, with a copy of `drafter.head_of(params)` quantised to `head_dtype`.
+    """Return `params`, whose `head` is a copy of the drafter's shared head in `head_dtype`.
 
-    `params` are returned unchanged if `head_dtype` is None, or if the drafter has its own output
-    head (see `narrow_drafter`).
+    `params` are returned unchanged if `head_dtype` is None, or if the drafter has a separate output
+    head, which `narrow_drafter` quantises.
 
     Raises:
         ValueError: the head to copy is quantised already.

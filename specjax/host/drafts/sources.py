@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
     def finish(self, sample: Sample) -> None:
-        """Keep the output of a finished sample, or drop its index, as the source needs."""
+        """Tell the source that a sample has finished, so that it may keep the output."""
         ...
 
 
@@ -58,7 +58,7 @@ class OwnText:
         self._room = MAX_NEW_TOKENS
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """See `Source`. A long prompt is indexed over several rounds, the first without drafts."""
+        """See `Source`. A long prompt has drafts only after several rounds have indexed it."""
         index = self._indexes.get(sample)
         if index is None:
             index = self._indexes[sample] = TextIndex()

@@ -1,7 +1,7 @@
 """Divides lengths of context into buckets.
 
-Drafters are usually trained on short texts, so fewer drafts are accepted in long contexts. So
-acceptance rates and times of rounds are learned separately for each bucket of lengths.
+Drafters are usually trained on short texts, so fewer drafts are accepted in long contexts. For this
+reason, acceptance rates and times of rounds are learned separately for each bucket of lengths.
 """
 
 from bisect import bisect_right
