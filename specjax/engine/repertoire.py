@@ -46,7 +46,7 @@ class Repertoire:
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
     ):
-        self.variants: list[Variant] = []  # compiled so far; the first has the least extra work
+        self.variants: list[Variant] = []  # asked for so far; the first has the least extra work
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
         # At least one: with zero, XLA would turn the conditional for log-probabilities into a

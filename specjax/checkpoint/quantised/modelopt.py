@@ -52,7 +52,7 @@ class ModelOpt:
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype
     ) -> dict[str, Described] | None:
-        """See `Format`. The result is None for MIXED_PRECISION, which names no matrix's format."""
+        """See `Format`. The result is None for MIXED_PRECISION, whose matrices differ in form."""
         if is_named(name, self.skipped):
             return None
         if self.algorithm == "FP8":
