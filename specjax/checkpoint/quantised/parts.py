@@ -51,8 +51,8 @@ def _runs(side: int, size: int, cut: Cut) -> int | None:
 def _refined(scales: np.ndarray, axis: int, side: int, run: int, size: int) -> np.ndarray:
     """Return scales for smaller groups of rows, by repeating `scales` along an axis.
 
-    The axis has `size` rows. In `scales`, every `side` rows have a scale; in the result, every `run`
-    rows have one.
+    The axis has `size` rows. In `scales`, every `side` rows have a scale. In the result, every
+    `run` rows have a scale.
     """
     fine = np.repeat(scales, side // run, axis=axis)
     return fine.take(np.arange(size // run), axis=axis)
