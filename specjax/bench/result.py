@@ -221,7 +221,7 @@ def without_headers(argv: Sequence[str]) -> list[str]:
         option, _, pair = word.partition("=")
         if shown[-1:] == ["--header"]:
             word = f"{option}=..."
-        elif option == "--header":
+        elif option == "--header" and pair:
             word = f"{option}={pair.partition('=')[0]}=..."
         shown.append(word)
     return shown

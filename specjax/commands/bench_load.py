@@ -14,7 +14,7 @@ from specjax.bench.peers import SERVED_PEERS
 from specjax.bench.serve import LoadSettings
 from specjax.bench.traffic.arrivals import Arrivals
 from specjax.bench.traffic.figures import TIMES
-from specjax.bench.traffic.forms import FORMS, Form
+from specjax.bench.traffic.forms import FORMS, RequestForm
 from specjax.bench.traffic.goodput import read_limits
 from specjax.checks import check_count, check_positive, did_you_mean
 from specjax.commands.arguments import read_object
@@ -66,7 +66,7 @@ def _read_percentiles(text: str) -> list[float]:
     return values
 
 
-def read_form(args: argparse.Namespace) -> Form:
+def read_form(args: argparse.Namespace) -> RequestForm:
     """Return the form of requests."""
     if args.backend not in FORMS:
         raise ValueError(f"--backend {args.backend} is none of {', '.join(FORMS)}")

@@ -8,6 +8,7 @@ devices have exchanged before.
 
 import secrets
 import socket
+import struct
 import threading
 import time
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from specjax.engine.hosts import ANSWER_SECONDS, LEADER, Hosts, HostsError
 
 TIMEOUT_SECONDS = 120  # the default of distributed_timeout_seconds
 PORT_BYTES, KEY_BYTES = 4, 32
+HELLO, NAME = struct.Struct("!7sII"), b"specjax"  # the name, rank and nnodes of a process
 
 
 class Meeting(NamedTuple):
@@ -103,13 +105,14 @@ def _await_all(rank: int, meeting: Meeting) -> None:
     limit instead of raising an error.
 
     Raises:
-        ValueError: process 0 cannot listen at the address and port.
+        ValueError: process 0 cannot listen at the address and port, or a process has another
+            number of processes.
         HostsError: a process has not connected within the time limit.
     """
     place, end = (meeting.master_addr, meeting.master_port), time.monotonic() + meeting.seconds
     if rank != LEADER:
         with _reach(place, meeting.seconds) as connection:
-            connection.sendall(rank.to_bytes(PORT_BYTES, "big"))
+            connection.sendall(HELLO.pack(NAME, rank, meeting.nnodes))
             connection.settimeout(meeting.seconds)
             if not connection.recv(1):
                 raise HostsError("process 0 waits no longer for other processes; see its output")
@@ -121,7 +124,17 @@ def _await_all(rank: int, meeting: Meeting) -> None:
             try:
                 connection = stack.enter_context(server.accept()[0])
                 connection.settimeout(ANSWER_SECONDS)
-                came[int.from_bytes(connection.recv(PORT_BYTES), "big")] = connection
+                name, other, count = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
+                if name != NAME:
+                    continue
+                if count != meeting.nnodes:
+                    raise ValueError(
+                        f"process {other} has nnodes={count}, process 0 has {meeting.nnodes}; give "
+                        "all processes the same"
+                    )
+                came[other] = connection
+            except (ConnectionError, struct.error):
+                continue  # another program
             except TimeoutError:
                 if time.monotonic() > end:
                     raise HostsError(

@@ -134,7 +134,7 @@ class StepRequest:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `step.decode_step`."""
         names = "batch", "k", "context", "page_size", "kv_cache_dtype"
-        return self.models | {name: getattr(self, name) for name in names}
+        return {"models": self.models, **{name: getattr(self, name) for name in names}}
 
     @property
     def options(self) -> dict[str, Any]:

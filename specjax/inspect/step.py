@@ -26,8 +26,6 @@ from specjax.serving.source import open_drafter, open_model
 LAYERS = r"^params\.target\.layers\[(\d+)\]"  # matches the names of a layer's weights
 AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 
-MODEL_OPTIONS = "divides_experts", "quantization"
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -54,13 +52,10 @@ def _round(batch: int, k: int) -> Program:
 
 
 def decode_step(
-    model: str,
+    models: Mapping[str, Any],
     batch: int,
     k: int,
     context: int,
-    speculation: Mapping[str, Any] | None = None,
-    num_layers: int | None = None,
-    dtype: str = "bfloat16",
     make_program: Callable[[int, int], Program] = _round,
     mesh: Mesh | None = None,
     **others: Any,
@@ -71,16 +66,15 @@ def decode_step(
     enough room for them.
 
     Args:
-        model, speculation, num_layers, dtype: as for `open_parts`.
+        models: the arguments of `open_parts`, except the number of devices.
         make_program: the function that makes the round's program. `make_program(batch, k)` returns
             a program that takes parameters, state and packed inputs.
         mesh: the devices over which the model is divided; None for one device.
-        others: further arguments of `open_parts` (`MODEL_OPTIONS`) and of `fit_engine`.
+        others: further arguments of `fit_engine`.
     """
     num_devices = 1 if mesh is None else mesh.size
-    options = {name: others.pop(name) for name in MODEL_OPTIONS if name in others}
-    parts = open_parts(model, speculation, num_layers, dtype, num_devices, **options)
-    config = fit_engine(parts.target, batch, k, context, dtype, **others)
+    parts = open_parts(**models, num_devices=num_devices)
+    config = fit_engine(parts.target, batch, k, context, models["dtype"], **others)
     static = _static(parts, config)
     packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static.model, k))

@@ -119,12 +119,15 @@ def test_what_differs_and_who_is_lost(checkpoints):
     other = str(checkpoints.copy(folder, rms_norm_eps=0.1))
     common = {"folder": str(folder)}
     plan = [
+        {**common, "own": {"1": {"nnodes": 3}}},
         {**common, "own": {"1": {"max_num_seqs": 3}}},
         {**common, "own": {"1": {"folder": other}}},
         common,
         common,
     ]
     with processes(*plan) as (leader, follower):
+        assert "process 1 has nnodes=3, process 0 has 2" in said(leader)["error"]
+        assert "process 0 waits no longer" in said(follower)["error"]
         for expected in "has max_num_seqs=3, process 0 has 4", "has checkpoint (digest":
             errors = [said(one)["error"] for one in (leader, follower)]
             assert errors[0] == errors[1] and expected in errors[0]

@@ -162,7 +162,7 @@ def attempt(
         run = {"run all": run_all, "serve": serve_all}[then]
         return run(folder, tensor_parallel_size=common["nnodes"], **given, **common)
     if rank:
-        return follow(folder, **given, **common)
+        return follow(folder, **{**common, **given})
     with LLM(folder, tensor_parallel_size=2, **{**SIZES, **given}, **common) as llm:
         params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
         edited = SamplingParams(logits_processors=[edit])

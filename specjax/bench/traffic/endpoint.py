@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from specjax.bench.datasets.queries import Query
-from specjax.bench.traffic.forms import Form
+from specjax.bench.traffic.forms import RequestForm
 from specjax.bench.traffic.record import Record
 
 _BUFFER = 2**23  # bytes of one line: a chunk may repeat the ids of a whole prompt
@@ -34,7 +34,7 @@ class Endpoint:
 
     base_url: str
     model: str
-    form: Form
+    form: RequestForm
     fields: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ async def ask(
 class _Reader:
     """Reads the events of one stream into a record."""
 
-    def __init__(self, form: Form, record: Record):
+    def __init__(self, form: RequestForm, record: Record):
         self._form, self._record = form, record
         self._num_tokens = 0  # so far, if the server tells
         self._texts: list[str] = []

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from specjax.bench.datasets.queries import Query
 
 
-class Form(Protocol):
+class RequestForm(Protocol):
     """Writes the body of a request, and reads the choices of its answer."""
 
     path: str
@@ -30,13 +30,13 @@ class Completions:
     path = "/v1/completions"
 
     def prompt(self, query: Query) -> dict[str, Any]:
-        """See `Form`."""
+        """See `RequestForm`."""
         if query.token_ids is not None:
             return {"prompt": list(query.token_ids)}
         return {"prompt": query.text}
 
     def text(self, choice: Mapping[str, Any]) -> str:
-        """See `Form`."""
+        """See `RequestForm`."""
         return choice.get("text") or ""
 
 
@@ -46,7 +46,7 @@ class Chats:
     path = "/v1/chat/completions"
 
     def prompt(self, query: Query) -> dict[str, Any]:
-        """See `Form`."""
+        """See `RequestForm`."""
         if query.messages is not None:
             return {"messages": list(query.messages)}
         if query.text is not None:
@@ -57,7 +57,7 @@ class Chats:
         )
 
     def text(self, choice: Mapping[str, Any]) -> str:
-        """See `Form`. Reasoning and tool calls count as text."""
+        """See `RequestForm`. Reasoning and tool calls count as text."""
         delta = choice.get("delta") or {}
         calls = delta.get("tool_calls") or ()
         parts = [delta.get(name) for name in ("content", "reasoning", "reasoning_content")]
@@ -65,7 +65,7 @@ class Chats:
         return "".join(filter(None, parts))
 
 
-FORMS: Mapping[str, Form] = {
+FORMS: Mapping[str, RequestForm] = {
     "openai": Completions(),
     "vllm": Completions(),  # vLLM's other name of it
     "openai-chat": Chats(),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint.quantised.described import Described, tensor
+from specjax.checkpoint.quantised.fp8 import one_block
 from specjax.checkpoint.quantised.scaled import FLOAT8, num_blocks
 
 
@@ -23,17 +24,19 @@ def stored_parts(
         dtype: of the plain matrix.
     """
     bits, is_float = weights["num_bits"], weights["type"] == "float"
-    group, (num_out, num_in) = weights.get("group_size"), shape[-2:]
+    (num_out, num_in), block = shape[-2:], one_block([weights.get("block_structure")])
+    group = weights.get("group_size") or 0
     if is_float and bits == 4:
         return _floats(shape, group)
-    count = num_in // group if weights["strategy"] == "group" else 1
-    if weights["strategy"] == "group" and num_in % group:
+    has_groups, has_blocks = (weights["strategy"] == name for name in ("group", "block"))
+    if (has_groups and (group < 1 or num_in % group)) or (has_blocks and not block):
         return None
+    count = num_in // group if has_groups else 1
     sizes = {"tensor": (1,), "channel": (num_out, 1), "group": (num_out, count)}
     if is_float or (bits == 8 and kind != "pack-quantized"):
         numbers = tensor(FLOAT8 if is_float else np.int8, *shape)
-        if weights["strategy"] == "block":
-            scales = num_blocks(shape, tuple(weights["block_structure"]))
+        if has_blocks:
+            scales = num_blocks(shape, block)
         else:
             scales = *shape[:-2], *sizes[weights["strategy"]]
         return {"": numbers, "_scale": tensor(dtype, *scales)}

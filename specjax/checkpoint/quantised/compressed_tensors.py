@@ -26,7 +26,7 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.compressed_parts import stored_parts
-from specjax.checkpoint.quantised.described import Described, is_named
+from specjax.checkpoint.quantised.described import Described, is_named, of_config
 from specjax.checkpoint.quantised.format import Converted, check_shape, group_size, take
 from specjax.checkpoint.quantised.fp4 import MXFP4, NVFP4_RECIPROCAL, fp4_tensor
 from specjax.checkpoint.quantised.fp8 import one_block
@@ -83,10 +83,10 @@ class CompressedTensors:
         self, name: str, shape: tuple[int, ...], dtype: np.dtype
     ) -> dict[str, Described] | None:
         """See `Format`."""
-        if is_named(name, self.config.get("ignore")):
+        if is_named(name, of_config(self.config, "ignore")):
             return None
         for group in self.config.get("config_groups", {}).values():
-            targets = group.get("targets") or ()
+            targets = of_config(group, "targets")
             if "Linear" in targets or is_named(name, targets):
                 kind = group.get("format") or self.config.get("format")
                 made = stored_parts(group["weights"], kind, shape, dtype)
