@@ -135,7 +135,7 @@ def describe(
         for count in dict.fromkeys((1, num_devices))
     ]
     source, config = plans[0].source, plans[0].config
-    setup, each = Described.of(plans[0]), Described.of(plans[-1])
+    setup, each = Reported.of(plans[0]), Reported.of(plans[-1])
     return {
         "model": describe_target(source),
         "weights": describe_weights(source),
@@ -185,7 +185,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Described:
+class Reported:
     """A target and its drafter, as the report describes them."""
 
     plan: Plan
@@ -198,7 +198,7 @@ class Described:
     windows: tuple[int, ...]  # sizes, in tokens, of windows with separate pages
 
     @classmethod
-    def of(cls, plan: Plan) -> "Described":
+    def of(cls, plan: Plan) -> "Reported":
         """Return the target and the drafter of a plan."""
         target, page_size = plan.source.target, plan.config.page_size
         windows = page_windows(target, plan.config)
@@ -288,7 +288,7 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, Any]:
+def describe_drafter(config: SpeculativeConfig, setup: Reported) -> dict[str, Any]:
     """Describe the drafter, with the bytes of its weights in each dtype."""
     plain = jax.eval_shape(partial(dequantise, dtype=jnp.float32), setup.drafter_params)
     return {
@@ -301,7 +301,7 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
     }
 
 
-def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
+def describe_cache(setup: Reported, dtype: str) -> dict[str, Any]:
     """Return the bytes of the cache per token and per request.
 
     For comparison, "snapshot_bytes" are the bytes of K + 1 recurrent states per request.
@@ -342,7 +342,7 @@ def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any
     }
 
 
-def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
+def describe_requests(setup: Reported, config: EngineConfig) -> dict[str, Any]:
     """Return the bytes that `max_num_seqs` requests of `max_model_len` tokens need."""
     num_requests, num_tokens = config.max_num_seqs, config.max_model_len
     needs = setup.needs(config.dtype)
@@ -361,9 +361,7 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def describe_gpu(
-    setup: Described, each: Described, config: EngineConfig, gpu: GPU
-) -> dict[str, Any]:
+def describe_gpu(setup: Reported, each: Reported, config: EngineConfig, gpu: GPU) -> dict[str, Any]:
     """Return the largest requests and batches that fit on a GPU, with weights in bfloat16.
 
     `setup` describes the models on one device. If they are divided over several GPUs, `each`
@@ -409,7 +407,7 @@ def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[st
     }
 
 
-def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
+def describe_device(setup: Reported, config: EngineConfig) -> dict[str, Any]:
     """Return the page pool that an engine of these sizes would have on this device."""
     needs, num_drafts = setup.needs(config.dtype), setup.num_drafts
     num_pages, pool_bytes, windows, reason = 0, 0, {}, None

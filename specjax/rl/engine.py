@@ -21,7 +21,7 @@ from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.history import RolloutHistory
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
-from specjax.rl.quantising import Source
+from specjax.rl.quantising import Origin
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
 from specjax.rl.starts import StartMaker
@@ -403,15 +403,15 @@ class RolloutEngine:
             for i, sample in enumerate(samples)
         ]
 
-    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Source | None] | None:
+    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Origin | None] | None:
         if named is None:
             return None
         return stage_drafter(named, self.drafter, self._engine.params.drafter)
 
     def _replace(
         self,
-        target: list[Source | None] | None,
-        own: list[Source | None] | None,
+        target: list[Origin | None] | None,
+        own: list[Origin | None] | None,
         pause: str,
         version: int | None,
     ) -> WeightUpdate:

@@ -21,7 +21,7 @@ from specjax.device.weights.weight import Weight, is_weight
 from specjax.engine.log import get_log
 
 
-class Source(Protocol):
+class Origin(Protocol):
     """Builds one of the engine's arrays from arrays of an update."""
 
     @property
@@ -43,7 +43,7 @@ class Source(Protocol):
 class Quantising:
     """A quantised weight of the engine, and the plain weight that it is made from.
 
-    In `plain`, a `Source` takes the place of the array. In `form`, shapes take the places of all
+    In `plain`, an `Origin` takes the place of the array. In `form`, shapes take the places of all
     arrays but those of integers i32, which stay.
     """
 
@@ -55,7 +55,7 @@ class Quantising:
     _made: dict[int, jax.Array] = field(default_factory=dict)
 
     @property
-    def sources(self) -> list[Source | None]:
+    def sources(self) -> list[Origin | None]:
         """The sources of the weight's arrays; None for arrays that stay."""
         leaves = jax.tree.leaves(self.form)
         return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
@@ -78,25 +78,25 @@ class Quantising:
 
 @dataclass(eq=False, frozen=True)
 class QuantisedArray:
-    """One array of a quantised weight. See `Source`."""
+    """One array of a quantised weight. See `Origin`."""
 
     weight: Quantising
     number: int
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """See `Source`. The first array of a weight has the parts of all."""
+        """See `Origin`. The first array of a weight has the parts of all."""
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """See `Source`."""
+        """See `Origin`."""
         error = self.weight.error
         return None if self.number or error is None else (self.weight.name, error)
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """See `Source`."""
+        """See `Origin`."""
         return self.weight.make(self.number, sharding)
 
 
@@ -115,26 +115,26 @@ def plain_shapes(current: Any) -> Any:
     return jax.tree.map(of, current, is_leaf=is_weight)
 
 
-def quantising(sources: Any, current: Any) -> list[Source | None]:
+def quantising(sources: Any, current: Any) -> list[Origin | None]:
     """Return the source of each array of the engine's tree `current`; None for arrays that stay.
 
-    `sources` is a tree like the result of `plain_shapes`, with a `Source` for each array.
+    `sources` is a tree like the result of `plain_shapes`, with an `Origin` for each array.
     """
     given = jax.tree.leaves(sources, is_leaf=is_weight)
     found = jax.tree_util.tree_leaves_with_path(current, is_leaf=is_weight)
-    made: list[Source | None] = []
+    made: list[Origin | None] = []
     for new, (path, old) in zip(given, found, strict=True):
         made += sources_of(dotted(path), new, old) if _is_quantised(old) else jax.tree.leaves(new)
     return made
 
 
-def sources_of(name: str, plain: Weight, old: Weight) -> list[Source | None]:
+def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
     """Return the sources of a quantised weight's arrays. `old` is the engine's weight `name`."""
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
     return Quantising(name, plain, form, _is_divided(old)).sources
 
 
-def report_errors(sources: Iterable[Source | None], version: int, seconds: float) -> float | None:
+def report_errors(sources: Iterable[Origin | None], version: int, seconds: float) -> float | None:
     """Log how many weights an update has quantised, and how exactly. Return the largest error.
 
     Return None, without a line in the log, if no weight was quantised.
@@ -155,16 +155,16 @@ def report_errors(sources: Iterable[Source | None], version: int, seconds: float
 def all_sources(
     params: Params,
     drafter: Drafter,
-    target: Sequence[Source | None] | None,
-    own: Sequence[Source | None] | None,
-) -> list[Source | None]:
+    target: Sequence[Origin | None] | None,
+    own: Sequence[Origin | None] | None,
+) -> list[Origin | None]:
     """Return the source of each array of an engine's `params`; None for arrays that stay.
 
     `target` and `own` are as for `replace_weights`. The copy of an output head (`Params.head`) is
     made again if the head is new.
     """
 
-    def new(sources: Any, current: Any) -> tuple[list[Source | None], Any]:
+    def new(sources: Any, current: Any) -> tuple[list[Origin | None], Any]:
         leaves, tree = jax.tree.flatten(current)
         return sources or [None] * len(leaves), sources and jax.tree.unflatten(tree, sources)
 

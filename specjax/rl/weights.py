@@ -32,7 +32,7 @@ from specjax.engine.sleep import SleepOfAll
 from specjax.methods import METHODS
 from specjax.rl.named import Weights, is_deleted, read_finite, read_named
 from specjax.rl.quantising import (
-    Source,
+    Origin,
     all_sources,
     plain_shapes,
     quantising,
@@ -70,8 +70,8 @@ class ArraySource:
 def replace_weights(
     engine: Engine,
     sleep: SleepOfAll,
-    target: Sequence[Source | None] | None,
-    own: Sequence[Source | None] | None,
+    target: Sequence[Origin | None] | None,
+    own: Sequence[Origin | None] | None,
     *,
     tear: Callable[[], None],
 ) -> None:
@@ -109,7 +109,7 @@ class WeightUpdate(NamedTuple):
     largest_error: float | None = None
 
     @classmethod
-    def of(cls, version: int, sources: Sequence[Source | None], seconds: float) -> "WeightUpdate":
+    def of(cls, version: int, sources: Sequence[Origin | None], seconds: float) -> "WeightUpdate":
         """Return the result of an update from these sources."""
         parts = [part for source in sources if source for part in source.parts]
         num_bytes = sum(part.size * part.dtype.itemsize for part in parts)
@@ -118,8 +118,8 @@ class WeightUpdate(NamedTuple):
         return cls(version, num_arrays, num_bytes, seconds, error)
 
 
-def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[Source | None]:
-    """Return a `Source` for each of a target's arrays; see `stage`.
+def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[Origin | None]:
+    """Return an `Origin` for each of a target's arrays; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or have two different values for a tied embedding.
@@ -132,8 +132,8 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
     return sources
 
 
-def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Source | None]:
-    """Return a `Source` for each of a drafter's arrays; see `stage`.
+def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Origin | None]:
+    """Return an `Origin` for each of a drafter's arrays; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -215,8 +215,8 @@ def stage(
     specs_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     name: str,
     is_unused: Callable[[str], bool],
-) -> list[Source | None]:
-    """Return a `Source` for each leaf of `current`, in the same order; None for leaves that stay.
+) -> list[Origin | None]:
+    """Return an `Origin` for each leaf of `current`, in the same order; None for leaves that stay.
 
     Quantised weights are made of plain ones. Buffers that are not given keep their values. This is
     logged once.

@@ -14,7 +14,15 @@ from support.rollouts import copied, log_softmax, noisy
 from support.updates import updated
 
 from specjax import SamplingParams
-from specjax.device.models.registry import describe_checkpoint, load_weights, read_config
+from specjax.cli import main
+from specjax.device.models.registry import (
+    describe_checkpoint,
+    load_model,
+    load_weights,
+    read_config,
+)
+from specjax.device.placement import Placement
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.rl import RolloutEngine, save_model
 from specjax.rl.folders import read_weights
@@ -131,3 +139,21 @@ def test_rollouts_have_the_log_probabilities_of_the_quantised_model(folder, trai
         expected = log_softmax(rows.astype(np.float64))[range(12), rollout.token_ids]
         np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-4)
         np.testing.assert_allclose(score.logprobs, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind, bits", [("llama", "fp8"), ("qwen3_moe", "int8")])
+def test_weights_that_are_divided_over_devices(checkpoints, tmp_path, kind, bits):
+    """Each device rounds its part; a folder of compressed-tensors is divided as it is stored."""
+    source = checkpoints.target(kind).folder
+    assert main(["quantize", str(source), str(tmp_path), "--quantization", bits]) == 0
+    placement = Placement.on(*jax.devices()[:2])
+    model, params = load_model(tmp_path, FLOAT32, placement)
+    kinds = [x.numbers for x in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(x)]
+    assert (bits,) in kinds
+    other = jax.tree.map(lambda x: x if x.dtype == np.int32 else 0 * x, params)
+    made = updated(model, other, source)
+    for new, old in zip(*map(jax.tree.leaves, (made, params)), strict=True):
+        assert new.sharding == old.sharding and new.dtype == old.dtype
+    given = load_model(source, FLOAT32, placement)[1]
+    for new, old in zip(*map(jax.tree.leaves, (dequantise(made, FLOAT32), given)), strict=True):
+        assert np.linalg.norm(new - old) <= LIMITS[bits] * np.linalg.norm(old)

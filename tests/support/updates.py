@@ -4,15 +4,13 @@ from typing import Any
 
 import jax
 
-from specjax.device.placement import default_device
 from specjax.rl.folders import read_weights
 from specjax.rl.weights import stage_target
 
 
 def updated(model: Any, params: Any, weights: Any) -> Any:
     """The parameters of an engine after an update by a folder's weights, or by arrays."""
-    home = jax.sharding.SingleDeviceSharding(default_device())
     given = weights if isinstance(weights, dict) else read_weights(weights)
     leaves, tree = jax.tree.flatten(params)
     pairs = zip(leaves, stage_target(given, model, params), strict=True)
-    return jax.tree.unflatten(tree, [s.copy(x.dtype, home) if s else x for x, s in pairs])
+    return jax.tree.unflatten(tree, [s.copy(x.dtype, x.sharding) if s else x for x, s in pairs])
