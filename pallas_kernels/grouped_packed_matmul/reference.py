@@ -26,7 +26,8 @@ def grouped_packed_matmul_reference(
     """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:
-        own = (None if one is None else one[group] for one in (values, scales, zeros, factors))
+        own_zeros, own_factors = (None if y is None else y[group] for y in (zeros, factors))
+        own = values[group], scales[group], own_zeros, own_factors
         matrix = unpacked(*own, form, x.shape[1], x.dtype)
         return jnp.einsum("ni,oi->no", rows, matrix, preferred_element_type=jnp.float32)
 
