@@ -106,7 +106,7 @@ class RolloutHistory:
         return kept
 
     def _check(self, identity: Mapping[str, Any]) -> None:
-        """Raise a ValueError if `identity` differs from that of the first engine; see `identity_of`."""
+        """Raise a ValueError if the kept rollouts are from an engine with another `identity_of`."""
         for name, value in self._identity.items():
             if identity[name] != value:
                 raise ValueError(

@@ -41,10 +41,12 @@ class Origin(Protocol):
 
 @dataclass(eq=False)
 class Quantising:
-    """A quantised weight of the engine, and the plain weight that it is made from.
+    """Makes a quantised weight of the engine from a plain weight.
 
-    In `plain`, an `Origin` takes the place of the array. In `form`, shapes take the places of all
-    arrays but those of integers i32, which stay.
+    Attributes:
+        plain: the plain weight, with an `Origin` instead of its array.
+        form: the quantised weight, with shapes instead of its arrays. Only its i32 arrays, such as
+            the order of inputs, are kept: an update does not change them.
     """
 
     name: str  # the weight's path in the engine's tree
@@ -56,7 +58,7 @@ class Quantising:
 
     @property
     def sources(self) -> list[Origin | None]:
-        """The sources of the arrays of the quantised weight; None for arrays that are kept."""
+        """The `Origin` of each array of the quantised weight; None for arrays to keep."""
         leaves = jax.tree.leaves(self.form)
         return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
 
@@ -88,7 +90,7 @@ class QuantisedArray:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """See `Origin`. The first array of a weight has the parts of all."""
+        """See `Origin`. Array 0 of a weight has the parts of all its arrays, the others none."""
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
 
@@ -119,7 +121,7 @@ def plain_shapes(current: Any) -> Any:
 
 
 def quantising(sources: Any, current: Any) -> list[Origin | None]:
-    """Return the source of each array of the engine's tree `current`; None for arrays to keep.
+    """Return the `Origin` of each array of the engine's tree `current`; None for arrays to keep.
 
     `sources` is a tree like the result of `plain_shapes`, with an `Origin` for each array.
     """
@@ -132,9 +134,9 @@ def quantising(sources: Any, current: Any) -> list[Origin | None]:
 
 
 def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
-    """Return the sources of a quantised weight's arrays; None for arrays to keep.
+    """Return the `Origin` of each array of a quantised weight; None for arrays to keep.
 
-    `old` is the engine's weight, `name` its path, and `plain` has the `Source` of the new weight.
+    `old` is the engine's weight, `name` its path, and `plain` has the `Origin` of the new weight.
     """
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
     return Quantising(name, plain, form, _is_divided(old)).sources
@@ -164,7 +166,7 @@ def all_sources(
     target: Sequence[Origin | None] | None,
     own: Sequence[Origin | None] | None,
 ) -> list[Origin | None]:
-    """Return the source of each array of an engine's `params`; None for arrays to keep.
+    """Return the `Origin` of each array of an engine's `params`; None for arrays to keep.
 
     `target` and `own` are as for `replace_weights`. If the output head is new, so is the drafter's
     quantised copy of it (`Params.head`).
