@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     asked = OfflineRun.read(
         "throughput", args, num_prompts=args.num_prompts, ignore_eos=args.ignore_eos
     )
-    found, is_interrupted = Rounds(), False
+    found, is_interrupted, failure = Rounds(), False, None
     with ExitStack() as stack:
         offline = stack.enter_context(asked.opened())
         work = work_of(asked, offline)
@@ -41,16 +41,22 @@ def run(args: argparse.Namespace) -> int:
             is_interrupted = True
             if not found.batches:
                 raise
+        except ValueError as error:  # a peer has died; what was measured is kept
+            if not found.batches:
+                raise
+            failure = str(error)
         asked.finish(offline, found.batches[0])
         rounds = of_rounds(found, asked.queries)
         details = asked.details(found.batches, rounds)
-        details.is_interrupted = is_interrupted
+        details.is_interrupted = is_interrupted or failure is not None
+        if failure is not None:
+            details.failures[failure] = 1
         details.peers = peers_of(found, workers, asked.queries)
     top = {**middle(rounds), "model_id": asked.model}
     asked.write(top, details, describe(top, details, asked.model))
     if is_interrupted:
         raise KeyboardInterrupt
-    return 0
+    return 0 if failure is None else 1
 
 
 def read_peers(names: list[str]) -> dict[str, BatchPeer]:

@@ -43,7 +43,7 @@ class BatchPeer:
         """Start the process and load the model; yield the process, and end it afterwards.
 
         Raises:
-            RuntimeError: the process ended; the message has the last line that it wrote.
+            ValueError: the process ended; the message has the last line that it wrote.
         """
         given = asdict(work) | {"seed": seed, "num_threads": num_cpus(), **self.settings}
         command = [sys.executable, "-m", self.worker]
@@ -76,7 +76,7 @@ class PeerProcess:
         """Write a line to the process, and return its answer.
 
         Raises:
-            RuntimeError: the process ended; the message has the last line that it wrote.
+            ValueError: the process ended; the message has the last line that it wrote.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
@@ -89,7 +89,7 @@ class PeerProcess:
         if not answer:
             self._log.seek(0)
             lines = [one for one in self._log.read().splitlines() if one.strip()]
-            raise RuntimeError(f"the peer's process ended: {(lines or ['it wrote nothing'])[-1]}")
+            raise ValueError(f"the peer's process ended: {(lines or ['it wrote nothing'])[-1]}")
         return json.loads(answer)
 
     def run(self) -> tuple[float, list[Record]]:

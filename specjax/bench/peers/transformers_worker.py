@@ -42,6 +42,7 @@ class Runner:
             )
         torch.manual_seed(work["seed"])
 
+    @torch.inference_mode()
     def run(self) -> dict[str, Any]:
         """Generate all prompts. Return the seconds, and each output's token ids."""
         work, outputs = self._work, []
@@ -72,17 +73,16 @@ class Runner:
             options["temperature"] = work["sampling"]["temperature"]
         if is_compiled:
             options["past_key_values"] = self._cache
-        with torch.inference_mode():
-            out = self._model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=not is_greedy,
-                max_new_tokens=max(output_lens),
-                eos_token_id=stops,
-                pad_token_id=0,
-                disable_compile=True,  # `forward` is compiled above, if at all
-                **options,
-            )
+        out = self._model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=not is_greedy,
+            max_new_tokens=max(output_lens),
+            eos_token_id=stops,
+            pad_token_id=0,
+            disable_compile=True,  # `forward` is compiled above, if at all
+            **options,
+        )
         rows = out[:num_real, width:].tolist()
         return [_cut(row, count, stops or ()) for row, count in zip(rows, output_lens, strict=True)]
 
