@@ -38,7 +38,7 @@ SIZES = {"max-model-len": 256, "max-num-seqs": 16, "max-num-batched-tokens": 256
 SHAPES = {"decode-batches": "[16]", "prefill-shapes": "[[4, 64]]"}
 FEW_PAGES = 40  # 16 requests of the maximum length need 256
 WAYS = {"leaves": 0.2, "sends nonsense": 0.05, "reads slowly": 0.05}
-MAX_GROWTH = 24.0  # MiB from the median of the second quarter to the last's
+MAX_GROWTH = 24.0  # MiB, from the second quarter's median to the last quarter's
 MAX_TOKENS = 64
 NONSENSE = (
     b"GET / nonsense\r\n\r\n",
@@ -170,7 +170,7 @@ async def be_client(number: int, port: int, end: float, load: Load) -> None:
 
 
 async def send_nonsense(rng: random.Random, port: int, load: Load) -> None:
-    """Send an invalid request, and check that it gets a 4xx status."""
+    """Send an invalid request. Check that it gets a 4xx status, or no answer if it is not HTTP."""
     given: Any = rng.choice(NONSENSE)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     if isinstance(given, bytes):

@@ -1,11 +1,11 @@
-"""Compares drafts per request with one K for all, on a model of an H100 and without a device.
+"""Compares adaptive K per request with one K for all requests, on a simulated H100.
 
     python benchmarks/requests_simulated.py
 
 tests/host/speculation/h100_rounds.py models the time of a round (Llama-3.1-8B, EAGLE-1 head), and
-says which of its numbers are measured. Requests never end. Each accepts a draft, if the one before
-was accepted, with a fixed probability. The policy starts with times that are wrong by 8 %, and the
-rounds' times have 3 % of noise.
+says which of its numbers are measured. Requests never end. Each request accepts a draft, if it has
+accepted the drafts before, with a fixed probability. The policy starts with times that are wrong
+by 8 %, and the rounds' times have 3 % of noise.
 """
 
 import argparse
@@ -84,9 +84,9 @@ def static_speeds(rates: Sequence[float], contexts: Sequence[int]) -> dict[int, 
 
 
 def by_acceptance(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of adaptive K over the best static K.
+    """Return a table of adaptive K over the best static K, with and without split rounds.
 
-    A split round has requests with K drafts and requests without drafts.
+    In a split round, some requests have K drafts, and the others none.
     """
     rows = []
     for law, n in product(LAWS, (16, 64, 128, 256)):
@@ -115,7 +115,7 @@ def by_acceptance(seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def by_shape(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of the best goodput if all acceptance rates are known.
+    """Return a table of the best goodput (tokens per time) if all acceptance rates are known.
 
     It compares split rounds, and any K per request, with one K for all requests.
     """

@@ -53,7 +53,7 @@ def quantised_experts(
         if kind == "float8":
             given = item[0], *weights, *item[1:]
             return weights, grouped_scaled_matmul(*given, block=BLOCK, kernels=kernels)
-        matrices = *weights, *[None] * (4 - len(weights))  # None for no zero points or factors
+        matrices = *weights, *[None] * (4 - len(weights))  # None: no zero points or factors
         given = item[0], *matrices, *item[1:]
         return weights, grouped_packed_matmul(*given, form=PACKED[kind], kernels=kernels)
 

@@ -187,7 +187,8 @@ class Details:
         arrivals: the distribution of arrival times, and the p-value of a test of the actual times
             against it.
         goodput: limits of latency, the share of requests within all limits, and within each.
-        timeline: output tokens and running requests of each second, and rounds by K so far.
+        timeline: output tokens and running requests of each second; at several times, the rounds
+            by K until then.
         num_compiles: programs that were compiled while requests waited for them; None if the
             server does not report it.
         failures: number of failed requests by error.

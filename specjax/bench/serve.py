@@ -77,7 +77,7 @@ async def _compiled(endpoint: Endpoint) -> None:
 
 
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
-    """Return the figures of a run by the keys of `vllm bench serve`; they follow `head`.
+    """Return the figures of a run by the keys of `vllm bench serve` that come after `head`.
 
     `detailed` adds vLLM's lists with an entry per request.
     """

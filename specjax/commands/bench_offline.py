@@ -88,7 +88,10 @@ class OfflineRun:
             yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
 
     def finish(self, offline: Offline, batch: BatchRun) -> None:
-        """Read the times of rounds; with --verify-lossless, verify the outputs of `batch`."""
+        """Keep the times of rounds, and describe the machine.
+
+        With --verify-lossless, also verify the outputs of `batch`.
+        """
         self.drafting = offline.round_times
         if self.args.verify_lossless:
             self.lossless, self.plain = offline.verify(self.prompts, batch)

@@ -1,4 +1,4 @@
-"""Keeps rollouts as sources of drafts: later rollouts of a prompt repeat parts of earlier ones."""
+"""Keeps rollouts to draft from: later rollouts of a prompt repeat parts of earlier ones."""
 
 import hashlib
 import json

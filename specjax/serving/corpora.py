@@ -77,8 +77,9 @@ class CorpusMethods:
         Corpora do not change outputs. A token takes about 350 bytes of host memory.
 
         Raises:
-            ValueError: the engine does not draft from texts, there is a corpus of this name, or
-                `texts` is not a list of texts or token ids.
+            ValueError: the engine does not draft from texts, there is a corpus of this name, the
+                name is empty, `texts` is not a list of texts or of lists of token ids of the
+                vocabulary, or a text needs a tokenizer.
         """
         tokens = read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
         with self._lock:

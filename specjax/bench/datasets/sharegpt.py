@@ -1,4 +1,4 @@
-"""ShareGPT: the first message is the prompt, and its answer has the length to generate."""
+"""ShareGPT: the first message is the prompt, and as many tokens as its answer are generated."""
 
 from dataclasses import dataclass
 

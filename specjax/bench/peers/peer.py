@@ -78,7 +78,7 @@ def as_peer(
     figures: Mapping[str, Any],
     outputs: dict[str, Any] | None,
 ) -> Peer:
-    """Return the comparison with a peer. `own` and `figures` are this engine's and its figures."""
+    """Return the comparison with a peer. `own` has this engine's figures, `figures` the peer's."""
     return Peer(
         name=name,
         version=version,

@@ -12,7 +12,7 @@ TIMES = "ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_clie
 QUEUED = TIMES[4:]  # only with --max-concurrency
 DEFAULT_TIMES = "ttft,tpot,itl,e2el"
 _STEADY = 0.1, 0.9  # shares of the run, if its requests never all run at the same time
-_MOST_SECONDS = 100_000  # of a timeline, which is then cut
+_MOST_SECONDS = 100_000  # of a timeline; the last entry includes later seconds
 
 
 def times(records: Sequence[Record]) -> dict[str, list[float]]:
