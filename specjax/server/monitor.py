@@ -1,6 +1,6 @@
 """Prometheus metrics with vLLM's names: the engine's counters, and times of requests.
 
-Counters that vLLM lacks begin with "specjax:".
+Names of metrics that vLLM lacks begin with "specjax:".
 """
 
 import time
@@ -50,7 +50,7 @@ class Monitor(Collector):
 
     Attributes:
         families: makes metrics with the labels of this server.
-        registry: the collectors whose metrics are exposed, with this one.
+        registry: all collectors of the server's metrics, including this one.
     """
 
     def __init__(self, llm: AsyncLLM, model: str, admission: Admission):
