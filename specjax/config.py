@@ -219,9 +219,13 @@ class SpeculativeConfig:
                 f"speculative_config={config!r} must be a SpeculativeConfig or a mapping of its "
                 "fields"
             )
-        names = {f.name: "with" if f.name == "sources" else f.name for f in fields(cls)}
-        given = take_speculation(config, names.values())
-        config = {name: given[key] for name, key in names.items() if key in given}
+        config = dict(take_speculation(config, [*(f.name for f in fields(cls)), "with"]))
+        if "with" in config and "sources" in config:
+            raise ValueError(
+                "speculative_config has with and sources, which are one; leave one out"
+            )
+        if "with" in config:
+            config["sources"] = config.pop("with")
         needed = {"method"}
         if config.get("dynamic_config_path") is None and not config.get("adaptive"):
             needed.add("num_speculative_tokens")

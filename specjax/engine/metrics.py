@@ -13,7 +13,7 @@ from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.host.speculation.contexts import first_length
+from specjax.host.speculation.contexts import FIRST_LENGTHS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +228,8 @@ class Recorder:
         for (num_drafts, kept, bucket), count in found.items():
             self._request_k[num_drafts] += count if kept else 0
             if num_drafts and kept:
-                self._drafts_at[first_length(bucket)] += count
-                self._accepted_at[first_length(bucket)] += count * (kept - 1)
+                self._drafts_at[FIRST_LENGTHS[bucket]] += count
+                self._accepted_at[FIRST_LENGTHS[bucket]] += count * (kept - 1)
                 self._counts["drafts"] += count
                 self._counts["draft_tokens"] += count * num_drafts
                 for position in range(num_drafts):

@@ -1,5 +1,6 @@
 """What the scheduler plans for a step: prefill chunks and a decode round."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -46,9 +47,7 @@ class PrefillPlan:
 
     def land(self) -> None:
         """Tell the sequences that the chunks are no longer in flight."""
-        for chunk in self.chunks:
-            if chunk.samples:
-                chunk.sequence.land(1)
+        _land([chunk.sequence for chunk in self.chunks if chunk.samples], 1)
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -84,8 +83,7 @@ class DecodePlan:
 
     def land(self) -> None:
         """Tell the sequences that the round is no longer in flight."""
-        for sequence in self.sequences:
-            sequence.land(self.num_drafts + 1)
+        _land(self.sequences, self.num_drafts + 1)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
@@ -108,4 +106,11 @@ class StepPlan:
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
         """The parts `prefill`, `decode` and `rest`, except parts that are None."""
-        return tuple(p for p in (self.prefill, self.decode, self.rest) if p is not None)
+        return tuple([p for p in (self.prefill, self.decode, self.rest) if p is not None])
+
+
+def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
+    """Record the end of a step in flight that could give each sequence at most `max_tokens`."""
+    for sequence in sequences:  # a method's calls would take longer
+        sequence.num_in_flight -= 1
+        sequence.max_tokens_in_flight -= max_tokens

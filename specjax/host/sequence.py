@@ -134,11 +134,6 @@ class Sequence:
         """Whether any tokens may be left to generate after the rounds in flight."""
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
-    def land(self, max_tokens: int) -> None:
-        """Record the end of a step in flight that could give at most `max_tokens` tokens."""
-        self.num_in_flight -= 1
-        self.max_tokens_in_flight -= max_tokens
-
     def max_drafts(self, k: int, length: int) -> int:
         """Return how many of `k` drafts may become part of the output.
 

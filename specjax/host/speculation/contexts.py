@@ -7,13 +7,9 @@ reason, acceptance rates and times of rounds are learned separately for each buc
 from bisect import bisect_right
 
 BOUNDS = (2048, 4096, 8192, 16384, 32768, 65536)  # where each bucket after the first begins
+FIRST_LENGTHS = (0, *BOUNDS)  # the smallest length in each bucket
 
 
 def context_bucket(num_tokens: float) -> int:
     """Return the number, from 0 on, of the bucket that contains the length `num_tokens`."""
     return bisect_right(BOUNDS, num_tokens)
-
-
-def first_length(bucket: int) -> int:
-    """Return the smallest length in a bucket."""
-    return (0, *BOUNDS)[bucket]
