@@ -45,7 +45,7 @@ class PrefillPlan:
     suggested: ClassVar[tuple[()]] = ()
 
     def land(self) -> None:
-        """Note that the chunks have ended."""
+        """Tell the sequences that the chunks are no longer in flight."""
         for chunk in self.chunks:
             if chunk.samples:
                 chunk.sequence.land(1)
@@ -71,19 +71,19 @@ class DecodePlan:
     num_drafts: int  # how many of the k drafts may be accepted
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
     suggested: tuple[Suggestion | None, ...] = ()  # by sequence; empty without drafts from the host
-    is_rest: bool = False  # whether it has the requests without drafts of a split round
+    is_rest: bool = False  # whether it is the part of a split round that does not draft
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
 
     @property
     def buckets(self) -> list[int]:
         """The bucket of each sequence's length (see `contexts`)."""
         lengths = [len(sequence.token_ids) for sequence in self.sequences]
-        if max(lengths, default=0) < BOUNDS[0]:  # most often; this saves time
+        if max(lengths, default=0) < BOUNDS[0]:  # the usual case, made fast
             return [0] * len(lengths)
         return [context_bucket(length) for length in lengths]
 
     def land(self) -> None:
-        """Note that the round has ended."""
+        """Tell the sequences that the round is no longer in flight."""
         for sequence in self.sequences:
             sequence.land(self.num_drafts + 1)
 
@@ -97,7 +97,7 @@ class DecodePlan:
 class StepPlan:
     """A step: prefill chunks of some sequences, and a decode round of prefilled sequences.
 
-    If the round is split, `decode` has the sequences that draft, and `rest` the others.
+    If the round is split, `decode` has the sequences that draft, and `rest` has the other ones.
     """
 
     prefill: PrefillPlan | None
@@ -107,5 +107,5 @@ class StepPlan:
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """The parts `prefill`, `decode` and `rest`. A part that is None is left out."""
+        """The parts `prefill`, `decode` and `rest`, except parts that are None."""
         return tuple(p for p in (self.prefill, self.decode, self.rest) if p is not None)
