@@ -22,7 +22,10 @@ SHOWN = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and show its result; after an interrupt, that of the completed runs."""
+    """Run the benchmark and show its result. Return 1 if a peer died, else 0.
+
+    If a peer dies, or after an interrupt, the result covers the completed runs.
+    """
     check_positive(**{"--rounds": args.rounds})
     peers = read_peers(args.against)
     asked = OfflineRun.read(

@@ -30,7 +30,7 @@ class Events:
     def __init__(self, send: Send, max_stall: float):
         self._send, self._max_stall = send, max_stall
         self._num_sent = 0
-        self._blocked_since: float | None = None  # begin of a send that still waits
+        self._blocked_since: float | None = None  # start of a send that waits
 
     async def start(self) -> None:
         """Send the headers."""
