@@ -5,9 +5,10 @@
 
 Each client sends one request after another until the time is over. Two servers run at the same
 time: one has pages for all requests, the other has so few pages that requests are preempted. Every
-answer that a client reads to its end must end exactly once; nonsense must get an error of the 400s.
-At the end, a server must have no request and no page in use, its counters must fit what clients
-counted, and its memory must not grow after the first quarter of the time.
+answer that a client reads to its end must have one finish reason per sample, and invalid requests
+must get a 4xx status. At the end, a server must have no request and no page in use, its counters
+must agree with the clients' counts, and its memory must not have grown by more than `MAX_GROWTH`
+from the second quarter of the time to the last.
 """
 
 import argparse
@@ -33,11 +34,11 @@ from report import RESULTS, provenance, write_result
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, DRAFTER, PORT = "demo-llama", "demo-llama-eagle3", 8239
 SIZES = {"max-model-len": 256, "max-num-seqs": 16, "max-num-batched-tokens": 256, "page-size": 16}
-# Few shapes, compiled first: programs that are compiled in the background take memory, too.
+# Few shapes, all compiled before the load: later compilation would also make the memory grow.
 SHAPES = {"decode-batches": "[16]", "prefill-shapes": "[[4, 64]]"}
-FEW_PAGES = 40  # 16 requests of the full length have 256
+FEW_PAGES = 40  # 16 requests of the maximum length need 256
 WAYS = {"leaves": 0.2, "sends nonsense": 0.05, "reads slowly": 0.05}
-MAX_GROWTH = 24.0  # MiB by which the median of memory may grow after the first quarter
+MAX_GROWTH = 24.0  # MiB, from the second quarter's median to the last quarter's
 MAX_TOKENS = 64
 NONSENSE = (
     b"GET / nonsense\r\n\r\n",
@@ -51,14 +52,14 @@ EVENT, FINISH = re.compile(rb"data: (\{.*\})\n\n"), re.compile(rb'"finish_reason
 
 @dataclass
 class Load:
-    """What clients saw."""
+    """What all clients of a server counted, and the faults found."""
 
     seconds_to_first: list[float] = field(default_factory=list)
     became: Counter[str] = field(default_factory=Counter)
-    num_samples: int = 0  # that ended
-    num_tokens: int = 0  # of answers that ended
+    num_samples: int = 0  # of answers read to the end
+    num_tokens: int = 0  # of answers read to the end
     num_left_samples: int = 0  # of answers that a client left
-    num_left_tokens: int = 0  # the most that such answers may have had
+    num_left_tokens: int = 0  # upper bound: the max_tokens of those samples
     faults: list[str] = field(default_factory=list)
 
 
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def run_both(settings: argparse.Namespace) -> dict[str, tuple[list[Any], list[str]]]:
-    """Run both loads at the same time. Return the rows and the faults of each, by title."""
+    """Run both loads at the same time. Return the table's rows and the faults, by title."""
     loads = run(settings, PORT, None), run(settings, PORT + 1, FEW_PAGES)
     titles = "Pages for all requests", "Few pages"
     return dict(zip(titles, await asyncio.gather(*loads), strict=True))
@@ -144,7 +145,7 @@ async def first_answer(port: int) -> None:
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:
-    """Return the bytes of a request."""
+    """Return an HTTP request as bytes."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     return f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
@@ -169,7 +170,7 @@ async def be_client(number: int, port: int, end: float, load: Load) -> None:
 
 
 async def send_nonsense(rng: random.Random, port: int, load: Load) -> None:
-    """Send something wrong, and read the error."""
+    """Send an invalid request. Check that it gets a 4xx status, or no answer if it is not HTTP."""
     given: Any = rng.choice(NONSENSE)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     if isinstance(given, bytes):
@@ -238,7 +239,7 @@ async def send(rng: random.Random, way: str, port: int, load: Load) -> None:
 
 
 async def watch(pid: int, memory: list[float]) -> None:
-    """Add the resident memory of a process, in MiB, every second."""
+    """Append the resident memory of a process to `memory` every second, in MiB."""
     while True:
         (line,) = re.findall(r"VmRSS:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
         memory.append(int(line) / 2**10)
@@ -246,7 +247,10 @@ async def watch(pid: int, memory: list[float]) -> None:
 
 
 async def idle_metrics(port: int, load: Load) -> dict[str, float]:
-    """Return the metrics of the server when it has no request; note a fault if it never is."""
+    """Wait until the server has no request and no page in use, and return its metrics.
+
+    After 30 seconds, add a fault to `load`, and return the metrics all the same.
+    """
     names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
     end = time.perf_counter() + 30
     while True:
@@ -271,9 +275,9 @@ def read_metrics(port: int) -> dict[str, float]:
 
 
 def check(load: Load, metrics: dict[str, float], memory: list[float], seconds: float) -> list[Any]:
-    """Note faults in the counters and the memory. Return the rows of the table."""
+    """Add faults of the counters and of the memory to `load`. Return the rows of the table."""
     ended, tokens = metrics["request_success_total"], metrics["generation_tokens_total"]
-    own_samples, own_tokens = load.num_samples + 1, load.num_tokens + 1  # with the first request
+    own_samples, own_tokens = load.num_samples + 1, load.num_tokens + 1  # and the first request
     if not own_samples <= ended <= own_samples + load.num_left_samples:
         load.faults.append(f"{ended} samples ended; clients read {own_samples} to the end")
     if not own_tokens <= tokens <= own_tokens + load.num_left_tokens:

@@ -107,7 +107,7 @@ def speeds_of(llms: dict[str, LLM]) -> dict[str, list[float]]:
 
 
 def acceptance() -> Iterator[list[Any]]:
-    """Yield rows about drafters: its name, its weights, tokens per step, acceptance, outputs."""
+    """Yield a row per drafter and format: names, tokens per step, acceptance, equal outputs."""
     for name, (target, drafter) in DRAFTERS.items():
         expected = None
         for narrow, own in NARROW.items():

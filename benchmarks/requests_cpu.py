@@ -1,4 +1,4 @@
-"""Measures drafts per request on the demo: a batch whose halves accept most drafts, and few.
+"""Measures adaptive K per request on the demo: half of a batch accepts most drafts, half few.
 
     python benchmarks/requests_cpu.py
 
@@ -38,7 +38,7 @@ PROMPT, MAX_MODEL_LEN = 16, 1024
 
 @dataclass(frozen=True)
 class Halves(Synthetic):
-    """Requests with even seeds accept drafts at `rates`, and requests with odd seeds at `low`."""
+    """Synthetic acceptance: at `rates` for requests with even seeds, at `low` for odd seeds."""
 
     low: tuple[float, ...] = ()
 
@@ -57,7 +57,7 @@ class Whole(GoodputPolicy):
     """Adaptive K that is the same for all requests."""
 
     def choose(self, load: DecodeLoad) -> int:
-        """Choose K for a round that may not be split."""
+        """Choose one K for the whole batch."""
         return super().choose(replace(load, splits=None))
 
 
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def compile_splits(engine: Engine, n: int) -> None:
-    """Compile the split rounds of two halves."""
+    """Compile the rounds in which half of the requests draft K tokens, and the others none."""
     programs = engine.programs
     variant = next(one.variant for one in programs.ready if isinstance(one, Decode))
     shapes = [SplitShape(n // 2, k, n // 2) for k in KS[1:]]
@@ -136,7 +136,7 @@ def compile_splits(engine: Engine, n: int) -> None:
 def measure(
     engine: Engine, settings: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return tokens per second by policy, and the mean drafts of each half."""
+    """Return tokens per second of each run, and the mean drafts of each half, by policy."""
     policies: dict[str, Any] = {f"K={k}": partial(StaticPolicy, k) for k in KS}
     measured = engine.scheduler.policy
     assert isinstance(measured, GoodputPolicy)
@@ -154,9 +154,9 @@ def measure(
 
 
 def new_policy(kind: type[GoodputPolicy], cost: StepCost | None) -> GoodputPolicy:
-    """Return an adaptive policy that knows nothing of acceptance.
+    """Return an adaptive policy that has not yet learned acceptance rates.
 
-    If `cost` is None, the engine measures times.
+    `cost` has the times of rounds. If it is None, the engine measures them.
     """
     return kind(KS, deepcopy(cost), Acceptance(KS[-1]))
 

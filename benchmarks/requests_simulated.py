@@ -1,11 +1,11 @@
-"""Compares drafts per request with one K for all, on a model of an H100 and without a device.
+"""Compares adaptive K per request with one K for all requests, on a simulated H100.
 
     python benchmarks/requests_simulated.py
 
-The model is in tests/host/speculation/h100_rounds.py: Llama-3.1-8B with an EAGLE-1 head, whose
-parts were measured or estimated as that file says. Requests never end, and each has a conditional
-rate of acceptance. Times that the policy starts with are wrong by 8 %, and rounds have 3 % of
-noise.
+tests/host/speculation/h100_rounds.py models the time of a round (Llama-3.1-8B, EAGLE-1 head), and
+says which of its numbers are measured. Requests never end. Each request accepts a draft, if it has
+accepted the drafts before, with a fixed probability. The policy starts with times that are wrong
+by 8 %, and the rounds' times have 3 % of noise.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def adaptive(seed: int) -> Any:
-    """Return an adaptive policy that starts with wrong times."""
+    """Return an adaptive policy whose initial times are wrong by `REPLAY_ERROR`."""
     cost = replayed_cost(np.random.default_rng([seed, 1]), REPLAY_ERROR)
     return adaptive_policy(KS[-1], cost)
 
@@ -84,7 +84,10 @@ def static_speeds(rates: Sequence[float], contexts: Sequence[int]) -> dict[int, 
 
 
 def by_acceptance(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of adaptive K, with and without splits, relative to the best static K."""
+    """Return a table of adaptive K over the best static K, with and without split rounds.
+
+    In a split round, some requests have K drafts, and the others none.
+    """
     rows = []
     for law, n in product(LAWS, (16, 64, 128, 256)):
         found = []
@@ -112,7 +115,10 @@ def by_acceptance(seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def by_shape(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of the best goodput of three kinds of rounds, if all rates are known."""
+    """Return a table of the best goodput (tokens per time) if all acceptance rates are known.
+
+    It compares split rounds, and any K per request, with one K for all requests.
+    """
     rows = []
     for law, n in product(LAWS, (16, 64, 256)):
         found = []
@@ -148,7 +154,7 @@ def _padded(count: int) -> int:
 
 
 def _best_ragged(survival: np.ndarray, n: int) -> float:
-    """Return the best goodput if each request has any number of drafts."""
+    """Return an upper bound of the goodput if each request may have a different K."""
     chances = np.sort(survival.reshape(-1))[::-1]
     tokens = n + np.concatenate([[0], chances.cumsum()])
     best = 0.0
@@ -167,7 +173,7 @@ def _target(rows: int) -> float:
 
 
 def by_context(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of batches whose requests have short and long contexts."""
+    """Return a table of batches in which half of the requests have a long context."""
     rows = []
     for n, low in product((4, 16, 64), (0.02, 0.3)):
         half, found = n // 2, []

@@ -4,9 +4,11 @@
     python benchmarks/server_cpu.py --streams 64 --tokens 100
 
 All drafts are accepted, so that each event of a stream has K + 1 = 3 tokens. The clients run in
-another process. Times of threads are processor times: of the event loop, which answers clients; of
-making texts and outputs, which the engine's thread does; and of the rest of the engine's thread,
-which is the loop of the engine and the simulated device.
+another process. Three processor times are measured:
+
+- the thread of the event loop, which answers clients
+- the engine's thread, while it makes texts and outputs
+- the rest of the engine's thread: the engine's loop and the simulated device
 """
 
 import argparse
@@ -85,7 +87,7 @@ def main() -> None:
 
 
 def serve(port: int, num_streams: int) -> None:
-    """Run the server on a simulated device, with a door for threads' times."""
+    """Run the server on a simulated device. GET /times returns its threads' processor times."""
     threads = {LOOP: threading.get_native_id()}
     spent = {OUTPUTS: 0.0}
     start, publish = AsyncLLM._serve, AsyncLLM._publish
@@ -141,14 +143,14 @@ def read(port: int, path: str) -> dict[str, float]:
 
 
 def repeat(port: int, path: str, num_streams: int, num_tokens: int) -> list[Any]:
-    """Return the row of a door, over several runs."""
+    """Return a table row: the summary of several runs of the endpoint `path`."""
     measure(port, path, num_streams, num_tokens)
     runs = [measure(port, path, num_streams, num_tokens) for _ in range(NUM_RUNS)]
     return [path, *(summary(values) for values in list(zip(*runs, strict=True))[1:])]
 
 
 def measure(port: int, path: str, num_streams: int, num_tokens: int) -> list[Any]:
-    """Return one run of a door: all streams run at the same time."""
+    """Return the figures of one run of the endpoint `path`, with all streams at the same time."""
     before, begin = read(port, "/times"), time.perf_counter()
     bodies = asyncio.run(read_streams(port, path, num_streams, num_tokens))
     seconds = time.perf_counter() - begin

@@ -11,7 +11,7 @@ from specjax.serving.options import DEFAULTS
 from specjax.serving.vllm_options import ONE_VALUE
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "<!-- flags -->"  # stands in the page where the tables go
+MARK = "<!-- flags -->"  # the place of the tables in the page
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", re.M)
 
 
@@ -56,7 +56,7 @@ def _names(action: argparse.Action) -> list[str]:
 
 
 def _help(action: argparse.Action) -> tuple[str, str]:
-    """Return a flag's text, and the default that stands at the end of its help."""
+    """Return the text of a flag's help, and the default with which the help ends."""
     text, _, default = (action.help or "").replace("%%", "%").rpartition("default: ")
     return (text.rstrip("; "), default) if text else ((action.help or ""), "")
 

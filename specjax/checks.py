@@ -47,7 +47,7 @@ def check_flags(**values: Any) -> None:
 
 
 def check_multiple(**pair: int) -> None:
-    """Check that the first of two numbers, which are given by name, is a multiple of the second."""
+    """Refuse a pair of named numbers if the first is not a multiple of the second."""
     (name, number), (other, unit) = pair.items()
     if rest := number % unit:
         near = " or ".join(str(x) for x in (number - rest, number - rest + unit) if x)

@@ -47,11 +47,11 @@ class SpeculativeConfig:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
             draft), "ngram" (continues the last earlier occurrence of the latest tokens), or
-            "suffix" (what most often followed them: here, in earlier outputs and in corpora).
+            "suffix" (continues them as the request's text, earlier outputs or corpora mostly did).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
-        sources: in a mapping "with"; more sources of drafts, ["suffix"]. Each request and step uses
-            the source from which most drafts are expected to be accepted.
+        sources: further sources of drafts, ["suffix"]; the key in a mapping is "with". In a step, a
+            request uses the source from which most drafts are expected to be accepted.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
             the profile's maximum).
@@ -73,8 +73,8 @@ class SpeculativeConfig:
             layer i ("entering", as in vLLM) or its output ("output", as in SGLang). i is 0-based.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
-        suffix_decoding_...: as in vLLM: longest match in tokens; number of outputs to draft from;
-            drafts per matched token; least probability that all drafts are accepted, by counts.
+        suffix_decoding_...: as in vLLM: longest match in tokens; number of earlier outputs kept;
+            drafts per matched token; least estimated probability that all drafts are accepted.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
         head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
             target's head, the drafter gets a copy, and the target keeps its own.
@@ -133,7 +133,7 @@ class SpeculativeConfig:
 
     @property
     def all_sources(self) -> tuple[str, ...]:
-        """The sources on the host, from the method and from `sources`."""
+        """The names of all sources on the host: the method's own sources, and `sources`."""
         return *METHODS[self.method].sources, *self.sources
 
     def _check_dynamic(self) -> None:
@@ -219,9 +219,13 @@ class SpeculativeConfig:
                 f"speculative_config={config!r} must be a SpeculativeConfig or a mapping of its "
                 "fields"
             )
-        names = {f.name: "with" if f.name == "sources" else f.name for f in fields(cls)}
-        given = take_speculation(config, names.values())
-        config = {name: given[key] for name, key in names.items() if key in given}
+        config = dict(take_speculation(config, [*(f.name for f in fields(cls)), "with"]))
+        if "with" in config and "sources" in config:
+            raise ValueError(
+                "speculative_config has with and sources, which are one; leave one out"
+            )
+        if "with" in config:
+            config["sources"] = config.pop("with")
         needed = {"method"}
         if config.get("dynamic_config_path") is None and not config.get("adaptive"):
             needed.add("num_speculative_tokens")

@@ -50,19 +50,19 @@ class LLM(CorpusMethods, VllmMethods):
         dtype: dtype of weights and caches, "float32" (or "float") or "bfloat16"; "auto" is the
             checkpoint's dtype on a GPU, float32 on a CPU.
         quantization: numbers to which a plain checkpoint's projections are rounded while loading:
-            "fp8" (e4m3) or "int8", with a scale per output, or "int4", per group of 128 inputs.
+            "fp8" (e4m3) or "int8", with a scale per output, or "int4", with a scale per 128 inputs.
         max_model_len: maximum number of tokens of a request, including the prompt; None for the
             model's limit, on a CPU at most 8192.
         max_num_seqs: maximum number of requests that run at the same time; None for 256 on a GPU
             (fewer if its memory holds fewer recurrent states), 16 on a CPU.
         max_num_batched_tokens: maximum number of tokens per step, including drafting's extra rows;
             None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: maximum without extra rows; None for max_num_batched_tokens.
+        max_num_scheduled_tokens: the same, without extra rows; None for max_num_batched_tokens.
         decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
             that double up to the token budget, each for 1, 4, 16, ... prompts.
-        num_pages: pages of the KV cache; None for all requests at full length, or as many as fit.
+        num_pages: pages of the KV cache; None for max_num_seqs full requests, or as many as fit.
         page_size: tokens per page.
         kv_cache_dtype: dtype of pages, "auto" (`dtype`), "fp8" (e4m3, with the checkpoint's scales
             or 1), or "int8" (with a scale for each token and head).
@@ -74,7 +74,7 @@ class LLM(CorpusMethods, VllmMethods):
         num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, fewer if memory is low.
         async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
-        compile_ahead: compile what requests need, in all shapes, before they run. Speed and
+        compile_ahead: compile the programs of all shapes before requests run. Speed and
             rounding then do not change while serving. By default, requests run padded in the first
             shapes, and better shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds are
@@ -89,10 +89,10 @@ class LLM(CorpusMethods, VllmMethods):
             "Several devices" explains each.
         data_parallel_size: number of replicas of the model, each on tensor_parallel_size devices,
             that share the requests. Sizes like max_num_seqs hold for each replica.
-        enable_expert_parallel: give each device whole experts, not parts of all.
+        enable_expert_parallel: give each device whole experts, instead of a part of each.
         kernels: implementation of the GPU operations, "auto" or "reference".
         collectives: how GPUs exchange sums, "auto", "nccl" or "graph"; see `EngineConfig`.
-        device: "auto" for JAX's default device; "simulated" runs no model, to measure all else.
+        device: "auto" for JAX's default device; "simulated" computes no model, for measurements.
         compilation_cache: folder of compiled steps, or None. JAX's cache folder has precedence.
         seed: seed of requests without a seed, any integer of 64 bits.
         verbose: log loading, and show progress: as bars on a terminal, or else as log lines. The

@@ -18,8 +18,8 @@ class Method(NamedTuple):
         needs_shape: whether reports may use OWN_SHAPE (a head without weights) as the checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
         sources: sources of drafts on the host that the method includes.
-        takes_sources: whether other drafts than the drafter's own may be accepted.
-        drafter: name of the drafts that the device makes, if it is not the method's.
+        takes_sources: whether drafts of other sources may replace the drafter's own drafts.
+        drafter: in metrics, the name of drafts from the device; None for the method's name.
     """
 
     needs_model: bool = True
@@ -52,13 +52,13 @@ OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs
 
 
 def check_sources(config: Any) -> dict[str, Any]:
-    """Check the fields of a `SpeculativeConfig` that concern drafts from text.
+    """Check the fields of a `SpeculativeConfig` that choose or configure sources of drafts.
 
-    Return fields whose values follow from others.
+    Return the fields whose values must be replaced. For "ngram", these are the bounds of a match.
+    For other methods, there are none.
 
     Raises:
-        ValueError: a field is of the wrong type or outside of its range, or goes with another
-            method.
+        ValueError: a field has the wrong type, is out of range, or goes with another method.
     """
     method, where = METHODS[config.method], "speculative_config"
     sources = config.sources
@@ -92,9 +92,9 @@ def check_sources(config: Any) -> dict[str, Any]:
 
 
 def _lookup_bounds(shortest: Any, longest: Any) -> tuple[int, int]:
-    """Return the shortest and the longest match of method "ngram", in tokens.
+    """Return the lengths of the shortest and the longest match of method "ngram", in tokens.
 
-    If only one of them is given, the other gets the same value, as in vLLM.
+    If one of them is None, it is set to the other, as in vLLM. If both are None, they are 2 and 5.
     """
     where = "speculative_config.prompt_lookup"
     named = {f"{where}_min": shortest, f"{where}_max": longest}

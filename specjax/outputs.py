@@ -77,8 +77,8 @@ class CompletionOutput:
     stop_reason: int | str | None  # stop text or token id; None for end of sequence and length
     error: Exception | None = None  # the error, if this request failed
     message: ChatMessage | None = None  # the text's parts; only in outputs of `LLM.chat`
-    # Two bytes per round that gave token_ids: its number of drafts, and of accepted drafts. The
-    # accepted drafts come first, then one more token. A prompt's first token counts as a round.
+    # Two bytes for each round that gave some of token_ids: its numbers of drafts and of accepted
+    # drafts. A round gives its accepted drafts and one more token. Prefill counts as a round.
     rounds: bytes = field(default=b"", repr=False, compare=False)
 
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Problems of experts in float8 and 4 bits, and of latents' projections in float8."""
+"""Benchmark cases: experts in float8 and 4 bits, and latents' projections in float8."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ MATRICES = {"float8": _float8, "mxfp4": _mxfp4, "int4": _int4}
 def quantised_experts(
     kind: str, num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
 ) -> Problem:
-    """Return the problem of `experts` with matrices of a kind, a key of `MATRICES`."""
+    """Return the benchmark case `experts` with quantised matrices of a kind in `MATRICES`."""
     plain = experts(num_tokens, mixture, depth, width, dtype)
     weights = MATRICES[kind](mixture[0], width, depth)
 
@@ -53,7 +53,7 @@ def quantised_experts(
         if kind == "float8":
             given = item[0], *weights, *item[1:]
             return weights, grouped_scaled_matmul(*given, block=BLOCK, kernels=kernels)
-        matrices = *weights, *[None] * (4 - len(weights))  # zero points, if any, and factors
+        matrices = *weights, *[None] * (4 - len(weights))  # None: no zero points or factors
         given = item[0], *matrices, *item[1:]
         return weights, grouped_packed_matmul(*given, form=PACKED[kind], kernels=kernels)
 

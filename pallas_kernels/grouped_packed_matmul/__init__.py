@@ -2,9 +2,9 @@
 
     out[targets[n], o] = sum_i x[sources[n], i] matrix[g, o, i]
 
-where g is the group of row n. `grouped_matmul` explains groups, sources and targets, and
-`packed_matmul` explains the numbers of a matrix, its scales (one for several inputs), zero points
-and factors. All arrays of a matrix have one more axis, over the matrices.
+where g is the group of row n. `grouped_matmul` explains groups, sources and targets.
+`packed_matmul` explains how a matrix is stored as packed numbers, scales, zero points and factors.
+Here, each of these arrays has a leading axis of size G, with one matrix per group.
 """
 
 import jax
@@ -39,7 +39,8 @@ def grouped_packed_matmul(
 
     Args:
         x: the rows [N, I], or [M, I] with `sources`.
-        values, scales, zeros, factors, form: see `packed_matmul`; u8[G, O, bytes] and so on.
+        values, scales, zeros, factors: as in `packed_matmul`, with a leading axis of size G.
+        form: see `packed_matmul`.
         group_sizes: i32[G]; see `grouped_matmul`, which also explains `sources` and `targets`.
         kernels: implementation to use, see `dispatch.run`.
 

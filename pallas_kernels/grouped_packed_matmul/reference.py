@@ -20,9 +20,9 @@ def grouped_packed_matmul_reference(
     *,
     form: FourBits,
 ) -> jax.Array:
-    """See `grouped_packed_matmul`. Matrices with rows are unpacked one at a time.
+    """See `grouped_packed_matmul`.
 
-    Matrices without rows are not unpacked.
+    Matrices are unpacked one at a time, and only if they have rows.
     """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:

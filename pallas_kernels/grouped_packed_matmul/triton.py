@@ -22,7 +22,7 @@ from pallas_kernels.packed_matmul.four_bits import FourBits
 from pallas_kernels.packed_matmul.tile import PackedTile, multiply_packed
 from pallas_kernels.packed_matmul.triton import DTYPES, MIN_HALF, check_form
 
-# Keys are explained in `fitting`. The depth of a tile is at least a run.
+# `fitting` explains the keys. The depth of a tile is at least a run (see `packed_matmul`).
 BFLOAT16 = {
     16: GroupedMatmulTuning(16, 64, 128, 4, 6),
     64: GroupedMatmulTuning(64, 128, 128, 4, 3),
@@ -36,7 +36,8 @@ def choose_config(
 ) -> GroupedMatmulTuning:
     """Return the tile sizes for `num_rows` rows in `num_groups` groups.
 
-    Tiles are smaller if few inputs share a scale: more scales and products are in registers then.
+    Tiles are smaller if few inputs share a scale, because more scales and partial products are then
+    in registers.
     """
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
     config = fitting(configs, num_rows, num_groups)

@@ -41,7 +41,7 @@ def packed_matmul(
     Args:
         x: the rows to multiply, [N, I].
         values: u8[O, bytes], as `FourBits.pack` returns them.
-        scales: f[groups, O]. Or the exponents plus 127 of powers of two, u8[groups, O].
+        scales: f[groups, O]; or u8[groups, O], where e means a scale of 2^(e - 127).
         zeros: u8[groups, O], or None.
         factors: f32[O], or None.
         form: the size of groups, and the kind of numbers.
@@ -69,7 +69,10 @@ def check_matrices(
     factors: jax.Array | None,
     form: FourBits,
 ) -> None:
-    """Raise a ValueError unless arrays [..., O, bytes] and so on fit `depth` inputs."""
+    """Raise a ValueError unless the shapes of a matrix's arrays fit `depth` inputs.
+
+    The arrays are the arguments of `packed_matmul`, possibly with further leading axes.
+    """
     *others, num_out, width = values.shape
     if width != form.width(depth):
         raise ValueError(

@@ -40,7 +40,7 @@ class FourBits(NamedTuple):
     def numbers(self, values: jax.Array, depth: int) -> jax.Array:
         """Return the numbers f32[..., depth] of packed values [..., bytes].
 
-        8 is subtracted from integers, but not from floats.
+        Integer codes 0..15 become -8..7. Float codes become the floats (E2M1) that they encode.
         """
         *others, _ = values.shape
         runs = values.reshape(*others, -1, self.half)
@@ -51,7 +51,7 @@ class FourBits(NamedTuple):
 
 
 def powers(exponents: jax.Array) -> jax.Array:
-    """Return 2^(exponents - 127) as f32, for u8 from 0 to 254."""
+    """Return 2^(exponents - 127) as f32, for exponents u8 from 0 to 254."""
     bits = exponents.astype(jnp.int32)
     bits = jnp.where(bits > 0, bits << 23, 1 << 22)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

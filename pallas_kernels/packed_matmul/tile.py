@@ -1,4 +1,4 @@
-"""The product of some rows with a part of a packed matrix, inside a kernel."""
+"""The part of a kernel that multiplies a tile of rows by a tile of a packed matrix."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,16 +11,19 @@ from pallas_kernels.triton_call import dot, load, widen_e2m1, widen_nibbles
 
 
 class PackedTile(NamedTuple):
-    """What a program multiplies: rows of x by the numbers of some outputs, over some runs."""
+    """The tile that a program multiplies: some rows of x, some outputs, and some runs of inputs.
 
-    group: tuple[jax.Array, ...]  # the first index of the matrix's arrays; () for a single matrix
-    sources: jax.Array  # i32[rows, 1], rows of x
-    is_row: jax.Array  # bool[rows, 1]
+    `packed_matmul` explains runs.
+    """
+
+    group: tuple[jax.Array, ...]  # the leading index of the matrix's arrays; () for a single matrix
+    sources: jax.Array  # i32[rows, 1], indices of rows of x
+    is_row: jax.Array  # bool[rows, 1]; False for padding
     outputs: jax.Array  # i32[columns]
-    is_column: jax.Array  # bool[columns]
+    is_column: jax.Array  # bool[columns]; False for padding
     first_run: Any
     num_steps: Any
-    unroll: int  # runs in a step, which are loaded together
+    unroll: int  # number of runs in a step; they are loaded together
 
 
 def multiply_packed(
@@ -34,14 +37,14 @@ def multiply_packed(
 ) -> jax.Array:
     """Return the product f32[rows, columns] of a tile.
 
-    Numbers are widened in registers, which is exact. Scales that are powers of two are applied to
-    the numbers, which is exact as well. Other scales are applied to the product with each group.
-    `packed_matmul` explains the refs; `optional` has "zeros" and "factors", if there are any.
+    In registers, numbers are converted to x's dtype, which is exact. Scales that are powers of two
+    multiply the numbers, which is exact, too. Other scales multiply the f32 product of each group.
+    `packed_matmul` explains the arrays; `optional` has "zeros" and "factors", if they exist.
     """
     depth, (num_bytes, half) = x_ref.shape[1], (values_ref.shape[-1], form.half)
     outputs, is_column, first_run = tile.outputs, tile.is_column, tile.first_run
     are_powers = scales_ref.dtype == jnp.uint8
-    # The lower and the upper numbers of a run may be in different groups.
+    # A run's first half and its second half may be in different groups.
     starts = (0,) if form.group % (2 * half) == 0 else (0, half)
 
     def of_groups(ref, run, other):

@@ -1,7 +1,7 @@
 """The product with packed numbers on tensor cores.
 
-One program computes a tile of the result, over a part of the depth; see `multiply_packed`. If
-several programs share the depth, XLA sums their results in order.
+One program computes a tile of the result, over a part of the depth (the inputs); see
+`multiply_packed`. If several programs share the depth, XLA sums their results in order.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> Sc
 
 
 def check_form(form: FourBits) -> None:
-    """Raise an UnsupportedError if kernels do not support the size of a group."""
+    """Raise an UnsupportedError if the kernels do not support groups of this size."""
     if form.half < MIN_HALF:
         raise UnsupportedError(f"groups of {form.group} must have a multiple of {MIN_HALF} numbers")
 

@@ -43,7 +43,7 @@ BFLOAT16 = {
 }
 FLOAT32 = ScaledMatmulTuning(16, 32, 32, 1, 4, 2)
 MAX_PROGRAMS = 400  # if they share the depth: three for each of an H100's multiprocessors
-MIN_DEPTH = 16  # of a product of tensor cores
+MIN_DEPTH = 16  # smallest depth of a product on tensor cores
 MIN_TILES = 4  # of the depth, for each program
 # With more rows, as prompts have, XLA multiplies by the dequantised matrix. On an H100 the kernel
 # that dequantises takes as long as reading the matrix four times; where this begins to pay is an
@@ -72,10 +72,12 @@ def with_splits(
 def within_blocks(
     config: ScaledMatmulTuning, block: tuple[int, int], depth: int
 ) -> ScaledMatmulTuning:
-    """Return `config`, with more and smaller tiles if a tile would span blocks of the depth.
+    """Return `config`, with a smaller tile depth if a tile would cross a border between blocks.
+
+    `unroll` grows by the same factor, so that a step covers the same depth.
 
     Raises:
-        UnsupportedError: such tiles would be too small.
+        UnsupportedError: the tiles would have a depth below `MIN_DEPTH`.
     """
     if block[1] >= depth or block[1] % config.block_depth == 0:
         return config
@@ -140,8 +142,8 @@ def scaled_matmul_triton(
 def sum_of_parts(parts: jax.Array) -> jax.Array:
     """Return the sum over the first axis, computed in f32 and in order.
 
-    The parts have the dtype of the result, so that few bytes are written and read again. Their
-    rounding errors are about as large, together, as the error of rounding the sum.
+    Kernels write the parts in the result's dtype, which takes fewer bytes than f32. The rounding
+    errors of all parts together are about as large as the error of rounding the sum.
     """
     if len(parts) == 1:
         return parts[0]

@@ -12,12 +12,12 @@ _WIDTH, _FIRST = 50, 40  # of vLLM's console
 
 
 def heading(text: str, fill: str = "-") -> str:
-    """Return a heading as wide as vLLM's."""
+    """Return a heading, filled to the width of the headings of `vllm bench`."""
     return f"{f' {text} ' if fill == '=' else text:{fill}^{_WIDTH}}"
 
 
 def row(name: str, value: float | int) -> str:
-    """Return a row in vLLM's format."""
+    """Return a row, aligned as in the output of `vllm bench`."""
     shown = str(value) if isinstance(value, int) else f"{value:.2f}"
     return f"{name + ':':<{_FIRST}} {shown:<10}".rstrip()
 
@@ -57,7 +57,7 @@ def speculation_lines(found: Speculation | None) -> list[str]:
 
 
 def step_lines(found: Speculation | None) -> list[str]:
-    """Return the times of a step of the engine, if they are known."""
+    """Return rows with the mean times of an engine step; empty if none is known."""
     if found is None:
         return []
     named = {
@@ -69,7 +69,7 @@ def step_lines(found: Speculation | None) -> list[str]:
 
 
 def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:
-    """Return one table of all peers. `shown` has the name of each figure to show, by its key."""
+    """Return a table of all peers. `shown` maps the keys of figures to the names to show."""
     if not details.peers:
         return []
     first = details.peers[0]
@@ -94,7 +94,7 @@ def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:
 
 
 def lossless_line(found: Mapping[str, Any] | None) -> str | None:
-    """Return whether the outputs equal those of plain decoding."""
+    """Return a sentence that compares outputs with plain decoding; None if nothing was compared."""
     if found is None:
         return None
     wrong, ties = len(found["mismatches"]), len(found["near_ties"])
@@ -108,7 +108,7 @@ def lossless_line(found: Mapping[str, Any] | None) -> str | None:
 
 
 def closing_lines(details: Details, model: str) -> list[str]:
-    """Return what the figures are of, and the reasons to doubt them."""
+    """Return the last lines: model, prompts, device, versions, failures, and reasons for doubt."""
     data, doubts = details.dataset, details.machine["doubts"]
     prompts = f"{data['num_requests']} prompts of {data['path'] or data['name']}"
     if data["mean_prompt_len"] is not None:

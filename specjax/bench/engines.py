@@ -207,9 +207,10 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def histograms(engine: Engine, before: Metrics) -> dict[str, dict[int, int]]:
-    """Return the number of rounds per K, and of requests' rounds per number of drafts.
+    """Return the numbers of rounds since `before`, as histograms.
 
-    Rounds are counted since `before`.
+    "k_histogram" counts each round once, by K. "request_k_histogram" counts it once per request, by
+    the number of drafts of this request.
     """
     now = engine.metrics()
     return {

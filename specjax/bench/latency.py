@@ -19,9 +19,9 @@ def measure(
     num_iters: int,
     found: list[BatchRun],
 ) -> None:
-    """Run the batch repeatedly, and add each pass to `found`, so that an interrupt keeps them.
+    """Run the batch repeatedly, and append each result to `found`.
 
-    Every pass starts without cached prefixes.
+    After an interrupt, `found` has the completed runs. Each run starts with an empty prefix cache.
     """
     if num_warmups:
         warm_up(offline, queries)
@@ -34,7 +34,7 @@ def measure(
 
 
 def figures(batches: Sequence[BatchRun]) -> dict[str, Any]:
-    """Return the keys of `vllm bench latency`, in seconds."""
+    """Return the figures of `vllm bench latency` by their keys there, in seconds."""
     latencies = [batch.seconds for batch in batches]
     values = np.percentile(latencies, PERCENTILES).tolist()
     return {

@@ -1,4 +1,4 @@
-"""Runs prompts through an `LLM` in this process, and reads what speculation did meanwhile."""
+"""Runs prompts through an `LLM` in this process, and reads its counters of speculation."""
 
 import time
 from collections import Counter, defaultdict
@@ -24,10 +24,10 @@ RoundTimes = Mapping[tuple[int, int], list[float]]  # milliseconds by batch size
 
 
 class Timed:
-    """A policy that chooses as another one, and records the times of rounds.
+    """Wraps the policy that chooses K, and records the times of rounds.
 
     Attributes:
-        times: see `RoundTimes`.
+        times: the milliseconds of all rounds, by batch size and K.
     """
 
     is_learning = True  # so that the engine reports rounds
@@ -114,9 +114,10 @@ class Offline:
     def verify(
         self, queries: Sequence[Query], batch: BatchRun
     ) -> tuple[dict[str, Any], RoundTimes]:
-        """Decode the prompts without drafts, and compare the tokens with those of `batch`.
+        """Decode the prompts without drafts, and compare the tokens with the tokens in `batch`.
 
-        Return the comparison, and the times of plain steps. Afterwards the engine decodes plainly.
+        Return the comparison, and the times of steps without drafts. Afterwards the engine no
+        longer drafts.
         """
         engine = self.llm.engine
         set_policies(engine, partial(StaticPolicy, 0))
@@ -170,7 +171,7 @@ def describe_speculation(
     plain: RoundTimes | None,
     synthetic_rates: Sequence[float] | None,
 ) -> Speculation:
-    """Return what speculation did in all batches.
+    """Return counts and times of speculation over all batches.
 
     Args:
         source: the method of the drafter; None for plain decoding.
@@ -193,7 +194,8 @@ def describe_speculation(
     steps = max(1.0, steps)
     rounds = [ms for found in drafting.values() for ms in found]
     is_drafting = total.num_drafts > 0
-    if source is not None and is_drafting and not any(sources[0].values()):  # there is only one
+    # Without sources on the host, the metrics name no source.
+    if source is not None and is_drafting and not any(sources[0].values()):
         sources = [
             Counter({source: count})
             for count in (total.num_drafts, total.num_draft_tokens, total.num_accepted)
@@ -213,7 +215,7 @@ def describe_speculation(
 
 
 def _growth(name: str, before: Metrics, after: Metrics) -> float:
-    """Return the sum over the steps between two snapshots of a mean per step."""
+    """Return the total, between two snapshots, of a metric that is a mean per step."""
     return getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps
 
 
@@ -225,9 +227,9 @@ def _by_k(times: RoundTimes) -> dict[int, list[float]]:
 
 
 def round_over_plain(drafting: RoundTimes, plain: RoundTimes) -> dict[str, float]:
-    """Return for each K a round's time over a plain step's, at the same batch sizes.
+    """Return the time of a round over the time of a plain step at the same batch size, by K.
 
-    BatchRun sizes are weighted by the number of rounds. Those without plain steps are left out.
+    Batch sizes are weighted by the number of rounds. Batch sizes without plain steps are left out.
     """
     own: Counter[int] = Counter()
     base: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What the figures of a benchmark depend on: versions, device, clocks, processor, commit."""
+"""Describes what a benchmark ran on: versions, device, clocks, processor, commit."""
 
 import platform
 import subprocess
@@ -29,9 +29,10 @@ def describe() -> dict[str, Any]:
 
 
 def describe_client() -> dict[str, Any]:
-    """Return the same without JAX's devices, which the server on this machine needs.
+    """Return a description like `describe`, without initialising JAX's devices.
 
-    The GPUs are those that nvidia-smi lists, whether the server uses them or not.
+    A server on this machine may need their memory. The GPUs are the ones that nvidia-smi lists,
+    even if the server uses only some of them.
     """
     names = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     return {
@@ -49,7 +50,10 @@ def describe_client() -> dict[str, Any]:
 
 
 def read_commit() -> str | None:
-    """Return the commit of this source checkout, with "+" if files differ; None if unknown."""
+    """Return the commit of this source checkout, with "+" after it if tracked files were changed.
+
+    Return None for an installed package, or without git.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # an installed package
         return None

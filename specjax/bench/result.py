@@ -1,7 +1,7 @@
 """The JSON that `specjax bench latency`, `throughput` and `serve` write.
 
-At the top it has the keys of `vllm bench`, flat and in vLLM's order. What vLLM does not measure
-is under the one key "specjax", which has the fields of `Details`.
+The top level has the keys of `vllm bench`, in vLLM's order. One further key, "specjax", has an
+object with the fields of `Details`: what vLLM does not report.
 """
 
 import sys
@@ -23,7 +23,7 @@ class Distribution:
     """Summary figures of a list of measurements.
 
     Attributes:
-        std: the standard deviation of the measurements themselves (divisor: their number).
+        std: the standard deviation of the population (the divisor is the number of measurements).
         quantiles: the 0th to the 100th percentile, interpolated linearly.
     """
 
@@ -59,12 +59,13 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Counts of drafts, summed over rounds with drafts. A round yields 1 + its accepted drafts.
+    """Counts of draft tokens. Rounds without drafts are not counted.
 
     Attributes:
-        num_drafts: rounds with drafts, counted once per request.
-        accepted_per_position: accepted drafts at each position.
-        drafted_per_position: drafts at each position; empty if unknown.
+        num_drafts: number of rounds, counted once per request; a round gives a request one token
+            more than its accepted draft tokens. vLLM's name.
+        accepted_per_position: number of accepted draft tokens by position within the draft.
+        drafted_per_position: number of draft tokens by position; empty if unknown.
     """
 
     num_drafts: int = 0
@@ -74,7 +75,7 @@ class Accepted:
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[tuple[int, int]]) -> "Accepted":
-        """Count rounds, each given as its number of drafts and of accepted drafts."""
+        """Return the counts of `rounds`, pairs (draft tokens, accepted draft tokens)."""
         most = max((num_drafts for num_drafts, _ in rounds), default=0)
         return cls(
             num_drafts=len(rounds),
@@ -93,14 +94,14 @@ class Accepted:
 
     @property
     def num_accepted(self) -> int:
-        """The number of accepted drafts."""
+        """The number of accepted draft tokens."""
         return sum(self.accepted_per_position)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts and the figures that follow from them.
+        """Return the counts, and rates computed from them.
 
-        `rates_per_position` are fractions of the rounds (vLLM's definition), so that the acceptance
-        length is 1 plus their sum.
+        As in vLLM, `rates_per_position` are fractions of the rounds. So the acceptance length is 1
+        plus their sum.
         """
         drafts, tokens = self.num_drafts, self.num_draft_tokens
         return asdict(self) | {
@@ -117,20 +118,20 @@ def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(kw_only=True)
 class Speculation:
-    """What speculation did. A field is None or empty if the engine does not tell it.
+    """Counts and times of speculation. A field is None or empty if the engine does not report it.
 
     Attributes:
         total: `Accepted.as_json` of all requests.
         by_group: the same for each group of the data set, such as a category of questions.
-        by_source: fewer counts for each source of drafts: the drafter's method, or a source on
-            the host such as "suffix"; see `by_source`.
+        by_source: the result of `by_source`. A source of drafts is the drafter's method, or a
+            source on the host such as "suffix".
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
         round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
         host_ms: host time per step to plan, launch and hand out tokens.
         wait_ms: time per step that the host waited for the device.
-        device_ms: mean time of a round on the device, at most: it counts host time during which
-            the device may have waited.
+        device_ms: upper bound of a round's mean time on the device. It may include time in which
+            the device waited for the host.
         synthetic_rates: rates at which drafts were accepted regardless of their tokens.
     """
 
@@ -166,27 +167,30 @@ class Peer:
 
 @dataclass(kw_only=True)
 class Details:
-    """What is under the key "specjax". Times are in milliseconds if a name ends in `_ms`.
+    """The object under the key "specjax". Names of times in milliseconds end in `_ms`.
 
     Attributes:
         benchmark: "latency", "throughput" or "serve".
         settings: the options of the run.
         environment: versions, device, clocks, processor, commit; see `provenance.describe`.
-        machine: signs of other programs; `doubts` lists reasons not to trust the times.
+        machine: load of other programs on the machine; `doubts` lists reasons not to trust the
+            times.
         dataset: name, path, number of requests per group, chat template and its variables, and how
             many rows were left out or repeated.
         is_interrupted: whether the run ended early; figures cover what was measured.
         rounds: the main figures of each repetition, with the keys of the result's top.
         distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
-            tokens_per_chunk. A None has no measurements.
+            tokens_per_chunk; None if there are no measurements.
         steady: figures of the steady window, when the number of running requests is about constant:
             from the last request's first token to the first request's end, or, if that is
             empty, the middle of the run. `serve` only.
-        arrivals: the law of arrival times, and the p-value of a test of the times against it.
-        goodput: limits, share of requests within all of them, and within each.
-        timeline: by second: output tokens, running requests, and rounds by K.
+        arrivals: the distribution of arrival times, and the p-value of a test of the actual times
+            against it.
+        goodput: limits of latency, the share of requests within all limits, and within each.
+        timeline: output tokens and running requests of each second; at several times, the rounds
+            by K until then.
         num_compiles: programs that were compiled while requests waited for them; None if the
-            server does not tell.
+            server does not report it.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.
@@ -228,12 +232,12 @@ def without_headers(argv: Sequence[str]) -> list[str]:
 
 
 def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
-    """Return a whole result: vLLM's keys `top`, then the details."""
+    """Return a whole result: `top`, which has vLLM's keys, then the details."""
     return {**top, KEY: asdict(details)}
 
 
 def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:
-    """Return the keys of `vllm bench serve` about speculation; none if nothing was drafted."""
+    """Return the figures of speculation by the keys of `vllm bench serve`; {} without drafts."""
     if counts is None or not counts.num_drafts:
         return {}
     figures = counts.as_json()
@@ -250,7 +254,11 @@ def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:
 def by_source(
     drafts: Mapping[str, float], tokens: Mapping[str, float], accepted: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Return counts and figures of each source of drafts, from counts of rounds and of tokens."""
+    """Return counts and acceptance of each source of drafts.
+
+    The arguments are numbers by source: of rounds with drafts (counted once per request), of draft
+    tokens, and of accepted draft tokens.
+    """
     return {
         name: {
             "num_drafts": int(count),

@@ -1,4 +1,4 @@
-"""`specjax bench serve`: what clients of a server see at a rate of requests."""
+"""`specjax bench serve`: sends requests to a server at a rate, and measures the answers."""
 
 import asyncio
 import time
@@ -36,12 +36,12 @@ _POLLING_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSettings:
-    """How requests are sent, and what is reported of them.
+    """When requests are sent, and which figures are reported.
 
     Args:
-        times: the kinds of times to report; see `figures.TIMES`.
-        percentiles: their percentiles to report.
-        limits: milliseconds by kind of time, for goodput.
+        times: names of the latencies to report, from `figures.TIMES`.
+        percentiles: the percentiles of these latencies to report.
+        limits: limits for goodput in milliseconds, by name of the latency.
     """
 
     arrivals: Arrivals
@@ -54,10 +54,10 @@ class LoadSettings:
 
 
 def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]) -> None:
-    """Send the first prompts without counting them.
+    """Send the first prompts, and ignore the results. Send at least one.
 
     Raises:
-        ValueError: the first of them fails, so that nothing could be measured.
+        ValueError: the first request failed, so nothing could be measured.
     """
     first = queries[: max(1, settings.num_warmups)]
     found = drive(endpoint, first, Arrivals(), max_concurrency=settings.max_concurrency)
@@ -70,21 +70,24 @@ def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]
 
 
 async def _compiled(endpoint: Endpoint) -> None:
-    """Wait until the server compiles nothing, if it tells."""
+    """Wait until the server compiles nothing. Return at once if its metrics do not say."""
     async with open_session(endpoint.headers) as session:
         while (found := await scrape(session, endpoint.root)) and found.is_compiling:
             await asyncio.sleep(_POLLING_SECONDS)
 
 
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
-    """Return the keys of `vllm bench serve` about a run, after its head, in vLLM's order."""
+    """Return the figures of a run by the keys of `vllm bench serve` that come after `head`.
+
+    `detailed` adds vLLM's lists with an entry per request.
+    """
     records, complete = traffic.records, traffic.complete
     found = goodput(settings.limits, complete, len(records), traffic.duration)
     figures = totals(records, complete, traffic.duration)
     if found is not None:
         figures["request_goodput"] = found["requests_per_second"]
     listed = arrays(records)
-    if not detailed:  # vLLM keeps these two
+    if not detailed:  # vLLM always writes these two
         listed = {name: listed[name] for name in ("latencies", "queue_times")}
     seconds = timeline(records, traffic.duration)
     growth = traffic.growth
@@ -94,14 +97,14 @@ def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, A
         **listed,
         "max_output_tokens_per_s": max(seconds["output_tokens"], default=0.0),
         "max_concurrent_requests": int(max(seconds["running"], default=0)),
-        "rtfx": 0.0,  # of audio
+        "rtfx": 0.0,  # vLLM's figure for audio
         **vllm_speculation(growth.accepted if growth else None),
         **statistics(times(complete), list(dict.fromkeys(names)), settings.percentiles),
     }
 
 
 def fill(details: Details, settings: LoadSettings, traffic: Traffic) -> None:
-    """Add what the requests of a run show to the details of its result."""
+    """Fill in the fields of `details` that are computed from the requests of a run."""
     records, complete = traffic.records, traffic.complete
     details.is_interrupted = traffic.is_interrupted or traffic.is_gone
     details.distributions = distributions(complete)
@@ -124,7 +127,10 @@ def fill(details: Details, settings: LoadSettings, traffic: Traffic) -> None:
 
 
 def speculation(traffic: Traffic) -> Speculation | None:
-    """Return what the server and its answers tell about speculation; None if nothing."""
+    """Return counts and times of speculation from the server's metrics and answers.
+
+    Return None if neither has any.
+    """
     growth, groups = traffic.growth, by_group(traffic.records)
     if growth is None:
         return Speculation(by_group=groups) if groups else None
@@ -143,7 +149,8 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
     """Send the requests again without drafts, and compare the tokens.
 
     Raises:
-        ValueError: the server drafted all the same, or returns no token ids.
+        ValueError: the server drafted although the requests ask for no drafts, or it returns no
+            token ids.
     """
     fields = {**endpoint.fields, "num_speculative_tokens": 0}
     plain = drive(replace(endpoint, fields=fields), queries, Arrivals())
@@ -169,7 +176,10 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
 
 
 def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
-    """Return the first keys of `vllm bench serve`. Infinities become "inf", as in vLLM."""
+    """Return the settings of a run by the keys with which `vllm bench serve` begins a result.
+
+    As in vLLM, infinity becomes "inf".
+    """
     arrivals = settings.arrivals
     result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),

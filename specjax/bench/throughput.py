@@ -1,4 +1,4 @@
-"""`specjax bench throughput`: how fast an `LLM` generates a set of prompts, given all at once."""
+"""`specjax bench throughput`: how fast an `LLM` answers many prompts that are given at once."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ _POLLING_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The passes of the engine and of each peer, in turn.
+    """The results of all runs of this engine and of its peers, the engines to compare with.
 
     Attributes:
-        batches: the engine's passes.
-        peers: seconds and records of each pass, by the peer's name.
+        batches: the results of this engine.
+        peers: seconds and records of each run, by the peer's name.
     """
 
     batches: list[BatchRun] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Rounds:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Generate once without timing, and wait for the programs that this compiles."""
+    """Generate without timing, wait for the programs that this compiles, and generate again."""
     offline.generate(queries)
     while offline.llm.metrics().num_compiling:
         time.sleep(_POLLING_SECONDS)
@@ -43,9 +43,10 @@ def measure(
     workers: Mapping[str, PeerProcess],
     found: Rounds,
 ) -> None:
-    """Run the rounds, and add each pass to `found`, so that an interrupt keeps the earlier ones.
+    """Run all prompts on this engine and on each peer, `num_rounds` times, and fill in `found`.
 
-    In each round the systems begin in another order. Every pass starts without cached prefixes.
+    The engines take turns, and each round begins with the next of them. After an interrupt, `found`
+    has the completed runs. This engine starts each run with an empty prefix cache.
     """
     warm_up(offline, queries)
     for worker in workers.values():
@@ -63,7 +64,7 @@ def measure(
 
 
 def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return the keys of `vllm bench throughput` for one pass, and the rate of output tokens."""
+    """Return the figures of one run: the keys of `vllm bench throughput`, and output tokens/s."""
     num_output = sum(record.output_len for record in records)
     total = num_prompt_tokens + num_output
     return {
@@ -77,18 +78,18 @@ def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -
 
 
 def middle(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the pass with the median time (the faster one of two in the middle)."""
+    """Return the figures of the run with the median time, of two middle ones the faster."""
     return dict(sorted(passes, key=lambda one: one["elapsed_time"])[(len(passes) - 1) // 2])
 
 
 def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
-    """Return the figures of each of the engine's passes."""
+    """Return the figures of each run of this engine."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     return [figures(one.seconds, one.records, num_prompt) for one in found.batches]
 
 
 def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
-    """Return each peer's figures, and the ratios to the engine's."""
+    """Return the comparison with each peer: its median run, and ratios of this engine to it."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []
     for name, passes in found.peers.items():

@@ -104,20 +104,21 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """The size of the axis in the part of each device."""
+        """The size of the axis in each device's part, including appended zeros."""
         return sum(size for _, _, size in self._ranges(0))
 
     @property
     def unit(self) -> int:
-        """The largest number of rows whose multiples are all places at which the axis is cut."""
+        """The largest number that divides every row index at which the axis is cut."""
         devices = range(self.num_devices or 1)
         places = (x for device in devices for one in self._ranges(device) for x in one)
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return the cut of another tensor, which has one row for `unit` rows of this one.
+        """Return the cut of another tensor, which has one row for every `unit` rows of this tensor.
 
-        Its axis `axis` corresponds to the axis of this cut, whose `unit` is a multiple of `unit`.
+        For example, scales have one row for a block of weights. `axis` is the axis of the other
+        tensor to cut. The property `unit` of this cut must be a multiple of the argument `unit`.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 
@@ -128,8 +129,8 @@ class Cut:
     def take(self, tensor: Any, device: int, xp: Any = np, *, fill: int = 0) -> Any:
         """Return the part of a file tensor that device number `device` takes.
 
-        `xp` is the module of the tensor's array type: NumPy or `jax.numpy`. `fill` replaces the
-        zeros that are appended.
+        `xp` is the module of the tensor's array type: NumPy or `jax.numpy`. If the device has too
+        few rows, rows with the value `fill` are appended.
         """
         x, pieces = xp.moveaxis(tensor, self.axis, 0), []
         for start, count, size in self._ranges(device):
@@ -207,7 +208,7 @@ class DividedSpec(TensorSpec):
 
     @property
     def is_padded(self) -> bool:
-        """Whether zeros fill up the array of a device."""
+        """Whether any device's array is padded."""
         cuts = (cut for cut in self.tensor_cuts if cut is not None)
         shares = {share for cut in cuts for share, _ in cut.sections if share is not None}
         is_filled = any(None in one for one in self.taken)
@@ -228,7 +229,10 @@ class DividedSpec(TensorSpec):
         return replace(self.local, names=self.names).read(find)
 
     def read_partly(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return what `read` returns, for a process that uses only parts of it."""
+        """Return the file tensors, for a process that uses only parts of them.
+
+        If possible, they are mapped into memory instead of read.
+        """
         return [read_partly(find(name)) for name in self.names]
 
     def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
@@ -268,7 +272,7 @@ class DividedSpec(TensorSpec):
 
 
 def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int) -> Any:
-    """Return the `TensorSpec`s of a model that is divided over devices, in a tree like `local`.
+    """Return the `TensorSpec`s of a model that is divided over devices.
 
     Args:
         whole: the tree of the whole model's `TensorSpec`s.
@@ -277,8 +281,8 @@ def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int
         num_devices: the number of devices.
 
     Returns:
-        A tree with a `DividedSpec` for each array that is divided. All other arrays, which every
-        device has whole, keep their specs from `whole`.
+        A tree like `local`. An array that is divided has a `DividedSpec`. Every other array is
+        whole on each device, and keeps its spec from `whole`.
 
     Raises:
         ValueError: the shares do not divide an array into arrays of `local`.

@@ -180,7 +180,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of an engine in a benchmark."""
+    """Declare the options of the engine that a benchmark measures."""
     add_speculation(parser)
     add_engine(parser)
     add_quantization(parser)
@@ -237,7 +237,7 @@ def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> No
 
 
 def _options(dataset: Any) -> list[Any]:
-    """Return the fields of a data set that are options."""
+    """Return the dataclass fields of a data set that are command-line options."""
     return [one for one in fields(dataset) if "help" in one.metadata]
 
 
@@ -258,12 +258,12 @@ def _add_dataset_option(group: Any, name: str, dataset: Any, one: Any) -> None:
 
 
 def dest_of(dataset: str, option: str) -> str:
-    """Return the attribute of the parsed arguments that has a data set's option."""
+    """Return the name of a data set's option in the parsed arguments."""
     return f"{dataset.replace('-', '_')}_{option}"
 
 
 def given_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the options of the data set called `name` that were given.
+    """Return the options on the command line that belong to the data set `name`.
 
     Raises:
         ValueError: an option of another data set was given.

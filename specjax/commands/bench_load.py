@@ -1,4 +1,4 @@
-"""Reads the arguments of `specjax bench serve` about requests, servers and outputs."""
+"""Reads the arguments of `specjax bench serve` about requests, servers and output files."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def read_load(args: argparse.Namespace) -> LoadSettings:
-    """Return how requests are sent.
+    """Return the settings of the load: when requests are sent, and which figures are reported.
 
     Raises:
         ValueError: a rate, a limit, a name or a percentile is wrong.
@@ -67,14 +67,24 @@ def _read_percentiles(text: str) -> list[float]:
 
 
 def read_form(args: argparse.Namespace) -> RequestForm:
-    """Return the form of requests."""
+    """Return the kind of requests that --backend names.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
     if args.backend not in FORMS:
         raise ValueError(f"--backend {args.backend} is none of {', '.join(FORMS)}")
     return FORMS[args.backend]
 
 
 def read_fields(args: argparse.Namespace, *, needs_tokens: bool) -> dict[str, Any]:
-    """Return the fields of every request. `needs_tokens` asks for the ids of output tokens."""
+    """Return the fields of every request body, apart from its prompt and length.
+
+    If `needs_tokens`, they ask the server for the ids of output tokens.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
     fields = read_sampling(args, ignore_eos=args.ignore_eos)
     if args.chat_template_kwargs != "{}" and args.backend == "openai-chat":
         fields["chat_template_kwargs"] = read_object(
@@ -105,10 +115,10 @@ def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Check that all peers are installed or are URLs.
+    """Check that each peer is an installed server or the URL of a running one.
 
     Raises:
-        ValueError: a peer is unknown, not installed, or named twice.
+        ValueError: a peer is unknown, not installed or named twice, or its URL does not answer.
     """
     for name in names:
         if names.count(name) > 1:
@@ -125,17 +135,17 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 def is_url(text: str) -> bool:
-    """Return whether a peer is given by its address."""
+    """Return whether a peer is named by its URL."""
     return "://" in text
 
 
 def read_models(
     url: str, headers: Mapping[str, str], *, option: str = "--base-url"
 ) -> list[dict[str, Any]]:
-    """Return the models of the server at `url`, as it lists them.
+    """Return the list of models that the server at `url` reports.
 
     Raises:
-        ValueError: nothing answers there, or it is not an OpenAI endpoint.
+        ValueError: nothing answers there, it is not an OpenAI endpoint, or it has no models.
     """
     root = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
@@ -161,7 +171,7 @@ def read_models(
 
 
 def server_command(args: argparse.Namespace, model: str, port: int) -> list[str]:
-    """Return the command of `specjax serve` with the engine's options.
+    """Return the command that starts `specjax serve` with the options of the engine.
 
     Raises:
         ValueError: options contradict each other.
@@ -180,7 +190,13 @@ def server_command(args: argparse.Namespace, model: str, port: int) -> list[str]
 
 
 def result_path(args: argparse.Namespace, model: str) -> str | None:
-    """Return the file that --save-result writes; None without it. The name is vLLM's."""
+    """Return the path of the file that --save-result writes, named as by vLLM.
+
+    Return None without --save-result.
+
+    Raises:
+        ValueError: an option needs --save-result.
+    """
     if not args.save_result:
         for name in "result_filename", "save_detailed":
             if getattr(args, name) and not (name == "save_detailed" and args.output_json):

@@ -1,4 +1,4 @@
-"""What `specjax bench latency` and `throughput` share: the engine, and what surrounds figures."""
+"""Runs an `LLM` for `specjax bench latency` and `throughput`, and writes their results."""
 
 import argparse
 import json
@@ -30,11 +30,12 @@ from specjax.llm import LLM
 
 @dataclass(kw_only=True)
 class OfflineRun:
-    """A benchmark in this process: its options, and what is known so far.
+    """A benchmark of an `LLM` in this process: its options, and its results so far.
 
     Attributes:
-        lossless: the comparison with plain decoding; None until it was made.
-        plain: the times of plain steps; None until they were measured.
+        lossless: the comparison with decoding without drafts; None before it.
+        plain: the times of steps without drafts; None before they were measured.
+        drafting: the times of the benchmark's rounds.
     """
 
     benchmark: str
@@ -84,20 +85,23 @@ class OfflineRun:
 
     @contextmanager
     def opened(self) -> Iterator[Offline]:
-        """Yield the engine."""
+        """Load the LLM, yield it, and close it afterwards."""
         options: dict[str, Any] = {**self.options, "verbose": True}
         with LLM(self.model, **options) as llm:
             yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
 
     def finish(self, offline: Offline, batch: BatchRun) -> None:
-        """Verify the outputs of `batch` if the user asked for it, and describe the machine."""
+        """Keep the times of rounds, and describe the machine.
+
+        With --verify-lossless, also verify the outputs of `batch`.
+        """
         self.drafting = offline.round_times
         if self.args.verify_lossless:
             self.lossless, self.plain = offline.verify(self.prompts, batch)
         self.environment = provenance.describe()
 
     def speculation(self, batches: Sequence[BatchRun]) -> Speculation:
-        """Return what speculation did."""
+        """Return counts and times of speculation over `batches`."""
         config = self.options["speculative_config"]
         rates = config.get("synthetic_acceptance_rates") if config else None
         return describe_speculation(
@@ -109,7 +113,7 @@ class OfflineRun:
         )
 
     def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
-        """Return the details of a result, without peers."""
+        """Return all fields of `Details` but `peers`. `rounds` has the figures of each run."""
         num_gpus = len(self.environment.get("clocks", ()))
         machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)
         records = [record for batch in batches for record in batch.records]
@@ -129,7 +133,7 @@ class OfflineRun:
         )
 
     def write(self, top: Mapping[str, Any], details: Details, lines: Sequence[str]) -> None:
-        """Write and print a result. `lines` is its text."""
+        """Write the result to --output-json, and print it: `lines`, or JSON with --json."""
         text = json.dumps(as_json(top, details), indent=2, default=str)
         if self.args.output_json:
             write_whole(Path(self.args.output_json).expanduser(), text + "\n")

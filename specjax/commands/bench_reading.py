@@ -24,12 +24,12 @@ _ENGINE = "dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_dtype
 
 
 def read_dataset(args: argparse.Namespace, num_prompts: int) -> DatasetSettings:
-    """Return the settings of the data set.
+    """Return the settings of the data set. `num_prompts` is the number of prompts to use.
 
     Raises:
         ValueError: there is no such data set, or options contradict each other.
     """
-    name = args.dataset_name.replace("_", "-")  # vLLM has both
+    name = args.dataset_name.replace("_", "-")  # vLLM accepts both
     if name not in DATASETS:
         known = ", ".join(DATASETS)
         raise ValueError(
@@ -52,7 +52,11 @@ def read_dataset(args: argparse.Namespace, num_prompts: int) -> DatasetSettings:
 
 
 def read_sampling(args: argparse.Namespace, *, ignore_eos: bool) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that were given, and the temperature."""
+    """Return the temperature, and the other fields of `SamplingParams` that were given.
+
+    Raises:
+        ValueError: a value is invalid.
+    """
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     sampling = {"temperature": args.temperature, **given}
     if ignore_eos:
@@ -78,7 +82,11 @@ def read_engine(args: argparse.Namespace, model: str) -> dict[str, Any]:
 def read_synthetic(
     args: argparse.Namespace, speculation: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Add --synthetic-rates to a speculative config."""
+    """Return a speculative config with --synthetic-rates, if given; else `speculation`.
+
+    Raises:
+        ValueError: rates are invalid, given without a drafter, or given with --verify-lossless.
+    """
     rates = read_rates(args.synthetic_rates)
     if rates is None:
         return speculation
@@ -93,7 +101,7 @@ def read_synthetic(
 
 
 def given_engine_options(args: argparse.Namespace) -> list[str]:
-    """Return the options of the engine that differ from their defaults, as flags."""
+    """Return the flags of the engine whose values differ from the defaults."""
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     defaults: Mapping[str, Any] = vars(parser.parse_args([]))
@@ -121,9 +129,9 @@ def read_tokenizer(model: str) -> ChatTokenizer:
 
 
 def check_outputs(**paths: str | None) -> None:
-    """Check that output files can be written, and that no two are the same file.
+    """Check that output files can be written, and that no two options name the same file.
 
-    The names are options, without dashes.
+    The keywords are names of options, and the values their files.
 
     Raises:
         ValueError: a file cannot be written, or two options name the same one.

@@ -1,7 +1,8 @@
 """Runs `specjax bench serve`.
 
-The client never runs in the process of a server: they would take turns on one interpreter lock, and
-the client would note times too late. So without --base-url, `specjax serve` is started like a peer.
+The client never shares a process with a server: both would need the same interpreter lock, and the
+client would record times too late. So without --base-url, this command starts `specjax serve` in
+another process.
 """
 
 import argparse
@@ -74,7 +75,14 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRun:
-    """The options of a run. `model` and `tokenizer` are checkpoints or names."""
+    """The options of a run.
+
+    Attributes:
+        model: the model's name in requests: its checkpoint, or its name at --base-url.
+        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init.
+        fields: fields of every request body.
+        path: the file of --save-result; None without it.
+    """
 
     args: argparse.Namespace
     load: LoadSettings
@@ -92,7 +100,7 @@ class ServeRun:
         return self.queries.queries
 
     def endpoint(self, url: str, model: str) -> Endpoint:
-        """Return an endpoint that gets this run's requests."""
+        """Return the endpoint at `url`, with the fields and headers of this run's requests."""
         return Endpoint(
             base_url=url,
             model=model,
@@ -103,7 +111,7 @@ class ServeRun:
 
     @contextmanager
     def own_server(self) -> Iterator[Endpoint]:
-        """Yield the endpoint to measure, which is started unless the user gave its URL."""
+        """Yield the endpoint to measure: --base-url, or a server that runs within the block."""
         args = self.args
         if args.base_url is not None:
             yield self.endpoint(args.base_url, self.model)
@@ -115,9 +123,9 @@ class ServeRun:
 
     @contextmanager
     def peer_server(self, name: str) -> Iterator[Endpoint]:
-        """Yield the endpoint of a peer, which is started unless it is a URL.
+        """Yield the endpoint of a peer: its URL, or a server that runs within the block.
 
-        It gets no headers: they may hold the key of another server.
+        Requests to it have none of the --header values, which may be keys of another server.
         """
         if is_url(name):
             model = read_models(name, {}, option="--against")[0]["id"]
@@ -130,7 +138,7 @@ class ServeRun:
             yield replace(self.endpoint(url, self.model), headers={})
 
     def run(self, endpoint: Endpoint) -> Traffic:
-        """Warm up, and send all requests."""
+        """Send warm-up requests, then all requests. Return the requests and their answers."""
         warm_up(self.load, endpoint, self.prompts)
         with stages(len(self.prompts), show_progress=True) as begin:
             return drive(
@@ -144,10 +152,9 @@ class ServeRun:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark.
+    """Run the benchmark and show its result. Return 1 if requests failed, else 0.
 
-    Return 1 if requests failed. After an interrupt, or if the server dies, report what was
-    measured.
+    After an interrupt, or if the server dies, the result covers the requests until then.
     """
     asked, load = read(args), load_now()
     with asked.own_server() as endpoint:
@@ -188,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_peer(asked: ServeRun, name: str, figures: Mapping[str, Any], traffic: Traffic) -> Peer:
-    """Send the same requests to a peer, and compare."""
+    """Send the same requests to a peer. Return the comparison with `figures` and `traffic`."""
     with asked.peer_server(name) as endpoint:
         found = asked.run(endpoint)
     own = {key: figures[key] for key in figures if key not in ("num_prompts", "burstiness")}
@@ -198,7 +205,7 @@ def measure_peer(asked: ServeRun, name: str, figures: Mapping[str, Any], traffic
 
 
 def read(args: argparse.Namespace) -> ServeRun:
-    """Read the arguments and the data set, and check endpoints, before anything runs.
+    """Read the arguments and the data set, and check endpoints. No server is started.
 
     Raises:
         ValueError: an option, a file or an endpoint cannot be used.
@@ -229,10 +236,12 @@ def read(args: argparse.Namespace) -> ServeRun:
 
 
 def read_names(args: argparse.Namespace, headers: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return the model's name for requests, and the tokenizer's checkpoint, or None.
+    """Return the model's name in requests, and the checkpoint of the tokenizer.
+
+    The second is None with --skip-tokenizer-init.
 
     Raises:
-        ValueError: the endpoint is not there, or options contradict each other.
+        ValueError: nothing answers at --base-url, or options contradict each other.
     """
     if args.base_url is None:
         for name in "served_model_name", "tokenizer":
@@ -276,14 +285,14 @@ def read_queries(
             raise ValueError(
                 f"{error}; name it with --tokenizer, or --skip-tokenizer-init"
             ) from error
-    if args.backend == "openai-chat":  # the server applies its template
+    if args.backend == "openai-chat":  # the server applies its own chat template
         queries = make_queries(replace(dataset, applies_template=False, template_kwargs={}), loaded)
         return replace(queries, settings=dataset, template="the server's")
     return make_queries(dataset, loaded)
 
 
 def write(asked: ServeRun, figures: Mapping[str, Any], details: Details) -> None:
-    """Write and print a result."""
+    """Write the result to its files, and print it as text, or as JSON with --json."""
     args = asked.args
     text = json.dumps(as_json(figures, details), indent=2, default=str)
     for path in filter(None, (args.output_json, asked.path)):
@@ -331,7 +340,7 @@ def describe(
 
 
 def detail_lines(details: Details) -> list[str]:
-    """Return the lines about what vLLM does not report."""
+    """Return the lines with figures that `vllm bench serve` does not report."""
     lines = []
     if (chunk := details.distributions["tokens_per_chunk"]) is not None:
         lines += [heading("Tokens per Chunk"), row("Mean", chunk.mean), row("P90", chunk.p90)]

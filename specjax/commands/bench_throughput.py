@@ -22,7 +22,10 @@ SHOWN = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark. After an interrupt, show the results so far."""
+    """Run the benchmark and show its result. Return 1 if a peer died, else 0.
+
+    If a peer dies, or after an interrupt, the result covers the completed runs.
+    """
     check_positive(**{"--rounds": args.rounds})
     peers = read_peers(args.against)
     asked = OfflineRun.read(
@@ -63,7 +66,7 @@ def read_peers(names: list[str]) -> dict[str, BatchPeer]:
     """Return the peers by name.
 
     Raises:
-        ValueError: there is no such peer here, it is not installed, or it is named twice.
+        ValueError: a peer is not a library, is not installed, or is named twice.
     """
     peers: dict[str, BatchPeer] = {}
     for name in names:
@@ -80,7 +83,7 @@ def read_peers(names: list[str]) -> dict[str, BatchPeer]:
 
 
 def work_of(asked: OfflineRun, offline: Offline) -> Work:
-    """Return the prompts and the settings of the engine, for peers."""
+    """Return the work for peers: the prompts, and the settings of this engine."""
     config, llm = offline.llm.engine.config, offline.llm
     return Work(
         model=str(resolve(asked.model)),
@@ -94,7 +97,7 @@ def work_of(asked: OfflineRun, offline: Offline) -> Work:
 
 
 def describe(top: dict[str, float], details: Details, model: str) -> list[str]:
-    """Return the result as lines of text. The first three are vLLM's."""
+    """Return the result as lines of text. The first three are as in `vllm bench throughput`."""
     rounds = [one["output_tokens_per_second"] for one in details.rounds]
     output = top["output_tokens_per_second"]
     data = details.dataset

@@ -40,7 +40,7 @@ def _plain(request: StepRequest) -> StepRequest:
 
 
 def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
-    """Yield lines that compare a step with quantised weights and the step with plain weights."""
+    """Yield lines with the figures of two steps: `report` with quantised weights, and `plain`."""
     yield f"{report.request.quantization}, and plain weights"
 
     def line(name: str, show: Callable[[StepReport], str]) -> str:

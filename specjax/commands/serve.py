@@ -20,8 +20,8 @@ from specjax.server.run import bind, describe, make_server
 from specjax.server.service import Service
 from specjax.server.settings import Limits, ServerSettings
 
-# The event loop gives the interpreter to the engine's thread whenever it sends, and gets it back
-# after this time. With Python's 5 ms, answers wait.
+# Python's switch interval. The event loop releases the interpreter lock at each send, and the
+# engine's thread then keeps it for up to this time. With the default of 5 ms, answers are late.
 SWITCH_SECONDS = 5e-4
 
 

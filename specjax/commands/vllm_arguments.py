@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# vLLM's short names of flags, by the option's name.
+# vLLM's short flags, by the name of the option.
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
@@ -18,7 +18,7 @@ SHORT = {
     "quantization": "-q",
     "compilation_config": "-O",
 }
-# Beginnings of the names of options that are flags without a value.
+# An option whose name begins with one of these is a flag without a value.
 _SWITCHES = ("enable_", "disable_", "enforce_", "skip_", "trust_", "use_", "language_model_only")
 _FLAG = re.compile(r"--([A-Za-z]\w*(?:-\w+)*)((?:\.\w+)+)?(?:=(.*))?", re.DOTALL)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
@@ -61,7 +61,7 @@ def respelled(argv: Sequence[str]) -> list[str]:
 
 
 def read_json_or_text(text: str) -> Any:
-    """Return the JSON value in a text, or the text itself."""
+    """Return the JSON value in a text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -81,10 +81,10 @@ def read_json(text: str) -> Any:
 
 
 def read_size(text: str) -> int:
-    """Return an integer. "32k" is 32,000, and "32K" is 32,768; m, M, g and G likewise.
+    """Return the integer in a text. "32k" is 32,000, and "32K" is 32,768; likewise m, M, g and G.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text is not an integer, with or without such a letter.
     """
     if found := _SIZE.fullmatch(text):
         power, base = "kmg".index(found[2].lower()) + 1, 1000 if found[2].islower() else 1024
@@ -96,7 +96,7 @@ def read_size(text: str) -> int:
 
 
 class ExtendTexts(argparse.Action):
-    """Adds texts to a list. A text may be a JSON list of them."""
+    """Appends the values of a flag to a list. A value may be a JSON list of several values."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """See `argparse.Action`."""

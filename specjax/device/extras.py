@@ -26,9 +26,9 @@ class Extras(IntFlag):
 
 
 def extras_of_step(extras: jax.Array, variant: Variant) -> jax.Array:
-    """Return the bits i32[] of `Extras`, which all rows of `extras` i32[B] have.
+    """Return a step's bits of `Extras`, i32[]. All rows of `extras` i32[B] are equal.
 
-    In a plain variant they are a constant, so that XLA removes all conditionals on them.
+    In a plain variant, the bits are the constant 0, so XLA removes all conditionals on them.
     """
     return jnp.int32(0) if variant.is_plain else extras[0]
 

@@ -62,7 +62,7 @@ class DecodeInputs:
     num_drafts: Int32[jax.Array, "B"] = packed(0)  # maximum number of accepted drafts, at most K
     extras: Int32[jax.Array, "B"] = packed(0)  # as in `PrefillInputs`
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")  # as in `PrefillInputs`
-    # Drafts from the host; None in an engine without them.
+    # Drafts from the host; None if all drafts come from the drafter.
     suggestions: Suggestions | None = packed(lambda layout: Suggestions.padding(layout.path_width))
 
 
@@ -78,7 +78,7 @@ class StepModel(NamedTuple):
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
     windows: tuple[int, ...] = ()  # sizes of the windows whose layers have separate pages
     max_deferred_rows: int = 0  # maximum number of rows kept for `observe_deferred`
-    min_deferred_rounds: int = 0  # minimum number of rounds that are kept
+    min_deferred_rounds: int = 0  # minimum number of kept rounds, even if they have more rows
     vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
@@ -88,8 +88,8 @@ class StepModel(NamedTuple):
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts the drafter may observe together.
 
-        Each round has `batch` requests. The result is 0 if the drafter must observe every round
-        when it ends. This is so if the drafter cannot defer, or if fewer than two rounds are kept.
+        Each round has `batch` requests. The result is 0 if the drafter must observe each round at
+        its end, because it cannot defer, or because there is room for fewer than two rounds.
         """
         count = max(self.max_deferred_rows // batch, self.min_deferred_rounds)
         while count * batch % self.row_multiple:

@@ -1,9 +1,9 @@
 """Runs two parts of a step in one pass of the target.
 
-The parts are prefill chunks and a decode round, or the two parts of a split round: requests that
-draft, and requests that do not. The target's weights are then read once instead of twice. This
-matters because a short chunk and a small round each take about as long as reading the weights. If
-requests arrive continuously, most steps have both chunks and a round.
+The parts are prefill chunks and a decode round; or the two parts of a split round, in which some
+requests draft and the other requests do not. One pass reads the target's weights once instead of
+twice. This matters because a short chunk and a small round each take about as long as reading the
+weights. If requests arrive continuously, most steps have both chunks and a round.
 """
 
 from dataclasses import replace
@@ -98,9 +98,9 @@ def split_round(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, tuple[StepOutputs, StepOutputs]]:
-    """Run `decode_step` with `k` drafts for some requests and without drafts for others.
+    """Run `decode_step` for two groups of requests: with `k` drafts each, and without drafts.
 
-    Return the state, and a pair: the outputs of the requests that draft, and of the others.
+    Return the state, and a pair: the outputs for `drafting`, and the outputs for `others`.
     """
     target, aux_layers, parts = model.target, model.drafter.aux_layers, ((drafting, k), (others, 0))
     drafts, all_rows, held = [], [], []

@@ -21,7 +21,7 @@ class Layout:
     vocab_size: int
     num_tables: int = 1  # page tables per request: one, and one more per window
     num_snapshots: int = 0
-    path_width: int = 0  # tokens of a path of `Suggestions`; 0 without drafts from the host
+    path_width: int = 0  # of `Suggestions`, in tokens; 0 without drafts from the host
 
     @classmethod
     def of(

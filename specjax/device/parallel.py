@@ -47,8 +47,8 @@ class Divisible(Protocol):
 def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
     """Return the weights of a model or head as a tree of `TensorSpec`s.
 
-    A weight that is divided over devices has a `DividedSpec`. `names` are the checkpoint's tensor
-    names; see `Model.specs`.
+    An array that is divided over devices has a `DividedSpec`. `names` are the names of the
+    checkpoint's tensors; see `Model.specs`.
 
     Raises:
         ValueError: the weights cannot be divided; see `divide`.
@@ -78,8 +78,8 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
     """Return `params`, the parameters of a whole model or head, divided over devices.
 
-    An array that is not divided is copied to every device of `placement`. The shapes must be right
-    (see `check_shapes`).
+    An array that is not divided is copied to every device of `placement`. `params` must have passed
+    `check_shapes`.
     """
     specs, tree = jax.tree.flatten(specs_of(one))
 
@@ -93,12 +93,12 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
 
 
 def check_shapes(one: Divisible, params: Any) -> None:
-    """Check that a model or head can be divided, and that `params` are its whole arrays.
+    """Check that a model or head can be divided, and that `params` have its undivided shapes.
 
     The leaves of `params` are arrays or shapes.
 
     Raises:
-        ValueError: an array or a shape differs, or is not divided as the model says.
+        ValueError: the weights cannot be divided (see `divide`), or a shape is wrong.
     """
     specs_of(one)
     trees = one.specs(), params
@@ -114,9 +114,9 @@ def check_shapes(one: Divisible, params: Any) -> None:
 
 
 def padding_of(one: Divisible) -> str:
-    """Return which sections of the weights are filled up with zeros, and to which size.
+    """Return a text that lists the sections of weights that are padded with zeros, and their sizes.
 
-    The result is empty if every section divides evenly.
+    The text is empty if every section divides evenly.
     """
     count = one.num_devices
     return ", ".join(

@@ -29,9 +29,9 @@ def devices_of(arrays: Sequence[Any]) -> tuple[Device, ...]:
 
 
 def all_devices_of(array: Any) -> tuple[Device, ...]:
-    """Return the devices of an array, one or several, in the order of their mesh.
+    """Return the one or several devices of an array, in the order of their mesh.
 
-    Return () if the array is in host memory, or spread over processes.
+    Return () if the array is in host memory, or if it is spread over processes.
     """
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return ()

@@ -1,8 +1,8 @@
-"""Drafts from the host, which replace the drafter's if they fit the tokens that were accepted.
+"""Replaces the drafter's drafts by drafts from the host, if these fit the accepted tokens.
 
-The host plans a round before it knows the tokens of the round in flight. So it sends a path: the
-tokens that it expects from the first position that it does not know. The device, which knows all
-tokens, compares.
+The host plans a round while another round is in flight, so it does not know the last tokens yet. It
+sends a path: the tokens that it expects, from the first position that it does not know. The device
+knows all tokens. It compares the start of the path with them, and drafts the rest.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Suggestions:
 
     @classmethod
     def padding(cls, width: int) -> "Suggestions | None":
-        """Return one row without a path, as NumPy arrays. None if no path has a token."""
+        """Return one row without a path, as NumPy arrays; None if `width` is 0."""
         if not width:
             return None
         empty: Any = np.zeros(1, np.int32), np.full((1, width), -1, np.int32)
@@ -38,10 +38,11 @@ class Suggestions:
 def replace_drafts(
     draft: Draft, suggestions: Suggestions, history: History, vocabulary: Vocabulary
 ) -> Draft:
-    """Return `draft` with the drafts of each path that continues the request's tokens.
+    """Return `draft`, with drafts from the path of each request whose tokens agree with the path.
 
-    The path's first tokens, up to the request's last token, must equal the request's tokens; the
-    next tokens are the drafts. A path's drafts are certain: their distributions are one-hot.
+    A path agrees if its tokens up to the request's last token equal the request's own tokens. The
+    path's next tokens then are the drafts. Their distributions are one-hot. Requests without such a
+    path, or whose path has ended, keep their drafts.
     """
     k, width = draft.tokens.shape[1], suggestions.tokens.shape[1]
     if not k:

@@ -331,7 +331,7 @@ class Engine:
         # An earlier policy may have chosen this K.
         is_known = isinstance(plan, DecodePlan) and plan.num_drafts in policy.choices
         if is_known and policy.is_learning and any(num_kept):
-            own_ms = None if self.config.exact else milliseconds  # all Ks have the same shape
+            own_ms = None if self.config.exact else milliseconds  # every K takes the same time
             policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:

@@ -91,7 +91,7 @@ def open_executables(
     programs depend. They become part of the digests.
     """
     devices = list(placement.mesh.devices.flat)
-    if (ids := [one.id for one in devices]) != list(range(len(ids))):  # of another replica
+    if (ids := [one.id for one in devices]) != list(range(len(ids))):  # a replica on later devices
         origin = (*origin, ids)
     described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))

@@ -34,16 +34,17 @@ class Hosts:
     """The connections between process 0 and the other processes.
 
     While an engine is built, all processes call `gather` in the same order. Later, process 0 sends
-    messages. In process 0, threads receive the other processes' messages, and pass them to the
-    function given to `listen`. If a process is lost, the engine ends in all processes, and `error`
-    is set for good. `seconds` is the time limit for a step.
+    messages to the other processes. In process 0, threads receive the other processes' messages,
+    and pass them to the function given to `listen`. If a process is lost, the engine ends in all
+    processes. The argument `seconds` is the time limit for a step.
 
     Attributes:
         rank: the number of this process.
-        peers: the connected processes: all others for process 0, and process 0 for all others.
-        error: why the engine has ended; None while it works.
-        runs: whether the engine has begun to run programs. If it has, this process's devices may
-            wait for a lost process.
+        peers: the connections of this process, by rank. Process 0 is connected to all others, and
+            every other process only to process 0.
+        error: why the engine has ended; None while it works. Once set, it stays.
+        runs: whether the engine has begun to run programs. From then on, this process's devices may
+            wait for a lost process forever.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, Connection], seconds: int):
@@ -227,7 +228,10 @@ class Hosts:
         return self.error
 
     def _await_exit(self) -> None:
-        """Start a thread that disconnects when process 0 exits. In process 0, do nothing."""
+        """Start a thread that disconnects this process when process 0 exits.
+
+        Process 0 itself starts no thread.
+        """
         if self.leads or self._threads:
             return
 
@@ -240,17 +244,18 @@ class Hosts:
         self._threads = [_started(wait)]
 
     def _disconnect(self) -> None:
-        """Disconnect from JAX, then from process 0, which waits for this before it exits.
+        """Disconnect from JAX, and then from process 0.
 
-        If process 0 exited first, JAX would end this process. Only recoverable processes can leave
-        JAX one by one; the others wait for each other when they exit.
+        Process 0 waits for this before it exits. If it exited first, JAX would end this process.
+        With `jax_enable_recoverability`, processes leave JAX one by one. Without it, they wait for
+        each other at their exit, so they do not leave here.
         """
         with self._leaving:
             config: Any = jax.config
             if config.jax_enable_recoverability and jax.distributed.is_initialized():
                 jax.distributed.shutdown()
             with suppress(OSError), _socket_of(self.peers[LEADER]) as one:
-                one.shutdown(socket.SHUT_RDWR)  # a thread that waits for messages wakes up
+                one.shutdown(socket.SHUT_RDWR)  # this wakes a thread that waits for messages
 
     def _leave(self) -> None:
         """Disconnect when this process exits. Process 0 first lets the other processes disconnect.

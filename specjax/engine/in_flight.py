@@ -33,15 +33,18 @@ class InFlight:
     features: Features | None = None  # of the chunks' rows, if a request exports features
     is_joined: bool = False  # whether chunks and a round ran as one program
     joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
-    rest: DecodePlan | None = None  # the other part of a split round, if it ran in this program
+    rest: DecodePlan | None = None  # the part that does not draft, if it ran in this program
 
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
-        """Return the outcome of a round.
+        """Return the outcome of a round, after its tokens were appended to its sequences.
 
-        `num_kept` holds the number of tokens that each sequence gained. `milliseconds` is the time
-        of the round, or None if unknown. It is not used for a round with fewer drafts than its
-        shape has. `chunk_ms` is the time of the chunks before the round. If `rest` is set, its
-        outputs must not have been committed yet.
+        If `rest` is set, its tokens must not have been appended yet.
+
+        Args:
+            num_kept: the number of tokens that each sequence gained.
+            milliseconds: the time of the round; None if unknown. It is left out of the outcome if
+                the round had fewer drafts than its shape, since it is not the time of this K.
+            chunk_ms: the milliseconds of the chunks before the round.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)

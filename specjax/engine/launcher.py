@@ -54,10 +54,11 @@ class Launcher:
         self._deferred = DeferredRounds(programs, layout)
 
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
-        """Launch a step's chunks and round, as one program if such a program is compiled.
+        """Launch a step's parts: chunks, and a round or the two parts of a split round.
 
-        So are the two parts of a split round. `page_tables` is `Residents.page_tables`. A round
-        with grammars is complete only after `settle`.
+        Chunks and a round run as one program if such a program is compiled. The same holds for the
+        two parts of a split round. `page_tables` is `Residents.page_tables`. A round with grammars
+        is complete only after `settle`.
         """
         *before, last = parts
         if isinstance(last, DecodePlan) and last.is_rest and (split := self._split_of(parts)):
@@ -120,7 +121,7 @@ class Launcher:
         return [one, other]
 
     def _split_of(self, parts: SequenceOf[Part]) -> SplitRound | None:
-        """Return the program that runs both parts of a split round; None if it is not ready."""
+        """Return the program that runs both parts of a split round; None if it is not compiled."""
         *_, drafting, rest = parts
         assert isinstance(drafting, DecodePlan)
         asked = self._repertoire.asked_by(drafting.demands | rest.demands)

@@ -2,7 +2,7 @@
 
 from specjax.engine.log import get_log
 
-NUM_DRAFTS = 1000  # draft tokens, of which the rate is computed
+NUM_DRAFTS = 1000  # number of draft tokens after which the rate is checked
 LOWEST_RATE = 0.05
 _CAUSES = (
     "Usual causes: the drafter was made for another model, or for this one before further "
@@ -14,14 +14,17 @@ _CAUSES = (
 
 
 class LowAcceptance:
-    """Logs a warning, once, if fewer than 5 % of 1,000 draft tokens are accepted."""
+    """Logs a warning if fewer than 5 % of 1,000 successive draft tokens are accepted.
+
+    It warns only once.
+    """
 
     def __init__(self):
         self._num_drafts = self._num_accepted = 0
         self._has_warned = False
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
-        """Count draft tokens, and how many of them were accepted."""
+        """Count draft tokens and accepted draft tokens, and warn if necessary."""
         self._num_drafts += num_drafts
         self._num_accepted += num_accepted
         if self._num_drafts < NUM_DRAFTS:

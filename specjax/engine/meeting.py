@@ -25,7 +25,7 @@ from specjax.engine.hosts import ANSWER_SECONDS, LEADER, Hosts, HostsError
 
 TIMEOUT_SECONDS = 120  # the default of distributed_timeout_seconds
 PORT_BYTES, KEY_BYTES = 4, 32
-HELLO, NAME = struct.Struct("!7sII"), b"specjax"  # the name, rank and nnodes of a process
+HELLO, NAME = struct.Struct("!7sII"), b"specjax"  # `NAME`, and a process's rank and nnodes
 
 
 class Meeting(NamedTuple):
@@ -101,12 +101,12 @@ def join(meeting: Meeting) -> Hosts:
 def _await_all(rank: int, meeting: Meeting) -> None:
     """Wait until every process has connected to process 0.
 
-    This comes before `jax.distributed.initialize`, which would end this process after its time
-    limit instead of raising an error.
+    Call this before `jax.distributed.initialize`. If a process is missing, that function does not
+    raise an error; it ends this process after its time limit.
 
     Raises:
-        ValueError: process 0 cannot listen at the address and port, or a process has another
-            number of processes.
+        ValueError: process 0 cannot listen at the address and port, or the processes have different
+            values of `nnodes`.
         HostsError: a process has not connected within the time limit.
     """
     place, end = (meeting.master_addr, meeting.master_port), time.monotonic() + meeting.seconds

@@ -13,35 +13,36 @@ from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.host.speculation.contexts import first_length
+from specjax.host.speculation.contexts import FIRST_LENGTHS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """A snapshot of an engine's counters. Times are means over steps, in milliseconds.
 
-    Counters that vLLM has, too, have vLLM's names. A round that gives a request n tokens counts
-    n - 1 accepted drafts. So mean_acceptance_length is exactly the mean number of tokens that a
-    request gains in a round with drafts.
+    Counters that vLLM has as well have vLLM's names. As in vLLM, a "draft" is all draft tokens of a
+    request in a round. A round that gives a request n tokens counts n - 1 accepted draft tokens. So
+    mean_acceptance_length is exactly the mean number of tokens that a request gains in a round with
+    drafts.
 
     Attributes:
         num_steps: number of launched steps. A step has prefill chunks, a decode round or both.
         num_prefill_steps: number of steps with prefill chunks.
         num_decode_steps: number of steps with a decode round.
-        acceptance_rate_per_pos: fraction of the drafts at each position that were accepted. Rates
-            are unconditional, as in a profile: the acceptance length of K drafts is 1 plus the sum
-            of the first K rates.
+        acceptance_rate_per_pos: fraction of the draft tokens at each position that were accepted.
+            Rates are unconditional, as in a profile: the acceptance length of K drafts is 1 plus
+            the sum of the first K rates.
         k_histogram: number of rounds per K.
-        request_k_histogram: number of rounds of requests per number of drafts. A request may have
-            fewer drafts than its round.
-        drafts_per_context: number of drafts (rounds of a request) by bucket of the request's
-            length. Buckets are named by their smallest length.
-        accepted_tokens_per_context: number of accepted draft tokens, likewise.
-        drafts_per_source: number of drafts (rounds of a request) by their source: the drafter's
-            method, or on the host "suffix", "corpus" or "history". Empty without drafts from the
-            host.
-        draft_tokens_per_source: number of draft tokens, likewise.
-        accepted_tokens_per_source: number of accepted draft tokens, likewise.
+        request_k_histogram: number of times that a request had this number of draft tokens in a
+            round. A request may have fewer than K.
+        drafts_per_context: number of drafts by bucket of the request's length. The key of a bucket
+            is its smallest length.
+        accepted_tokens_per_context: number of accepted draft tokens by the same buckets.
+        drafts_per_source: number of drafts by their source. A source is "suffix", "corpus" or
+            "history" on the host; or the drafter, by the name of its method ("ngram" for "suffix").
+            Empty without drafts from the host.
+        draft_tokens_per_source: number of draft tokens by source.
+        accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.
         prefix_cache_queries: number of tokens of admitted requests.
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
@@ -166,8 +167,8 @@ class Compilations(NamedTuple):
 class Recorder:
     """Counts steps and their results, and adds up times.
 
-    If `is_trained` is true, drafts come from a trained drafter. A warning then says if hardly any
-    are accepted.
+    `is_trained` says that the drafter is a trained one. If hardly any of its drafts are accepted, a
+    warning is logged.
     """
 
     def __init__(self, *, is_trained: bool = False):
@@ -179,7 +180,7 @@ class Recorder:
         self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
         self._request_k: Counter[int] = Counter()
-        self._drafts_at: Counter[int] = Counter()  # by bucket of lengths
+        self._drafts_at: Counter[int] = Counter()  # by the smallest length of a bucket
         self._accepted_at: Counter[int] = Counter()
 
     @contextmanager
@@ -227,8 +228,8 @@ class Recorder:
         for (num_drafts, kept, bucket), count in found.items():
             self._request_k[num_drafts] += count if kept else 0
             if num_drafts and kept:
-                self._drafts_at[first_length(bucket)] += count
-                self._accepted_at[first_length(bucket)] += count * (kept - 1)
+                self._drafts_at[FIRST_LENGTHS[bucket]] += count
+                self._accepted_at[FIRST_LENGTHS[bucket]] += count * (kept - 1)
                 self._counts["drafts"] += count
                 self._counts["draft_tokens"] += count * num_drafts
                 for position in range(num_drafts):

@@ -51,9 +51,10 @@ class Programs(Protocol):
 
     @property
     def waits_at_conditionals(self) -> bool:
-        """Whether the host waits for the device at conditionals in which devices exchange values.
+        """Whether the host waits for the device at each conditional that contains a collective.
 
-        Steps of requests that ask for no optional work are then compiled without them.
+        If it does, there is a variant without such conditionals for requests that need no optional
+        work; see `Variant.is_plain`.
         """
         ...
 

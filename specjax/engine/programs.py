@@ -243,10 +243,10 @@ class Joined(Program):
 
 @dataclass(frozen=True, slots=True)
 class SplitRound(Program):
-    """Runs a round in which only some requests draft, as one program.
+    """Runs both parts of a split round, in which only some requests draft.
 
-    Takes the inputs of the requests that draft and of the others, and returns their outputs as a
-    pair.
+    Takes the inputs of the requests that draft, and the inputs of the other requests. Returns a
+    pair of outputs in the same order.
     """
 
     shape: SplitShape

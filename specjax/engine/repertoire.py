@@ -2,11 +2,11 @@
 
 A step has a shape and a variant. The variant is the extra work that the step's requests need, such
 as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
-for rounds, and a variant that serves most requests. If the host waits at conditionals, there is
-also a variant for requests without optional work. The two shapes suffice for any step, but small
-steps need much padding. A smaller shape is compiled in the background once the padding that it
-would avoid has cost enough time. Requests that need a new variant wait until it is compiled; other
-requests do not wait.
+for rounds, and a variant that serves most requests. If the host waits at conditionals (see
+`Programs.waits_at_conditionals`), there is also a variant without optional work. The two shapes
+suffice for any step, but small steps need much padding. A smaller shape is compiled in the
+background once the padding that it would avoid has cost enough time. Requests that need a new
+variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ class Repertoire:
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
     ):
-        self.variants: list[Variant] = []  # needed so far; the first needs the least extra work
+        self.variants: list[Variant] = []  # asked for so far; the first has the least extra work
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
         # At least one: with zero, XLA would turn the conditional for log-probabilities into a
@@ -193,11 +193,11 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Note that a plan ran in a larger shape than necessary, and took `milliseconds`.
+        """Record the time of a plan, and which missing programs would have been faster.
 
-        `plan.better_shape` is the shape that fits best but was not compiled. If it is None, nothing
-        is noted. The better shape is compiled in the background once its absence has cost too much
-        time. So is the program of a split round that would have been faster (`plan.wish`).
+        These are the programs for `plan.better_shape`, the shape that fits best, and for the split
+        round `plan.wish`. Each may be None, if nothing is missing. A program is compiled in the
+        background once its absence has cost too much time.
         """
         if isinstance(plan, DecodePlan) and plan.wish is not None:
             self._note_wish(plan.wish, variant, milliseconds)
@@ -224,12 +224,12 @@ class Repertoire:
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def ready_for(self, all_demands: Iterable[Demands]) -> tuple[Shapes, Collection[SplitShape]]:
-        """Return the shapes of steps and of split rounds that are ready for requests."""
+        """Return the shapes of steps and of split rounds that are compiled for these demands."""
         asked = self.asked_by(all_demands)
         return self.shapes(asked), self.splits(asked).keys()
 
     def splits(self, asked: Variant) -> dict[SplitShape, SplitRound]:
-        """Return the programs for split rounds of the variant `asked` that are ready, by shape."""
+        """Return the compiled programs for split rounds that do the work of `asked`, by shape."""
         self._look()
         if asked not in self._splits:
             ready = [one for one in self._programs.ready if isinstance(one, SplitRound)]
@@ -238,7 +238,7 @@ class Repertoire:
         return self._splits[asked]
 
     def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
-        """Add to the time lost because a split round's program was not ready."""
+        """Record that a round took `milliseconds`, although a split round would be faster."""
         if self._config.compile_ahead or is_in_pieces(variant):  # see `note_apart`
             return
         self._add_loss([SplitRound(wish.shape, variant)], wish.gain * milliseconds)

@@ -62,10 +62,11 @@ def measure_rounds(
 
     The artificial requests remain in the state.
 
-    Every shape is timed once per pass, and there are several passes. So a short disturbance affects
-    at most a few times of each shape. The time of a shape is the median over passes. The time per
-    context token is assumed to be linear in K. It is measured at the largest batch size, for the
-    smallest and the largest K, with two lengths of context.
+    Each of several passes times every shape once, and the time of a shape is the median over
+    passes. So a short disturbance affects at most a few times of each shape. The time that a
+    context token adds is assumed to be linear in K. It is measured at the largest batch size, for
+    the smallest and the largest K, with two lengths of context. If `max_model_len` is too short for
+    two lengths, the time per context token is 0.
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the
@@ -137,7 +138,8 @@ def _without_context(
     """Return the times that rounds would take without context.
 
     `points` holds milliseconds by batch size and K, for `context` context tokens per request. Each
-    context token adds `per_token` milliseconds, and `per_draft` more for each draft.
+    context token has added `per_token` + K * `per_draft` milliseconds. The result is at least a
+    tenth of the measured time.
     """
     return {
         batch: {

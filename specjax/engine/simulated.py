@@ -1,8 +1,9 @@
-"""A device that runs no model, to measure everything else: `LLM(..., device="simulated")`.
+"""A simulated device, which computes no model: `LLM(..., device="simulated")`.
 
-Every request gets the same text, a fixed sequence of tokens by position, and all drafts are
-accepted. Limits, stop tokens and grammars end or change it; other sampling parameters have no
-effect, and all log-probabilities are 0. Weights are loaded, but not used.
+It serves to measure the time of everything else. The token at a position is the same in all
+requests, and all drafts are accepted. Limits and stop tokens end a text as usual. Grammars replace
+tokens that they do not allow. All other sampling parameters have no effect, and all
+log-probabilities are 0. Weights are loaded, but not used.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +40,7 @@ _MAX_K = 64
 
 
 class HostResult(NamedTuple):
-    """A program's result, which is on the host already."""
+    """An array on the host, with the methods of a `jax.Array` that the engine calls."""
 
     array: np.ndarray
 
@@ -61,14 +62,14 @@ class SimulatedDraft(NamedTuple):
 
 
 class SimulatedExtension(NamedTuple):
-    """The results of the target's layers, which are missing."""
+    """Takes the place of the target's features and logits, which are not computed."""
 
     features: None = None
     logits: None = None
 
 
 class SimulatedPrograms:
-    """Implements `Programs` with NumPy. It takes the arguments of `CompiledPrograms`."""
+    """Implements `Programs` with NumPy. The arguments are those that `CompiledPrograms` takes."""
 
     num_processes: ClassVar[int] = 1
     is_compiling: ClassVar[bool] = False
@@ -90,7 +91,7 @@ class SimulatedPrograms:
         self.params, self._layout = params, layout
         self._has_raw = config.logprobs_mode == "both"
         self.ready: set[Program] = set()
-        # The first and the last ids of a vocabulary are often special tokens.
+        # Tokens are from the middle of the vocabulary: special tokens are often first or last.
         first, count = layout.vocab_size // 4, max(layout.vocab_size // 2, 1)
         places = np.arange(layout.max_model_len + _MAX_K)
         self._text = (first + places * _STRIDE % count).astype(np.int32)
@@ -150,24 +151,24 @@ class SimulatedPrograms:
         """See `Programs`."""
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """See `Programs`. There is no other process."""
+        """See `Programs`. This does nothing, because there are no other processes."""
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """Return costs as if a row added a tenth of the cost of a round without rows."""
+        """Return made-up times: 1 ms for a round, and 0.1 ms for each of its rows."""
         return StepCost({b: {k: 1 + 0.1 * b * (k + 1) for k in ks} for b in batches})
 
     def release(self) -> None:
         """See `Programs`."""
 
     def renew(self) -> None:
-        """See `Programs`. The last entry of each array is for padding rows."""
+        """See `Programs`. Padding rows use the last entry of each array."""
         count = self._layout.num_slots + 1
         self._lengths = np.zeros(count, np.int32)  # tokens whose keys and values are cached
         self._limits = np.zeros(count, np.int32)
         self._is_active = np.zeros(count, bool)
-        self._stop_ids: np.ndarray | None = None  # [count, ids]
+        self._stop_ids: np.ndarray | None = None  # [slots + 1, ids]
 
     def close(self) -> None:
         """See `Programs`."""
@@ -215,7 +216,7 @@ class SimulatedPrograms:
     def _joined(
         self, program: Joined, chunks: PrefillInputs, inputs: DecodeInputs
     ) -> tuple[HostResult, HostResult]:
-        decoded = self._decode(program.decode, inputs)  # the new requests are not part of it
+        decoded = self._decode(program.decode, inputs)  # before new requests become active
         return self._begin(program.begin, chunks, None, None, None), decoded
 
     def _split_round(
@@ -239,7 +240,7 @@ class SimulatedPrograms:
         num_drafts[~self._is_active[slots]] = 0
         tokens = self._following(starts, k + 1, masks)
         counts = np.where(self._is_active[slots], num_drafts + 1, 0)
-        if draft is not None and masks is not None:  # a grammar may refuse drafts
+        if draft is not None and masks is not None:  # masks may have replaced drafts
             is_accepted = tokens[:, :k] == draft.tokens.array
             counts = np.minimum(counts, 1 + is_accepted.cumprod(axis=1).sum(axis=1))
         is_stop = self._stops(slots, tokens) & (columns < counts[:, None])
@@ -250,10 +251,10 @@ class SimulatedPrograms:
         return self._packed(variant, 0, counts, num_drafts, tokens)
 
     def _following(self, places: np.ndarray, count: int, masks: np.ndarray | None) -> np.ndarray:
-        """Return the tokens i32[B, count] that follow the tokens at `places` i[B].
+        """Return the tokens i32[B, count] at the positions after `places` i[B].
 
-        `masks` i32[B, count, words] are grammar masks; a token that is not allowed is replaced by
-        the first one that is.
+        `masks` i32[B, count, words] are grammar masks. The first allowed token replaces a token
+        that is not allowed.
         """
         places = places[:, None] + 1 + np.arange(count)
         tokens = self._text[places.clip(0, len(self._text) - 1)]
@@ -266,7 +267,7 @@ class SimulatedPrograms:
         return tokens
 
     def _stops(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return whether each token of `tokens` i32[B, N] ends its request."""
+        """Return bool[B, N]: whether each of `tokens` i32[B, N] is a stop token of its request."""
         if self._stop_ids is None:
             return np.zeros(tokens.shape, bool)
         return (tokens[:, :, None] == self._stop_ids[slots][:, None]).any(axis=2)
@@ -279,7 +280,7 @@ class SimulatedPrograms:
         num_drafts: np.ndarray,
         tokens: np.ndarray,
     ) -> HostResult:
-        """Return results as `batch.pack_outputs` does, with log-probabilities of 0."""
+        """Return outputs in the packed form of `batch.pack_outputs`. Log-probabilities are 0."""
         parts = [counts[:, None], num_drafts[:, None], tokens]
         for rows, top in (
             (tokens.shape[1], variant.num_logprobs),
@@ -292,5 +293,5 @@ class SimulatedPrograms:
 
 
 def _nothing(program: Program, inputs: Any, *handed: Any) -> Any:
-    """Return the last of the arrays that another program handed over, such as logits."""
+    """Compute nothing, and return the last argument after `inputs`; None if there are none."""
     return handed[-1] if handed else None

@@ -15,7 +15,8 @@ from specjax.host.windows import window_pages
 # Up to this number of rows, a drafter takes hardly longer than for one row, because reading its
 # weights takes most of the time.
 MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
-# On a GPU, each observation of a large batch still saves reading the weights and several launches.
+# On a GPU, even for a large batch, observing several rounds together saves time: the drafter's
+# weights are read less often, and fewer kernels are launched.
 MIN_DEFERRED_ROUNDS = {"gpu": 4}
 
 

@@ -96,7 +96,7 @@ def of_settle(variant: Variant) -> Variant:
 
 
 def of_drafts(variant: Variant) -> Variant:
-    """Return a variant with only what drafting needs: its logits processors and `is_plain`."""
+    """Return a variant with only the fields that drafting needs: `processors` and `is_plain`."""
     return Variant(variant.processors, is_plain=variant.is_plain)
 
 

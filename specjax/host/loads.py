@@ -1,4 +1,4 @@
-"""Describes the load of the next round to the policy that chooses K."""
+"""Describes the next round's load (its requests) for the policy that chooses K."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -19,8 +19,12 @@ def load_of(
 ) -> DecodeLoad:
     """Return the load of a round of the sequences `ready`.
 
-    `max_tokens` is the step's token budget, and `shapes` are the shapes that are ready. `splits`
-    are the shapes of split rounds that are ready; None if the round may not be split.
+    A policy that does not weigh requests gets only their number and the token budget.
+
+    Args:
+        max_tokens: the step's token budget.
+        shapes: the shapes whose programs are compiled.
+        splits: the same for split rounds; None if the round may not be split.
     """
     if not policy.weighs_requests:
         return DecodeLoad(len(ready), 0, max_tokens)

@@ -1,5 +1,6 @@
 """What the scheduler plans for a step: prefill chunks and a decode round."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -45,10 +46,8 @@ class PrefillPlan:
     suggested: ClassVar[tuple[()]] = ()
 
     def land(self) -> None:
-        """Note that the chunks have ended."""
-        for chunk in self.chunks:
-            if chunk.samples:
-                chunk.sequence.land(1)
+        """Tell the sequences that the chunks are no longer in flight."""
+        _land([chunk.sequence for chunk in self.chunks if chunk.samples], 1)
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -71,21 +70,20 @@ class DecodePlan:
     num_drafts: int  # how many of the k drafts may be accepted
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
     suggested: tuple[Suggestion | None, ...] = ()  # by sequence; empty without drafts from the host
-    is_rest: bool = False  # whether it has the requests without drafts of a split round
+    is_rest: bool = False  # whether it is the part of a split round that does not draft
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
 
     @property
     def buckets(self) -> list[int]:
         """The bucket of each sequence's length (see `contexts`)."""
         lengths = [len(sequence.token_ids) for sequence in self.sequences]
-        if max(lengths, default=0) < BOUNDS[0]:  # most often; this saves time
+        if max(lengths, default=0) < BOUNDS[0]:  # the usual case, made fast
             return [0] * len(lengths)
         return [context_bucket(length) for length in lengths]
 
     def land(self) -> None:
-        """Note that the round has ended."""
-        for sequence in self.sequences:
-            sequence.land(self.num_drafts + 1)
+        """Tell the sequences that the round is no longer in flight."""
+        _land(self.sequences, self.num_drafts + 1)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
@@ -97,7 +95,7 @@ class DecodePlan:
 class StepPlan:
     """A step: prefill chunks of some sequences, and a decode round of prefilled sequences.
 
-    If the round is split, `decode` has the sequences that draft, and `rest` the others.
+    If the round is split, `decode` has the sequences that draft, and `rest` has the other ones.
     """
 
     prefill: PrefillPlan | None
@@ -107,5 +105,12 @@ class StepPlan:
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """The parts `prefill`, `decode` and `rest`. A part that is None is left out."""
-        return tuple(p for p in (self.prefill, self.decode, self.rest) if p is not None)
+        """The parts `prefill`, `decode` and `rest`, except parts that are None."""
+        return tuple([p for p in (self.prefill, self.decode, self.rest) if p is not None])
+
+
+def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
+    """Record the end of a step in flight that could give each sequence at most `max_tokens`."""
+    for sequence in sequences:  # a method's calls would take longer
+        sequence.num_in_flight -= 1
+        sequence.max_tokens_in_flight -= max_tokens

@@ -84,7 +84,7 @@ class Request:
     output_token_ids: tuple[int, ...] = ()  # output tokens that its only sample already has
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
     exports_features: bool = False  # whether the hidden states of the prompt's tokens are wanted
-    references: TextIndex | None = None  # texts that its outputs may repeat
+    references: TextIndex | None = None  # texts to draft from, which outputs may repeat
 
     @cached_property
     def demands(self) -> "Demands":

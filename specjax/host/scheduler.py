@@ -42,7 +42,7 @@ class _Step:
     num_drafts: int  # how many of the k drafts may be accepted
     chunks: list[Chunk] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
-    resting: list[Sequence] = field(default_factory=list)  # without drafts, in a split round
+    resting: list[Sequence] = field(default_factory=list)  # do not draft, in a split round
 
 
 class Scheduler:
@@ -72,7 +72,7 @@ class Scheduler:
 
         `draft_slots` is the number of extra rows per sequence for drafting. `windows` are the
         sizes, in tokens, of sliding windows whose layers have separate pages. `suggester` is None
-        if drafts come only from the device.
+        if all drafts come from the drafter.
         """
         self.policy, self.suggester = policy, suggester or Suggester()
         self.num_preemptions = 0
@@ -221,7 +221,7 @@ class Scheduler:
         has_all = self.shapes is self.all_shapes
         remaining += self._joining()
         width = self.shapes.best_width(remaining, max_tokens)
-        splits = None if remaining or config.exact else self.splits  # chunks join whole rounds
+        splits = None if remaining or config.exact else self.splits  # no split next to chunks
         wanted_k = self.policy.choose(load_of(ready, self.policy, max_tokens, self.shapes, splits))
         split, wish = self.policy.split, self.policy.wish
         k = wanted_k if split else self.shapes.round(len(ready), wanted_k)[1]
@@ -246,7 +246,7 @@ class Scheduler:
         decoding, suggested = tuple(step.decoding), ()
         if decoding:
             suggested = self.suggester.suggest(decoding, step.num_drafts)
-        if split and (decoding or step.resting):  # a part may be empty: its rows are padding
+        if split and (decoding or step.resting):  # a part may have only padding rows
             decode = DecodePlan(decoding, split.shape.drafting, k, k, None, suggested, wish=wish)
             rest = DecodePlan(tuple(step.resting), split.shape.others, 0, 0, is_rest=True)
         elif count := len(decoding):

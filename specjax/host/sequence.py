@@ -53,7 +53,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    # Drafts and accepted drafts of each round that gave tokens, in turn. A byte holds up to 64.
+    # Two bytes for each round that gave tokens: its numbers of drafts and of accepted drafts.
     rounds: bytearray = field(default_factory=bytearray)
     features: list[Any] = field(default_factory=list)  # (start, features) per chunk, if exported
     watch: TextWatch | None = None
@@ -133,11 +133,6 @@ class Sequence:
     def may_go_on(self) -> bool:
         """Whether any tokens may be left to generate after the rounds in flight."""
         return len(self.token_ids) + self.num_in_flight < self.max_length
-
-    def land(self, max_tokens: int) -> None:
-        """Note that a step in flight, which gives at most `max_tokens` tokens, has ended."""
-        self.num_in_flight -= 1
-        self.max_tokens_in_flight -= max_tokens
 
     def max_drafts(self, k: int, length: int) -> int:
         """Return how many of `k` drafts may become part of the output.

@@ -224,7 +224,7 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
     is_of_experts = {*names[-2:]} & {"gate_up", "down"} and len(leaf.shape) == 3
     if experts is None or not is_of_experts:
         return _size(leaf)
-    num_here = leaf.shape[0]  # of several devices, each may have only some of the experts
+    num_here = leaf.shape[0]  # a device may have only some of the experts
     return _size(leaf) // num_here * min(num_here, num_rows * experts.num_chosen)
 
 

@@ -49,8 +49,8 @@ class StepRequest:
         model: a checkpoint or a config, as for `specjax info`; weights are not read.
         batch: the number of requests.
         k: the number of drafts; 0 for a step without drafting.
-        context: the number of tokens per request. The cache has room for little more.
-        gemm: "triton", which XLA chooses without autotuning, or "cublas".
+        context: the number of tokens per request. The cache is just large enough for them.
+        gemm: matmul kernels: "triton", which XLA chooses without autotuning, or "cublas".
         method: the drafting method; None for plain decoding, which needs k = 0.
         drafter: the drafter's checkpoint. If None, the method "mtp" uses the model's own module,
             and "eagle" uses a head of the model's own shape.
@@ -58,9 +58,9 @@ class StepRequest:
         page_size: the number of tokens per page.
         kv_cache_dtype: dtype of the target's and the drafter's pages, see `LLM`.
         tensor_parallel_size: the number of GPUs over which the model is divided.
-        enable_expert_parallel: whether each of these GPUs has whole experts.
+        enable_expert_parallel: whether each GPU has whole experts, instead of a part of each.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
-        quantization: the numbers to which plain weights are rounded, see `LLM`.
+        quantization: the kind of numbers to which unquantised weights are rounded, see `LLM`.
     """
 
     model: str | Path
@@ -127,7 +127,7 @@ class StepRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an engine compiles this step without optional work; see `Variant`."""
+        """Whether an engine has a variant of this step without optional work; see `Variant`."""
         return self.tensor_parallel_size > 1 and self.collectives != "graph"
 
     @property

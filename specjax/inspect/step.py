@@ -62,8 +62,8 @@ def decode_step(
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
 
-    The round has `batch` requests of `context` tokens and k drafts per request. The engine has just
-    enough room for them.
+    The round has `batch` requests of `context` tokens, with k drafts per request. The engine's
+    caches are just large enough for them.
 
     Args:
         models: the arguments of `open_parts`, except the number of devices.
@@ -87,7 +87,7 @@ def decode_step(
 
 
 def plain_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return a round as `decode_step` does, but of the plain variant (see `Variant`)."""
+    """Return a round as `decode_step` does, but without optional work (see `Variant.is_plain`)."""
     plain = Variant(is_plain=True)
     return decode_step(*described, **further, make_program=lambda b, k: Decode(b, k, plain))
 
@@ -125,8 +125,8 @@ def open_parts(
 ) -> Parts:
     """Build target and drafter from their configs, without weights.
 
-    If `model` is a checkpoint with weights, their headers determine which matrices are quantised;
-    else the config does.
+    If `model` is a checkpoint with weights, the headers of its files tell which matrices are
+    quantised. Otherwise, the config does.
 
     Args:
         model: a checkpoint or a config, as for `specjax info`.
@@ -135,7 +135,7 @@ def open_parts(
         dtype: the dtype of weights and states.
         num_devices: the number of devices over which the weights are divided.
         divides_experts: whether each of several devices has whole experts.
-        quantization: the numbers to which plain weights are rounded, see `LLM`.
+        quantization: the kind of numbers to which unquantised weights are rounded, see `LLM`.
 
     Raises:
         ValueError: the files do not describe a model, the model has fewer than `num_layers` layers,

@@ -118,7 +118,10 @@ class ChatFormat:
         return self._strict(response) if choice.is_strict else response
 
     def _strict(self, response: Response) -> Response:
-        """Constrain calls to the schemas of their functions, if that is possible."""
+        """Return a response whose calls must fit the schemas of their functions.
+
+        If no grammar can ensure this, log a warning, and return `response` unchanged.
+        """
         if self._form is None or not self._form.is_free:
             why = "no grammar is known for calls amid text in this model's format"
         elif response.params.structured_outputs is not None:
@@ -142,7 +145,7 @@ class ChatFormat:
         return self._constrained(response)
 
     def _constrained(self, response: Response) -> Response:
-        """Add the grammar of calls to the sampling parameters."""
+        """Return a response whose sampling parameters have a grammar of the function calls."""
         assert self._form is not None
         choice, begun = response.choice, response.parser()
         can_begin = response.template.has_part("reasoning") and not begun.has_prefix

@@ -31,8 +31,8 @@ class CallForm:
         between: the text between two calls; None if there can be only one call.
         last: the text after all calls.
         reasoning: the texts before and after reasoning.
-        is_free: whether the text around calls and reasoning has no special tokens, so that a
-            grammar can allow any text there.
+        is_free: whether a grammar can allow any text around calls and reasoning. It cannot if that
+            text has special tokens.
     """
 
     name: tuple[str, str]

@@ -1,4 +1,4 @@
-"""Writes grammars, in llguidance's Lark, that force a model to call functions."""
+"""Writes grammars, in llguidance's Lark, that make a model's function calls fit their schemas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,15 +30,15 @@ class CallGrammar:
         is_reasoning: bool | None,
         is_forced: bool = True,
     ) -> str:
-        """Return a grammar in which calls fit their functions.
+        """Return a grammar of responses, in which the arguments of calls fit their JSON schemas.
 
         Args:
             functions: the functions to choose from.
             is_parallel: whether a response may have several calls.
             is_reasoning: True if the prompt ends within reasoning, which the response continues;
                 None if the response may begin with reasoning; False if it must not.
-            is_forced: whether a response must consist of calls. If not, it is any text, in which
-                the beginning of a call must be followed by the rest of a call.
+            is_forced: True if a response must consist of calls. False if it may be any text, in
+                which text that begins like a call must be a whole call.
         """
         form, text = self._form, self._writer.text
         opening, closing = form.reasoning
@@ -61,7 +61,10 @@ class CallGrammar:
         return "\n".join((f"start: {' '.join(start)}", f"call: {named}", *self._writer.rules))
 
     def _any_of(self, functions: Sequence[Function], before: str) -> str:
-        """Return an expression that matches a call of any function. `before` precedes the name."""
+        """Return an expression that matches a call of any of the functions.
+
+        It begins with the text `before`, which is followed by the name.
+        """
         rule = self._writer.rule
         return " | ".join(rule("function", self._call(one, before)) for one in functions)
 

@@ -76,14 +76,14 @@ class ResponseParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether messages of this format may have reasoning."""
+        """Whether this format has a part for reasoning."""
         return "reasoning" in self._texts
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int]]:
-        """The start and end of each region of reasoning in the generated text, without anchors.
+        """The start and end index of each finished reasoning in the generated text.
 
-        A region is in the list when it has ended.
+        The texts that mark its beginning and end, like "<think>", are outside of this range.
         """
         given = self._num_given
         return [(max(0, start - given), max(0, end - given)) for start, end in self._reasoning]

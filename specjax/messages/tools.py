@@ -21,7 +21,7 @@ class Function:
 
     Attributes:
         parameters: a JSON schema of the arguments.
-        is_strict: whether the arguments must fit the schema if the model calls the function.
+        is_strict: OpenAI's `strict`: whether the arguments of calls must fit the schema.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ToolChoice:
 
     @property
     def is_strict(self) -> bool:
-        """Whether the arguments of some function must fit its schema."""
+        """Whether any of the functions is strict."""
         return any(one.is_strict for one in self.functions)
 
     @property

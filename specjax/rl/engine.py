@@ -153,7 +153,7 @@ class RolloutEngine:
             sampling_params: a `SamplingParams` for all prompts, or a sequence with one per prompt;
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
-            history: earlier rollouts, from which these are drafted, and to which they are added.
+            history: earlier rollouts of the prompts, used as drafts. New rollouts are added to it.
 
         Raises:
             ValueError: a prompt, parameter or history is not supported; raised before generation.

@@ -1,4 +1,4 @@
-"""Rollouts of earlier updates, which later rollouts of the same prompts repeat in part."""
+"""Keeps rollouts to draft from: later rollouts of a prompt repeat parts of earlier ones."""
 
 import hashlib
 import json
@@ -23,16 +23,16 @@ _ARRAYS = "updates", "prompt_lengths", "lengths", "tokens"  # as in a file, afte
 
 
 class RolloutHistory:
-    """Keeps rollouts to draft later rollouts of the same prompts from.
+    """Keeps rollouts, from which later rollouts of the same prompts are drafted.
 
-    Pass the same history to each `RolloutEngine.generate`. A prompt's drafts come from its rollouts
-    of this update that have finished, and of earlier updates. Outputs do not depend on a history.
-    Prompts whose earlier rollouts were longest start first.
+    Pass the same history to each `RolloutEngine.generate`. A rollout is drafted from the finished
+    rollouts of its prompt: those with the current weights, and those of earlier updates. A history
+    does not change outputs. Prompts with the longest earlier rollouts start first.
 
     Args:
-        window: number of earlier updates of a prompt whose rollouts are kept.
-        max_tokens: maximum number of tokens kept; a token takes about 350 bytes. The prompts that
-            were not generated for longest are forgotten first.
+        window: number of earlier updates whose rollouts are kept, for each prompt.
+        max_tokens: maximum number of tokens kept; a token takes about 350 bytes. The least recently
+            used prompts are forgotten first. The latest prompt is kept even if it is larger.
 
     Raises:
         ValueError: an argument is not positive.
@@ -48,22 +48,23 @@ class RolloutHistory:
         self._version: int | None = None  # of the engine's weights in this update
 
     def __len__(self) -> int:
-        """The number of rollouts."""
+        """The number of rollouts kept."""
         return sum(len(prompt.outputs) for prompt in self._prompts.values())
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the indexes of all prompts."""
+        """The number of tokens kept, including the end of the prompt before each rollout."""
         return self._num_tokens
 
     def begin(self, starts: Iterable[Start], llm: LLM, version: int) -> list[Start]:
-        """Return `starts` with the rollouts of their prompts to draft from, longest ones first.
+        """Return `starts`, each with the kept rollouts of its prompt as a source of drafts.
 
-        `version` is the version of the weights; a new one begins another update.
+        They are sorted by the mean length of these rollouts, the longest first. `version` is the
+        version of the weights. If it has changed, a new update begins.
 
         Raises:
-            ValueError: the engine does not draft from texts, or the history is of another
-                tokenizer, vocabulary or model.
+            ValueError: the engine does not draft from texts, or the kept rollouts are from another
+                model, tokenizer or vocabulary.
         """
         if not all(engine.scheduler.suggester.sources for engine in llm.engine.engines):
             raise ValueError(
@@ -84,7 +85,7 @@ class RolloutHistory:
         return [start for _, start in linked]
 
     def add(self, rollout: Rollout) -> None:
-        """Keep a rollout, if it is complete."""
+        """Keep a rollout if it has ended by "stop" or "length". Ignore it otherwise."""
         if rollout.finish_reason not in ("stop", "length"):
             return
         self._add(rollout.prompt_token_ids.tolist(), rollout.token_ids.tolist(), self._update)
@@ -99,13 +100,13 @@ class RolloutHistory:
             self._num_tokens -= len(oldest.index)
 
     def _prompt(self, tokens: tuple[int, ...]) -> "_Prompt":
-        """Return what is kept of a prompt, which is now the latest."""
+        """Return the rollouts of a prompt, and mark the prompt as the most recently used."""
         kept = self._prompts.pop(tokens, None) or _Prompt()
         self._prompts[tokens] = kept
         return kept
 
     def _check(self, identity: Mapping[str, Any]) -> None:
-        """Refuse an engine of another identity than the one with which the history began."""
+        """Raise a ValueError if the kept rollouts are from an engine with another `identity_of`."""
         for name, value in self._identity.items():
             if identity[name] != value:
                 raise ValueError(
@@ -115,7 +116,7 @@ class RolloutHistory:
         self._identity = dict(identity)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all rollouts as arrays, for a checkpoint of the trainer; see `of`."""
+        """Return all rollouts as arrays, for a trainer's checkpoint. `of` reads them."""
         rows = [
             (update, prompt, output)
             for prompt, kept in self._prompts.items()
@@ -133,10 +134,12 @@ class RolloutHistory:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], **options: Any) -> "RolloutHistory":
-        """Return a history with the rollouts of a `state`. `options` are the class' arguments.
+        """Return a new history with the rollouts in a result of `state`.
+
+        `options` are the arguments of the class.
 
         Raises:
-            ValueError: the state is not what `state` returns.
+            ValueError: `state` is not a result of the method `state`, or an option is invalid.
         """
         try:
             identity = json.loads(bytes(np.asarray(state["identity"])))
@@ -164,17 +167,19 @@ class RolloutHistory:
         check_writable("path", Path(path))
         state = self.state()
         with open(path, "wb") as file:
-            for array in state.values():  # the tokens last: what is before a cut stays usable
+            for array in state.values():  # tokens are last: rollouts before a cut stay usable
                 np.save(file, array, allow_pickle=False)
 
     @classmethod
     def load(cls, path: str | Path, **options: Any) -> "RolloutHistory":
-        """Read a file that `save` wrote. `options` are arguments of a new history.
+        """Return a new history with the rollouts in a file that `save` wrote.
 
-        If the file was cut short, the whole rollouts in it are used, and a warning tells how many.
+        `options` are the arguments of the class. If the file was cut short, its complete rollouts
+        are used, and a warning says how many there are.
 
         Raises:
-            ValueError: the file has no whole rollout.
+            ValueError: the file has no complete rollout, or an option is invalid.
+            OSError: the file cannot be read.
         """
         with open(path, "rb") as file:
             try:
@@ -191,7 +196,7 @@ class RolloutHistory:
 
 
 class _Prompt:
-    """The rollouts of a prompt, oldest first."""
+    """The kept rollouts of a prompt, oldest first, and an index of their texts."""
 
     def __init__(self):
         self.index = TextIndex()
@@ -200,11 +205,15 @@ class _Prompt:
 
     @property
     def mean_length(self) -> float:
-        """The mean number of tokens of the outputs."""
+        """The mean number of tokens of an output."""
         return sum(len(tokens) for _, tokens in self.outputs) / len(self.outputs)
 
     def add(self, before: list[int], tokens: list[int], update: int, window: int) -> None:
-        """Add an output, and forget outputs from before the last `window` earlier updates."""
+        """Add an output of an update, and forget the outputs of updates that are too old.
+
+        The latest update and `window` earlier ones are kept; updates without this prompt do not
+        count. `before` has the last tokens of the prompt.
+        """
         self.index.add([*before, *tokens])
         self.outputs.append((update, tokens))
         self._sizes.append(len(before) + len(tokens) + 1)
@@ -215,7 +224,10 @@ class _Prompt:
 
 
 def identity_of(llm: LLM) -> dict[str, Any]:
-    """Return what the rollouts of two engines must have in common to be drafts for each other."""
+    """Return the vocabulary size, and digests of model and tokenizer.
+
+    Engines may share a history only if these are equal.
+    """
     digests = {"model": re.sub(r"num_devices=\d+", "", repr(llm.target)), "tokenizer": ""}
     if llm.tokenizer is not None:
         digests["tokenizer"] = llm.tokenizer.tokenizer.to_str()
@@ -224,7 +236,7 @@ def identity_of(llm: LLM) -> dict[str, Any]:
 
 
 def _whole_items(file: BinaryIO) -> np.ndarray:
-    """Read a one-dimensional array from an .npy file that may end before the array does."""
+    """Read a one-dimensional array from an .npy file; if the file was cut, the items before it."""
     np.lib.format.read_magic(file)
     _, _, dtype = np.lib.format.read_array_header_1_0(file)
     content = file.read()

@@ -61,8 +61,8 @@ class Loop:
     ) -> Iterator[tuple[Running, Rollout]]:
         """Queue requests, and yield each rollout when it finishes.
 
-        `label` identifies the call for `abort`. Rollouts are added to `history` as they finish, so
-        that others can be drafted from them.
+        `label` identifies the call for `abort`. Each rollout is added to `history` when it
+        finishes, so that others can be drafted from it.
 
         Raises:
             RolloutError: the device failed, or the engine can run no more steps. The error is

@@ -1,7 +1,7 @@
-"""Quantises the new weights of an engine whose weights are quantised.
+"""Quantises a trainer's plain weights for an engine whose weights are quantised.
 
-A trainer gives plain weights. Each quantised weight of the engine is made of one plain weight: its
-numbers and scales get the form and the dtypes that the engine has loaded.
+Each quantised weight of the engine is made from one plain weight. Its new numbers and scales have
+the shapes and dtypes of the old ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,29 +22,31 @@ from specjax.engine.log import get_log
 
 
 class Origin(Protocol):
-    """Builds one of the engine's arrays from arrays of an update."""
+    """Builds one array of the engine from arrays of a weight update."""
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The arrays of the update."""
+        """The arrays of the update that `copy` reads."""
         ...
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """The name and relative error of a weight that was quantised. None otherwise."""
+        """The name of the weight and its relative error, if `copy` has quantised it; else None."""
         ...
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """Build the engine's array in new memory, with this dtype and sharding."""
+        """Build the array in new memory, with this dtype and sharding."""
         ...
 
 
 @dataclass(eq=False)
 class Quantising:
-    """A quantised weight of the engine, and the plain weight that it is made from.
+    """Makes a quantised weight of the engine from a plain weight.
 
-    In `plain`, an `Origin` takes the place of the array. In `form`, shapes take the places of all
-    arrays but those of integers i32, which stay.
+    Attributes:
+        plain: the plain weight, with an `Origin` instead of its array.
+        form: the quantised weight, with shapes instead of its arrays. Only its i32 arrays, such as
+            the order of inputs, are kept: an update does not change them.
     """
 
     name: str  # the weight's path in the engine's tree
@@ -56,12 +58,15 @@ class Quantising:
 
     @property
     def sources(self) -> list[Origin | None]:
-        """The sources of the weight's arrays; None for arrays that stay."""
+        """The `Origin` of each array of the quantised weight; None for arrays to keep."""
         leaves = jax.tree.leaves(self.form)
         return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
 
     def make(self, number: int, sharding: Sharding) -> jax.Array:
-        """Return array `number`. The first array makes all of them, the others follow in order."""
+        """Return array `number` of the quantised weight. Each can be returned once.
+
+        The call for array 0 quantises the weight, so it must be the first.
+        """
         leaves, tree = jax.tree.flatten(self.form)
         if number == 0:
             source: Any = self.plain.values
@@ -85,7 +90,7 @@ class QuantisedArray:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """See `Origin`. The first array of a weight has the parts of all."""
+        """See `Origin`. Array 0 of a weight has the parts of all its arrays, the others none."""
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
 
@@ -101,9 +106,9 @@ class QuantisedArray:
 
 
 def plain_shapes(current: Any) -> Any:
-    """Return the engine's tree `current`, with shapes f32 of plain weights for quantised weights.
+    """Return the tree `current` with each quantised weight replaced by the shape of a plain one.
 
-    Other weights and arrays are unchanged.
+    The shapes have the dtype float32. Other weights and arrays are unchanged.
     """
 
     def of(x: Any) -> Any:
@@ -116,7 +121,7 @@ def plain_shapes(current: Any) -> Any:
 
 
 def quantising(sources: Any, current: Any) -> list[Origin | None]:
-    """Return the source of each array of the engine's tree `current`; None for arrays that stay.
+    """Return the `Origin` of each array of the engine's tree `current`; None for arrays to keep.
 
     `sources` is a tree like the result of `plain_shapes`, with an `Origin` for each array.
     """
@@ -129,15 +134,18 @@ def quantising(sources: Any, current: Any) -> list[Origin | None]:
 
 
 def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
-    """Return the sources of a quantised weight's arrays. `old` is the engine's weight `name`."""
+    """Return the `Origin` of each array of a quantised weight; None for arrays to keep.
+
+    `old` is the engine's weight, `name` its path, and `plain` has the `Origin` of the new weight.
+    """
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
     return Quantising(name, plain, form, _is_divided(old)).sources
 
 
 def report_errors(sources: Iterable[Origin | None], version: int, seconds: float) -> float | None:
-    """Log how many weights an update has quantised, and how exactly. Return the largest error.
+    """Log the number of weights that an update has quantised, and the largest relative error.
 
-    Return None, without a line in the log, if no weight was quantised.
+    Return this error. If no weight was quantised, log nothing, and return None.
     """
     found = [source.rounding for source in sources if source is not None]
     errors = {name: float(error) for name, error in filter(None, found)}
@@ -158,10 +166,10 @@ def all_sources(
     target: Sequence[Origin | None] | None,
     own: Sequence[Origin | None] | None,
 ) -> list[Origin | None]:
-    """Return the source of each array of an engine's `params`; None for arrays that stay.
+    """Return the `Origin` of each array of an engine's `params`; None for arrays to keep.
 
-    `target` and `own` are as for `replace_weights`. The copy of an output head (`Params.head`) is
-    made again if the head is new.
+    `target` and `own` are as for `replace_weights`. If the output head is new, so is the drafter's
+    quantised copy of it (`Params.head`).
     """
 
     def new(sources: Any, current: Any) -> tuple[list[Origin | None], Any]:
@@ -201,9 +209,10 @@ def _stays(leaf: Any) -> bool:
 
 @lru_cache(maxsize=32)  # each entry holds a compiled program; layers share it
 def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Any:
-    """Return a jitted function of a plain weight and the arrays that stay.
+    """Return a jitted function that quantises a plain weight.
 
-    It returns the list of a quantised weight's arrays, and its relative error.
+    Its arguments are the plain weight and the arrays to keep. It returns the arrays of the
+    quantised weight, and the relative error.
     """
 
     def local(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -136,7 +136,7 @@ class RolloutBatch(Sequence[Rollout]):
 
     @property
     def quantization(self) -> str | None:
-        """See `Rollout`. If rollouts are from different engines, all kinds are named."""
+        """See `Rollout`. If rollouts come from different engines, the kinds of all are named."""
         return ", ".join(sorted({one.quantization for one in self if one.quantization})) or None
 
     @property

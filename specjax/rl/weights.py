@@ -218,8 +218,8 @@ def stage(
 ) -> list[Origin | None]:
     """Return an `Origin` for each leaf of `current`, in the same order; None for leaves that stay.
 
-    Quantised weights are made of plain ones. Buffers that are not given keep their values. This is
-    logged once.
+    Quantised weights are made of plain ones. Buffers that are not given keep their values, and the
+    log names them once.
 
     Args:
         given: arrays by path in the tree or by Hugging Face name; see `read_named`.

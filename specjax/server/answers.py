@@ -168,7 +168,7 @@ class Answer:
         latest, output = None, None
         async for output in stream:
             now = time.monotonic()
-            if latest is None:  # not before: clients take the first event for the first token
+            if latest is None:  # not earlier: clients measure the time to the first event
                 for choice in form.openings(prompt):
                     await self._put(choice, events, is_counted=is_counted)
             else:

@@ -89,7 +89,10 @@ def _convert(fields: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """Return a client's names for a log line: the first few, cut, with line breaks escaped."""
+    """Return a client's names in a form that is safe to log.
+
+    Only the first few names are returned. Long names are cut, and line breaks escaped.
+    """
     return ", ".join(repr(name[:40]) for name in sorted(names)[:_MAX_NAMED])
 
 

@@ -1,4 +1,4 @@
-"""A connection of uvicorn, with limits on the time and the size of a request's head.
+"""A connection of uvicorn, with limits on the time and the size of request headers.
 
 uvicorn itself limits neither: a client could fill the memory with one endless header, or hold
 connections without ever sending a request.
@@ -15,16 +15,18 @@ MAX_HEAD_BYTES = 2**16  # of the request line and all headers, as in most server
 class Connection(HttpToolsProtocol):
     """See `HttpToolsProtocol`. The head of a request is its request line and its headers.
 
+    A connection with a larger head gets status 400.
+
     Args:
-        max_head_seconds: the maximum time from the start of the connection, or from the first byte
-            of a later request, to the end of the head. Then the connection is closed.
+        max_head_seconds: the maximum time to receive a head, from the start of the connection, or
+            from the first byte of a later request. After it, the connection is closed.
     """
 
     def __init__(self, *arguments: Any, max_head_seconds: float, **options: Any):
         super().__init__(*arguments, **options)
         self._max_head_seconds = max_head_seconds
         self._num_head_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None  # until the head has ended
+        self._timer: asyncio.TimerHandle | None = None  # runs while a head is expected
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""

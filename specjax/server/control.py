@@ -57,15 +57,15 @@ class Gathering:
 
 
 class Control:
-    """The engine as a trainer sees it. Only one call of a door that changes it may run at a time.
+    """Changes the engine for a trainer: pauses, sleep and new weights.
 
     Args:
-        root: the folder below which new weights are read; None if none are.
+        root: new weights are read only from folders in this one; None: from no folder.
 
     Attributes:
-        turn: the lock for doors that change the engine.
-        gathering: the update that has started; None if there is none.
-        operations: what has been done so far.
+        turn: the lock under which the engine is changed: one request at a time.
+        gathering: parts of an update that has started and not finished; None if there is none.
+        operations: counts and times of updates and pauses so far.
         sleep_level: 0 while the engine is awake; see `LLM.sleep`.
     """
 

@@ -42,7 +42,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """Answer /v1/models/NAME.
+    """Answer GET /v1/models/NAME.
 
     Raises:
         APIError: there is no such model.

@@ -43,9 +43,9 @@ class APIError(Exception):
     """An error that is sent to the client, with an HTTP status.
 
     Args:
-        param: the path of the request's field that caused the error, like "messages[0].role".
+        param: the path of the field that caused the error, like "messages[0].role".
         retry_after: the seconds after which the client may try again.
-        headers: further headers of the response.
+        headers: additional headers of the response.
     """
 
     def __init__(

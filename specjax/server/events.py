@@ -21,16 +21,16 @@ class ClientStalledError(Exception):
 class Events:
     """Sends the events of one response.
 
-    If the client does not read, sending waits for it, so that no events queue up.
+    If the client does not read, sending waits for it, so no events queue up.
 
     Args:
-        max_stall: the maximum seconds that sending waits within `unless_stalled`.
+        max_stall: seconds that sending may wait for the client; `unless_stalled` enforces this.
     """
 
     def __init__(self, send: Send, max_stall: float):
         self._send, self._max_stall = send, max_stall
         self._num_sent = 0
-        self._blocked_since: float | None = None  # when the client was last known to read
+        self._blocked_since: float | None = None  # start of a send that waits
 
     async def start(self) -> None:
         """Send the headers."""
@@ -68,9 +68,9 @@ class Events:
 
     @asynccontextmanager
     async def unless_stalled(self) -> AsyncIterator[None]:
-        """Leave the block with ClientStalledError when sending has waited for too long.
+        """Run a block; raise ClientStalledError when sending has waited for `max_stall` seconds.
 
-        One timer for all events is cheaper than a timeout for each.
+        One timer for the whole block is cheaper than a timeout for each event.
         """
         loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
 

@@ -42,7 +42,7 @@ class AnswerForm(Protocol):
         ...
 
     def token_details(self) -> dict[str, int] | UnsetType:
-        """Return the numbers of tokens that `usage.completion_tokens_details` has."""
+        """Return the fields of `usage.completion_tokens_details`; UNSET for none."""
         ...
 
 
@@ -70,7 +70,7 @@ def new_id(prefix: str, request: GenerationFields) -> str:
     """Return the id of an answer: the prefix, and the `request_id` of the request or a new one.
 
     Raises:
-        APIError: the `request_id` is too long, or has characters that would change a log's lines.
+        APIError: the `request_id` is too long, or has characters that are not printable.
     """
     given = request.request_id
     if given and not (given.isprintable() and len(given) <= MAX_ID_CHARS):

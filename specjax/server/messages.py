@@ -10,7 +10,7 @@ from specjax.server.wire import Delta, Message
 
 
 class SampleMessage:
-    """The message of one sample, as a whole or as deltas, which add up to the message.
+    """Reads the message of one sample, as a whole (`parse`) or as a stream of deltas (`feed`).
 
     Args:
         parser: the parser of the sample's text.
@@ -18,8 +18,8 @@ class SampleMessage:
         has_reasoning: whether the message includes the reasoning.
 
     Attributes:
-        num_reasoning_tokens: the number of tokens of reasoning, once the message has ended; None if
-            the format has no reasoning.
+        num_reasoning_tokens: the number of reasoning tokens, known after `finish` or `parse`; None
+            if the format has no reasoning.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SampleMessage:
             )
 
     def _num_tokens(self, end: int) -> int:
-        """Return the number of tokens whose texts make the first `end` characters."""
+        """Return how many of the first tokens are needed for a text of `end` characters."""
         tokens = self._token_ids
         counts = range(len(tokens) + 1)
         return bisect_left(counts, end, key=lambda count: len(self._decode(tokens[:count])))

@@ -1,6 +1,6 @@
 """Prometheus metrics with vLLM's names: the engine's counters, and times of requests.
 
-Counters that vLLM lacks begin with "specjax:".
+Names of metrics that vLLM lacks begin with "specjax:".
 """
 
 import time
@@ -50,7 +50,7 @@ class Monitor(Collector):
 
     Attributes:
         families: makes metrics with the labels of this server.
-        registry: the collectors whose metrics are exposed, with this one.
+        registry: all collectors of the server's metrics, including this one.
     """
 
     def __init__(self, llm: AsyncLLM, model: str, admission: Admission):
@@ -138,6 +138,11 @@ class Monitor(Collector):
             enumerate(m.num_accepted_tokens_per_pos),
         )
         yield families.counter_by("specjax:spec_decode_num_rounds", "k", m.k_histogram.items())
+        requests = m.request_k_histogram.items()
+        yield families.counter_by("specjax:spec_decode_num_request_rounds", "k", requests)
+        for name in "drafts", "accepted_tokens":
+            values = getattr(m, f"{name}_per_context").items()
+            yield families.counter_by(f"specjax:spec_decode_{name}_per_context", "context", values)
         for name in "drafts", "draft_tokens", "accepted_tokens":
             values = getattr(m, f"{name}_per_source").items()
             yield families.counter_by(f"specjax:spec_decode_{name}_per_source", "source", values)

@@ -12,14 +12,14 @@ WEIGHTS = ("target", "drafter")
 
 
 class Operations:
-    """What a trainer has done. It is changed only on the event loop.
+    """Counts of weight updates and pauses. Change it only on the event loop.
 
     Attributes:
-        durations: the seconds that doors took for weight updates, by the door's name. Refused and
-            failed calls are left out.
-        num_in_flight: calls of these doors that have not been answered.
-        num_updates: completed updates of the target's and of the drafter's weights.
-        num_pauses: how often the engine was paused.
+        durations: the seconds of weight-update requests, by the path of the endpoint. Failed
+            requests are left out.
+        num_in_flight: number of weight-update requests that have not been answered.
+        num_updates: number of completed updates of the target's and of the drafter's weights.
+        num_pauses: number of times that the engine was paused.
     """
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Operations:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Time the call of a door. It counts if the block raises no error."""
+        """Time a request to the endpoint `name`. The time is kept if the block raises no error."""
         self.num_in_flight += 1
         begun = time.monotonic()
         try:
@@ -40,16 +40,16 @@ class Operations:
         self.durations.setdefault(name, Histogram(BOUNDS)).observe(time.monotonic() - begun)
 
     def pause(self) -> None:
-        """Begin a pause, unless it has begun."""
+        """Note that the engine is paused now, unless it was paused before."""
         if not self._paused_at:
             self._paused_at, self.num_pauses = time.monotonic(), self.num_pauses + 1
 
     def resume(self) -> None:
-        """End the pause, if there is one."""
+        """Note that the engine is not paused now."""
         self._paused_seconds, self._paused_at = self.paused_seconds, 0.0
 
     @property
     def paused_seconds(self) -> float:
-        """The total time of all pauses, with the current one."""
+        """The total time of all pauses, including the current one."""
         now = time.monotonic() - self._paused_at if self._paused_at else 0.0
         return self._paused_seconds + now

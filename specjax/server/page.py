@@ -13,14 +13,14 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 async def show_page(request: Request) -> Response:
-    """Answer / with the page, which is one file."""
+    """Answer GET / with the page."""
     text = _FILE.read_text(encoding="utf-8")
     return Response(text, headers=_headers(text), media_type="text/html")
 
 
 @cache
 def _headers(text: str) -> dict[str, str]:
-    """Return headers by which a browser runs only the page's own script, and asks no other host."""
+    """Return headers that let a browser run only the page's script, and load from no other host."""
     policy = {
         "default-src": "'none'",
         "script-src": _hash(text, "script"),
@@ -37,6 +37,6 @@ def _headers(text: str) -> dict[str, str]:
 
 
 def _hash(text: str, element: str) -> str:
-    """Return the hash of the text in an element, as a policy names it."""
+    """Return the hash of an element's text, as in a Content-Security-Policy."""
     (content,) = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(sha256(content.encode()).digest()).decode()}'"

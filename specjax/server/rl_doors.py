@@ -75,9 +75,10 @@ Door = Callable[[Service, Control, Request], Awaitable[Any]]
 
 
 def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = False) -> Route:
-    """Return the route of a door, whose answer is JSON, and whose ValueErrors are refusals.
+    """Return the route of an endpoint that answers with JSON.
 
-    Doors with `is_update` change weights, and are timed.
+    A ValueError of `door` becomes status 400. If `is_update`, the time of the request is counted as
+    the time of a weight update.
     """
 
     async def answer(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a trainer's doors: versions of weights, updates, pauses and sleep."""
+"""Prometheus metrics for trainers: versions of weights, weight updates, pauses and sleep."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,11 @@ from prometheus_client.registry import Collector
 from specjax.server.control import Control
 from specjax.server.families import Families
 
-STATES = ("awake", "caches_freed", "weights_offloaded")  # by level of sleep
+STATES = ("awake", "caches_freed", "weights_offloaded")  # index: the level of sleep
 
 
 class RLMetrics(Collector):
-    """Collects what a trainer has done with the server."""
+    """Collects the metrics of weight updates, pauses and sleep."""
 
     def __init__(self, control: Control, families: Families):
         self._control, self._families = control, families

@@ -1,4 +1,4 @@
-"""Reports the rounds of samples, so that clients can tell accepted drafts from other tokens."""
+"""Reports rounds of speculation, so that clients can tell accepted drafts from other tokens."""
 
 from collections import defaultdict
 
@@ -8,14 +8,14 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 
 class RoundReports:
-    """Splits the tokens of samples into the rounds that gave them."""
+    """Splits the tokens of samples into rounds: accepted drafts, and one token of the target."""
 
     def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
 
     def of(self, index: int, sample: CompletionOutput) -> list[DraftRound]:
-        """Return the rounds that gave the new tokens of the sample with this index."""
+        """Return the rounds that gave the new tokens in `sample`, which has this index."""
         known = self._token_ids[index]
         start = len(known)
         known += sample.token_ids

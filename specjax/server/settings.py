@@ -183,10 +183,12 @@ class ServerSettings:
         return Path(given).read_text() if given and Path(given).is_file() else given
 
     def read_response_template(self) -> str | Mapping[str, Any] | None:
-        """Return the setting `response_template`: the name of a format, or the file's mapping.
+        """Return the setting `response_template`: a format's name, or the content of the file.
+
+        Return None if it is not set.
 
         Raises:
-            ValueError: it is neither, or the file's template is malformed.
+            ValueError: it is neither the name of a format nor a file with a valid template.
         """
         given = self.response_template
         if given is None or given in FORMATS:

@@ -170,7 +170,10 @@ class Usage(Struct):
 
 
 class DraftRound(Struct):
-    """The texts of the tokens that a round gave: its accepted drafts, and then one more token."""
+    """The tokens of a round as texts: its accepted drafts, then one token of the target.
+
+    `num_drafts` also counts the drafts that were rejected.
+    """
 
     num_drafts: int
     tokens: list[str]

@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def head_bytes(self) -> int:
-        """The bytes of the drafter's copy of the target's output head, if it has one."""
+        """The bytes of the drafter's quantised copy of an output head; 0 if it has none."""
         given = self.source.params
         target = shapes_of(self.source.specs, self.dtype.name) if given is None else given
         copied = partial(with_head_copy, drafter=self.drafter, config=self.speculation)

@@ -11,11 +11,11 @@ from specjax.text.tokenizer import ChatTokenizer
 def read_corpus(
     name: str, texts: Any, tokenizer: ChatTokenizer | None, vocab_size: int
 ) -> list[list[int]]:
-    """Return the texts of a corpus as lists of token ids.
+    """Return the texts of the corpus `name` as lists of token ids.
 
     Raises:
-        ValueError: `texts` is not a list of texts or of lists of token ids, a token id is not in
-            the vocabulary, or a text is given without a tokenizer.
+        ValueError: the name is empty or not a text, `texts` is not a list of texts or of lists of
+            token ids, a token id is not in the vocabulary, or a text needs a tokenizer.
     """
     where = f"corpus {name!r}"
     if not isinstance(name, str) or not name:
@@ -72,13 +72,14 @@ class CorpusMethods:
     _check_open: Any
 
     def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
-        """Add texts, or lists of token ids, to draft from: code or documents that outputs quote.
+        """Add texts, or lists of token ids, to draft from, such as code that outputs will quote.
 
-        Outputs do not depend on corpora. A token takes about 350 bytes of host memory.
+        Corpora do not change outputs. A token takes about 350 bytes of host memory.
 
         Raises:
-            ValueError: the engine does not draft from texts, there is a corpus of this name, or
-                `texts` is not a list of texts or token ids.
+            ValueError: the engine does not draft from texts, there is a corpus of this name, the
+                name is empty, `texts` is not a list of texts or of lists of token ids of the
+                vocabulary, or a text needs a tokenizer.
         """
         tokens = read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
         with self._lock:

@@ -55,10 +55,10 @@ class ModelSource:
 
     @cached_property
     def specs(self) -> Any:
-        """The `TensorSpec`s of the parameters.
+        """The `TensorSpec`s of the parameters, with the dtypes and scales of quantised weights.
 
-        These are the specs of the stored tensors, for example float8 with scales, or of the weights
-        that `quantization` makes of them. Without weights, the config describes them.
+        They describe the weights after `quantization`, if it is set. If the folder has no weights,
+        they are made from the config.
         """
         if self.hf is None:
             return specs_of(self.target)
@@ -84,10 +84,15 @@ def open_model(
 ) -> ModelSource:
     """Open a checkpoint, or a `Model` value with its parameters.
 
-    The weights are to be divided over `num_devices` devices. `divides_experts` says whether each
-    device then has whole experts. `log` is called with lines of text about differences between
-    config and weights, and about zeros that fill up the devices' parts. If `takes_configs` is true,
-    `model` may also be the path of a config file (.json), which has no weights.
+    Args:
+        model: a folder, a hub id, the name of a demo, or a `Model` value.
+        params: the parameters of a `Model` value; None for a checkpoint.
+        takes_configs: whether `model` may be the path of a config file (.json) without weights.
+        num_devices: the number of devices over which the weights will be divided.
+        divides_experts: whether each device then has whole experts.
+        quantization: see `LLM`.
+        log: called with lines of text about differences between config and weights, and about
+            weights that are padded with zeros to divide them.
 
     Raises:
         ValueError: `params` is missing for a `Model` value, or given with a checkpoint; `params`
@@ -136,7 +141,7 @@ def open_model(
 def _divided(model: Any, num_devices: int, divides_experts: bool, log: Log) -> Any:
     """Return a model whose weights are divided over `num_devices` devices.
 
-    The log says which parts of the weights are filled up with zeros.
+    `log` is called with a line about the weights that are padded with zeros.
 
     Raises:
         ValueError: experts are to be divided, but the model has none; or the model has no fields

@@ -13,7 +13,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, ChatTokenizer
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MAX_WINDOW = 8  # tokens; until then a context grows, because its text is known
+_MAX_WINDOW = 8  # tokens; a shorter window is the next context, as its text is known
 TEXT = -1  # the result of `_kind` for a token that has text and is not a byte token
 
 

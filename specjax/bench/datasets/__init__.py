@@ -1,4 +1,4 @@
-"""The data sets of `specjax bench`. A new one is a class or a value here, and one line below.
+"""The data sets of `specjax bench`. A new one needs an entry in `DATASETS`, and maybe a class.
 
 This module imports nothing slow, so that help is instant.
 """

@@ -1,4 +1,4 @@
-"""A data set of the user's: any file of JSON objects with prompts."""
+"""The data set "custom": a file of JSON objects with prompts, which the user gives."""
 
 from dataclasses import dataclass
 

@@ -17,7 +17,7 @@ _LOG = logging.getLogger("specjax")
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """What one request asks of the model. Exactly one of the first three fields is given.
+    """The prompt of one request. Exactly one of the first three fields is given.
 
     Attributes:
         messages: a conversation, which a chat template turns into a prompt.
@@ -40,11 +40,11 @@ class RowSource:
 
     Attributes:
         path: the file that the user gave; None without --dataset-path.
-        count: the number of examples that will be used. Data sets of a file return all they have.
+        count: the number of examples that will be used. Data sets from files may return more.
         random: the source of all random choices.
         vocabulary: returns the ids of tokens that may be drawn, for random prompts.
         count_tokens: returns the number of tokens of a text.
-        notes: sentences about rows that were left out, for the log and the result.
+        notes: sentences about rows that were left out or repeated, for the log and the result.
     """
 
     path: Path | None
@@ -97,7 +97,7 @@ class Row:
         return ValueError(f"{self.path}, {self.place}: {text}")
 
     def text(self, name: str) -> str:
-        """Return a field that must be a text with characters other than spaces."""
+        """Return a text field. Raise a ValueError if it is missing, blank or no text."""
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
             known = ", ".join(self.fields) or "none"

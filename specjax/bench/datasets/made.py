@@ -9,7 +9,7 @@ from specjax.bench.datasets.questions import check_lengths
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTokens:
-    """Random tokens. Drafts of such prompts are accepted as by chance, so use it for times only."""
+    """Random tokens, for measuring times. Acceptance rates on such prompts mean nothing."""
 
     input_len: int = option(1024, "tokens of a prompt, without the prefix")
     output_len: int = option(128, "tokens to generate")

@@ -22,7 +22,8 @@ class Query:
 
     Attributes:
         token_ids: the prompt; None without a tokenizer.
-        text: the prompt as a text; None if it is given as messages or token ids.
+        text: the prompt as a text; None if the data set gives token ids, or if the chat template
+            made them.
         messages: the conversation, if the prompt comes from one.
         group: see `Example`.
     """
@@ -37,14 +38,15 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSettings:
-    """The options about a data set, and how its prompts are made.
+    """The choice of a data set, and how its prompts are made.
 
     Args:
-        name: one of `DATASETS`.
-        dataset: its own options.
-        output_len: tokens to generate, which overrides the data set; None: as it says.
-        oversamples: whether rows may be used several times if there are too few.
-        applies_template: whether conversations become prompts by the chat template.
+        name: a key of `DATASETS`.
+        dataset: the data set, with the options that are specific to it.
+        input_len: length of prompts of random tokens; None for the data set's.
+        output_len: the number of tokens to generate; None for the data set's.
+        oversamples: whether rows are repeated if there are too few.
+        applies_template: whether the chat template is applied to conversations.
         template_kwargs: variables of the chat template, such as enable_thinking.
     """
 
@@ -75,7 +77,7 @@ class DatasetSettings:
 
     @property
     def chosen(self) -> Dataset:
-        """The data set with --input-len applied."""
+        """The data set, with the length `input_len` if it is given."""
         given: Any = self.dataset
         return given if self.input_len is None else replace(given, input_len=self.input_len)
 
@@ -95,7 +97,7 @@ class Queries:
         return dict(Counter(query.group for query in self.queries))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a result says about the data set."""
+        """Return the part of a benchmark's JSON result that describes the data set."""
         settings = self.settings
         thinking = {k: v for k, v in settings.template_kwargs.items() if k in THINKING}
         lengths = [len(query.token_ids) for query in self.queries if query.token_ids is not None]

@@ -1,4 +1,4 @@
-"""Data sets of one question per row, which differ only in their fields and files."""
+"""Data sets with a question per row. They differ only in the names of files and fields."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -79,7 +79,7 @@ class Categories(Questions):
 
 
 def check_lengths(minimum: int = 1, **lengths: int) -> None:
-    """Refuse lengths below `minimum`."""
+    """Raise a ValueError if a length is below `minimum`."""
     for name, value in lengths.items():
         if value < minimum:
             flag = name.replace("_", "-")

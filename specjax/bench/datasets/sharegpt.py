@@ -1,4 +1,4 @@
-"""Conversations of ShareGPT: the first message is the prompt, and its answer sets the length."""
+"""ShareGPT: the first message is the prompt, and as many tokens as its answer are generated."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class ShareGPT:
-    """A JSON array of conversations with "from" and "value".
+    """A file of conversations, whose messages have a "value".
 
     Conversations of fewer than two messages, and very short or long ones, are left out.
     """

@@ -1,4 +1,4 @@
-"""The engines that `--against` names. A new one is a line in one of the two tables below."""
+"""The engines that `--against` can name. A new one is an entry in one of the two tables below."""
 
 from collections.abc import Mapping
 

@@ -11,13 +11,13 @@ from specjax.bench.traffic.record import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a peer runs.
+    """The requests that a peer, another engine, runs for a comparison.
 
     Attributes:
         model: the checkpoint's folder or hub id.
         prompts: token ids.
         output_lens: tokens to generate at most, per prompt.
-        batch_size: prompts that run at a time, at most.
+        batch_size: maximum number of prompts that run at a time.
         dtype: "float32" or "bfloat16".
         sampling: fields of `SamplingParams`.
         stop_ids: ids that end an output, unless the sampling ignores them.
@@ -33,7 +33,7 @@ class Work:
 
 
 def ratios(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
-    """Return `own` over `theirs` for each figure that both have."""
+    """Return `own` / `theirs` for each number that both have, if it is not 0 in `theirs`."""
     found = {}
     for name, value in own.items():
         other = theirs.get(name)
@@ -44,9 +44,10 @@ def ratios(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float
 
 
 def compare_outputs(own: Sequence[Record], theirs: Sequence[Record]) -> dict[str, Any] | None:
-    """Compare the outputs of requests that both completed.
+    """Compare the outputs of the requests that both engines completed.
 
-    Compare token ids or, if a side has none, texts. Return None if there is nothing to compare.
+    Token ids are compared, or texts if token ids are missing. Return None if there are no such
+    requests.
     """
     others = {record.index: record for record in theirs if record.error is None}
     pairs = [(one, others[one.index]) for one in own if one.error is None and one.index in others]
@@ -77,7 +78,7 @@ def as_peer(
     figures: Mapping[str, Any],
     outputs: dict[str, Any] | None,
 ) -> Peer:
-    """Return a peer's part of a result."""
+    """Return the comparison with a peer. `own` has this engine's figures, `figures` the peer's."""
     return Peer(
         name=name,
         version=version,
@@ -88,7 +89,7 @@ def as_peer(
 
 
 def describe_outputs(peer: Peer) -> str:
-    """Return in words how the outputs of a peer compare."""
+    """Return a phrase that says how many outputs of a peer are equal to this engine's."""
     found = peer.outputs
     if found is None:
         return "outputs not compared"

@@ -1,4 +1,4 @@
-"""A peer that runs whole batches in a separate process, in turn with the engine."""
+"""Peers (other engines) that run a whole batch at a time, each in a separate process."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ class BatchPeer:
         packages: what must be installed.
         remedy: how to install it.
         worker: the module of its process; see `transformers_worker` for what it reads and writes.
-        settings: further fields of the work.
+        settings: fields that are added to the JSON of the `Work`.
     """
 
     packages: tuple[str, ...]
@@ -40,10 +40,10 @@ class BatchPeer:
 
     @contextmanager
     def open(self, work: Work, seed: int) -> Iterator["PeerProcess"]:
-        """Yield the process, with the model loaded.
+        """Start the process and load the model; yield the process, and end it afterwards.
 
         Raises:
-            ValueError: the process ended; the message has its last line.
+            ValueError: the process ended; the message has the last line that it wrote.
         """
         given = asdict(work) | {"seed": seed, "num_threads": num_cpus(), **self.settings}
         command = [sys.executable, "-m", self.worker]

@@ -38,12 +38,12 @@ class ServedPeer:
             )
 
     def words(self, *, model: str, port: int, dtype: str) -> list[str]:
-        """Return the command."""
+        """Return the command, with its placeholders replaced."""
         return [word.format(model=model, port=port, dtype=dtype) for word in self.command]
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on now."""
+    """Return a free port. Another process may still take it."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         return one.getsockname()[1]
 
@@ -56,7 +56,7 @@ def serving(command: Sequence[str], port: int, patience: float) -> Iterator[str]
         patience: seconds to wait until it is ready.
 
     Raises:
-        ValueError: the server ended, or took too long; the message has its last line.
+        ValueError: the server ended, or took too long; the message has the last line it wrote.
     """
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:

@@ -1,8 +1,11 @@
 """Runs prompts through Hugging Face transformers, in a separate process.
 
-The first line on stdin is the work, as JSON, and the answer on stdout has the version. Each further
-line "run" runs all prompts once, and the answer has seconds and outputs. This module imports
-neither JAX nor the engine, and nothing else is written to stdout.
+Each line on stdin gets one line of JSON on stdout as its answer:
+
+- the first line, a `Work` as JSON: the versions of transformers and torch, once the model is loaded
+- each further line: the seconds that all prompts took, and the token ids of the outputs
+
+Nothing else is written to stdout. This module imports neither JAX nor the engine.
 """
 
 import json
@@ -56,7 +59,7 @@ class Runner:
         is_compiled = self._cache is not None
         width = self._width if is_compiled else max(map(len, prompts))
         num_real = len(prompts)
-        if is_compiled:  # the last batch is filled, too
+        if is_compiled:  # fill up the last batch
             prompts = prompts + [prompts[-1]] * (min(size, len(work["prompts"])) - num_real)
             self._cache.reset()
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self._device)
@@ -77,7 +80,7 @@ class Runner:
             max_new_tokens=max(output_lens),
             eos_token_id=stops,
             pad_token_id=0,
-            disable_compile=True,  # compiled above, or not at all
+            disable_compile=True,  # `forward` is compiled above, if at all
             **options,
         )
         rows = out[:num_real, width:].tolist()
@@ -85,16 +88,16 @@ class Runner:
 
 
 def _cut(row: list[int], count: int, stops: Any) -> list[int]:
-    """Return an output up to its end or to `count` tokens."""
+    """Return at most `count` tokens of an output, up to and including the first stop token."""
     row = row[:count]
     end = next((i for i, token in enumerate(row) if token in stops), count)
     return row[: end + 1]
 
 
 def main() -> None:
-    """Serve the process that started this one."""
+    """Answer the lines on stdin until it is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print
+    os.dup2(2, 1)  # libraries that print to stdout now print to stderr
 
     def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)

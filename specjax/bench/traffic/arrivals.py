@@ -1,7 +1,8 @@
-"""When requests arrive: at once, or at a rate whose gaps follow a gamma distribution.
+"""When requests arrive: all at once, or with gaps from a gamma distribution.
 
-The gaps have the mean 1 / rate and the shape `burstiness`: 1 is a Poisson process, smaller values
-are burstier, larger ones more even, and infinity is a constant gap.
+The distribution of the gaps has the mean 1 / rate and the shape `burstiness`. The shape 1 makes the
+arrivals a Poisson process. Smaller shapes make them burstier, larger ones more regular, and
+infinity makes all gaps equal.
 """
 
 import math
@@ -13,16 +14,16 @@ import numpy as np
 from scipy import stats
 
 RAMPS = ("linear", "exponential")
-_MIN_GAPS = 8  # a test of fewer gaps says nothing
+_MIN_GAPS = 8  # fewer are too few for a test
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """The law of arrivals.
+    """The distribution of arrival times.
 
     Args:
-        rate: requests per second; infinity for all at once.
-        burstiness: see the module.
+        rate: requests per second; infinity: all arrive at once.
+        burstiness: shape of the gamma distribution; see the module's docstring.
         ramp: how the rate changes over the requests, one of `RAMPS`; None for a constant rate.
         start_rate, end_rate: rates at the first and the last request of a ramp.
     """
@@ -56,7 +57,7 @@ class Arrivals:
         return self.ramp is not None or self.rate != math.inf
 
     def rates(self, count: int) -> np.ndarray:
-        """Return the rate before each of `count` requests, in requests per second."""
+        """Return the rate in the gap before each of `count` requests, in requests per second."""
         if self.ramp is None:
             return np.full(count, self.rate)
         start, end = self.start_rate or 0.0, self.end_rate or 0.0
@@ -78,16 +79,17 @@ class Arrivals:
         return np.cumsum(gaps).tolist()
 
     def check(self, times: Sequence[float], late: Sequence[float]) -> dict[str, Any] | None:
-        """Compare the arrivals of a run with the law.
+        """Compare the actual arrivals of a run with this distribution.
 
         Args:
-            times: seconds at which requests arrived, in the order of the requests.
-            late: seconds by which each was later than it should have been.
+            times: seconds at which the requests arrived, in order.
+            late: seconds by which each request was later than planned.
 
         Returns:
-            The law, the p-value of a Kolmogorov-Smirnov test of the gaps, and the lateness; None
-            if all requests arrive at once. A p-value below about 0.001 means that the client did
-            not keep to the law. It is None for few or constant gaps.
+            None if all requests arrive at once. Otherwise the distribution, the p-value of a
+            Kolmogorov-Smirnov test of the gaps, and the lateness. A p-value below about 0.001 means
+            that the client could not send requests as planned. The p-value is None if there are
+            fewer than 8 gaps, or if all gaps should be equal.
         """
         if not self.is_timed or not times:
             return None

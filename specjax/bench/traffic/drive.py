@@ -1,4 +1,4 @@
-"""Sends requests to an endpoint when they are due, and keeps what comes back."""
+"""Sends requests to an endpoint when they are due, and records the answers."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from specjax.bench.traffic.endpoint import Endpoint, EndpointGone, ask, open_ses
 from specjax.bench.traffic.record import Record
 from specjax.bench.traffic.scrape import Counters, scrape
 
-SAMPLING_SECONDS = 1.0  # between two readings of a server's counters
+SAMPLING_SECONDS = 1.0  # between two readings of a server's metrics
 
 
 @dataclass(kw_only=True)
@@ -24,10 +24,10 @@ class Traffic:
     Attributes:
         records: the requests that arrived, in order.
         duration: seconds from the start to the last answer.
-        is_gone: whether the endpoint stopped listening; later requests were then not sent.
+        is_gone: whether a connection was refused; later requests were then not sent.
         is_interrupted: whether the user interrupted the run.
-        before, after: the server's counters; None if it does not tell.
-        samples: counters during the run, with their time in seconds.
+        before, after: the server's metrics before and after the run; None if it has none.
+        samples: pairs of a time in seconds and the server's metrics at this time.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def growth(self) -> Counters | None:
-        """The growth of the server's counters during the run; None if it does not tell."""
+        """The growth of the server's counters during the run; None if it has no metrics."""
         last = self.after or (self.samples[-1][1] if self.samples else None)
         return None if self.before is None or last is None else last.since(self.before)
 
@@ -61,8 +61,9 @@ def drive(
 ) -> Traffic:
     """Send all queries, and return when the last answer has ended.
 
-    If the endpoint dies or the user interrupts, return what there is; see `Traffic`.
-    `on_end` is called with each request that has ended.
+    Return early if the endpoint refuses a connection or the user interrupts; see `Traffic`.
+    `max_concurrency` limits the requests that run at a time; None: no limit. `on_end` is called
+    with each request that has ended.
     """
     traffic = Traffic()
     with suppress(asyncio.CancelledError):
@@ -129,7 +130,7 @@ async def _drive(
 async def _sample(
     traffic: Traffic, session: aiohttp.ClientSession, root: str, start: float
 ) -> None:
-    """Read the server's counters once per interval, if it has any."""
+    """Read the server's metrics every `SAMPLING_SECONDS`, if it has any."""
     while traffic.before is not None:
         await asyncio.sleep(SAMPLING_SECONDS)
         if (found := await scrape(session, root)) is not None:

@@ -1,4 +1,4 @@
-"""A client of an OpenAI endpoint, which notes when each chunk of an answer arrives."""
+"""A client of an OpenAI endpoint. It records when each chunk of an answer arrives."""
 
 import json
 import time
@@ -24,12 +24,12 @@ class EndpointGone(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where requests go, and the fields that all of them have.
+    """The address of a server, and the fields that all requests to it have.
 
     Args:
         base_url: scheme, host and port, with an optional prefix; "/v1/..." is appended.
         fields: fields of every body, such as temperature.
-        headers: such as Authorization.
+        headers: HTTP headers of every request, such as Authorization.
     """
 
     base_url: str
@@ -111,7 +111,7 @@ class _Reader:
 
     def __init__(self, form: RequestForm, record: Record):
         self._form, self._record = form, record
-        self._num_tokens = 0  # so far, if the server tells
+        self._num_tokens = 0  # so far; 0 if the server does not say
         self._texts: list[str] = []
         self.last: float | None = None  # seconds to the latest chunk
         self._last_tokens: float | None = None
@@ -137,7 +137,7 @@ class _Reader:
         record.token_ids += ids
         self.last = seconds
         if not (text or ids or num_new):
-            return  # only a role, or the reason to finish
+            return  # only a role or a finish_reason
         if self._last_tokens is None:
             record.ttft = seconds
         else:
@@ -147,7 +147,7 @@ class _Reader:
             record.chunk_tokens.append(num_new or len(ids))
 
     def _count_new(self, usage: Mapping[str, Any]) -> int:
-        """Return the number of tokens that are new in a chunk; 0 if the server does not tell."""
+        """Return the number of tokens that a chunk adds; 0 if its usage does not say."""
         record = self._record
         if usage.get("prompt_tokens"):
             record.prompt_len = usage["prompt_tokens"]
@@ -162,17 +162,17 @@ class _Reader:
             self._record.num_drafts = found.get("num_draft_tokens") or 0
 
     def finish(self) -> None:
-        """Fill in what is known only at the end, or when the stream has failed."""
+        """Fill in the text and the number of tokens. Called when the stream has ended or failed."""
         record = self._record
         record.text = "".join(self._texts)
         num_chunks = len(record.gaps) + (record.ttft is not None)
         record.output_len = self._num_tokens or len(record.token_ids) or num_chunks
         if sum(record.chunk_tokens) != record.output_len:
-            record.chunk_tokens = []  # the server counts only at the end
+            record.chunk_tokens = []  # the server did not count tokens per chunk
 
 
 def _message(text: str) -> str:
-    """Return the message of an error's body, in OpenAI's form or any other."""
+    """Return the message in the body of an error; the cut body if it is not JSON."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Figures of a run's requests: the keys of `vllm bench serve`, distributions, windows in time."""
+"""Figures of a run's requests: the keys of `vllm bench serve`, distributions, and a timeline."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from specjax.bench.traffic.record import Record
 TIMES = "ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"
 QUEUED = TIMES[4:]  # only with --max-concurrency
 DEFAULT_TIMES = "ttft,tpot,itl,e2el"
-_STEADY = 0.1, 0.9  # of the run, if no window has all requests running
-_MOST_SECONDS = 100_000  # of a timeline
+_STEADY = 0.1, 0.9  # shares of the run, if its requests never all run at the same time
+_MOST_SECONDS = 100_000  # of a timeline; the last entry includes later seconds
 
 
 def times(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Return the milliseconds of each kind in `TIMES`, of requests that are complete.
+    """Return the latencies of complete requests in milliseconds, by the names in `TIMES`.
 
-    As in vLLM, tpot is the time after the first token per further token, and itl the time between
-    chunks, which with drafts have several tokens.
+    As in vLLM, tpot is the time after the first token, divided by the number of further tokens. itl
+    is the time between two chunks. With drafts, a chunk has several tokens.
     """
     seconds: dict[str, list[float]] = {
         "ttft": [one.ttft for one in records if one.ttft is not None],
@@ -37,9 +37,9 @@ def times(records: Sequence[Record]) -> dict[str, list[float]]:
 def statistics(
     found: Mapping[str, Sequence[float]], names: Sequence[str], percentiles: Sequence[float]
 ) -> dict[str, float]:
-    """Return mean, median, standard deviation and percentiles, by vLLM's keys.
+    """Return mean, median, standard deviation and percentiles of latencies, by vLLM's keys.
 
-    As in vLLM, they are 0 if nothing was measured.
+    As in vLLM, they are 0 for a latency without measurements.
     """
     figures: dict[str, float] = {}
     for name in names:
@@ -53,7 +53,7 @@ def statistics(
 
 
 def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
-    """Return the distributions of a result's details."""
+    """Return the field `distributions` of `Details`."""
     found = times(records)
     tokens = [float(count) for one in records for count in one.chunk_tokens]
     return {
@@ -64,9 +64,9 @@ def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
 
 
 def chunk_times(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Return when each chunk with tokens arrived, in seconds of the run, and its tokens.
+    """Return the arrival time of each chunk in seconds of the run, and its number of tokens.
 
-    If the server does not tell, the tokens are divided evenly.
+    If the numbers are unknown, the tokens of the answer are divided evenly among its chunks.
     """
     if record.ttft is None:
         return np.zeros(0), np.zeros(0)
@@ -77,7 +77,7 @@ def chunk_times(record: Record) -> tuple[np.ndarray, np.ndarray]:
 
 
 def timeline(records: Sequence[Record], duration: float) -> dict[str, list[float]]:
-    """Return output tokens and the largest number of running requests of each second."""
+    """Return, for each second, the number of output tokens and the peak of running requests."""
     num_seconds = min(int(duration) + 1, _MOST_SECONDS)
     tokens, running = np.zeros(num_seconds), np.zeros(num_seconds)
     changes: list[tuple[float, int]] = []
@@ -97,7 +97,10 @@ def timeline(records: Sequence[Record], duration: float) -> dict[str, list[float
 
 
 def steady(records: Sequence[Record], duration: float) -> dict[str, Any] | None:
-    """Return figures of the steady window; None if no request has tokens. See `Details`."""
+    """Return figures of the steady window, which `Details` defines.
+
+    Return None if no request has tokens, or none has ended.
+    """
     first = [one.sent + one.ttft for one in records if one.ttft is not None]
     last = [one.sent + one.latency for one in records if one.latency is not None]
     if not first or not last:
@@ -128,7 +131,7 @@ def steady(records: Sequence[Record], duration: float) -> dict[str, Any] | None:
 def totals(
     records: Sequence[Record], complete: Sequence[Record], duration: float
 ) -> dict[str, Any]:
-    """Return vLLM's keys of counts and rates. They cover complete requests only."""
+    """Return counts and rates by vLLM's keys. Failed requests count only as "failed"."""
     num_input, num_output = (
         sum(getattr(one, name) for one in complete) for name in ("prompt_len", "output_len")
     )
@@ -147,7 +150,7 @@ def totals(
 
 
 def arrays(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Return vLLM's lists with an entry per request, for --save-detailed."""
+    """Return the lists of vLLM's --save-detailed, with an entry per request."""
     return {
         "input_lens": [one.prompt_len for one in records],
         "output_lens": [one.output_len for one in records],

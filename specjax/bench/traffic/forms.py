@@ -1,4 +1,4 @@
-"""The forms of requests that endpoints take. A new form is a class and a line in `FORMS`."""
+"""The kinds of requests: completions and chats. A new kind is a class and a line in `FORMS`."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -67,6 +67,6 @@ class Chats:
 
 FORMS: Mapping[str, RequestForm] = {
     "openai": Completions(),
-    "vllm": Completions(),  # vLLM's other name of it
+    "vllm": Completions(),  # vLLM has both names
     "openai-chat": Chats(),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.bench.traffic.record import Record
 
-# The latencies that may be limited, in seconds of a record.
+# The latencies that may be limited, in seconds; of a request's itl, the largest counts.
 LIMITED = {
     "ttft": lambda record: record.ttft,
     "tpot": lambda record: record.tpot,
@@ -49,9 +49,10 @@ def read_limits(given: Sequence[str]) -> dict[str, float]:
 def goodput(
     limits: Mapping[str, float], complete: Sequence[Record], num_requests: int, duration: float
 ) -> dict[str, Any] | None:
-    """Return limits, requests per second within all, and shares; None without limits.
+    """Return the requests per second that meet all limits, and the shares that meet each limit.
 
-    Shares are of all requests that arrived: a failed request meets no limit.
+    Shares are of all requests that arrived: a failed request meets no limit. Return None if there
+    are no limits.
     """
     if not limits:
         return None

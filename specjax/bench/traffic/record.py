@@ -1,4 +1,4 @@
-"""What a client saw of one request."""
+"""The times and the contents of one request and its answer, measured by the client."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,15 +16,18 @@ class Record:
 
     Attributes:
         output_len: tokens of the answer.
-        arrived: when the request was due. It may wait for --max-concurrency until `sent`.
+        arrived: when the request was ready to be sent. It is sent at `sent`, which is later if
+            --max-concurrency holds it back.
+        late: seconds between the planned arrival and `arrived`.
         ttft: from `sent` to the first chunk with tokens; None before that.
-        gaps: between one chunk with tokens and the next.
-        chunk_tokens: tokens of each chunk; empty if the server does not tell.
+        gaps: the times between one chunk with tokens and the next.
+        chunk_tokens: number of tokens of each chunk; empty if unknown.
         latency: from `sent` to the end of the answer; None before that.
-        token_ids: tokens of the answer; empty if the server does not tell.
-        rounds: rounds with drafts; empty if the server does not tell.
-        accepted: rounds by their number of accepted drafts, from 0; empty if not told.
-        num_drafts: drafts of all rounds.
+        token_ids: token ids of the answer; empty if the server does not return them.
+        rounds: rounds with drafts; empty if unknown.
+        accepted: `accepted[n]` is the number of rounds with n accepted draft tokens; empty if
+            unknown.
+        num_drafts: number of draft tokens in the rounds that `accepted` counts.
         error: why the request failed; None if it did not.
     """
 
@@ -53,7 +56,7 @@ class Record:
 
     @property
     def queue_time(self) -> float:
-        """Seconds that the client held the request back."""
+        """Seconds that --max-concurrency held the request back."""
         return self.sent - self.arrived
 
     @property
@@ -65,7 +68,7 @@ class Record:
 
 
 def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Return the counts of drafts of each group of the data set."""
+    """Return `Accepted.as_json` of each group of the data set that has rounds with drafts."""
     found: defaultdict[str, Accepted] = defaultdict(Accepted)
     for record in records:
         if record.rounds:
@@ -76,7 +79,7 @@ def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def of_histogram(accepted: Sequence[int], num_drafts: int) -> Accepted:
-    """Return the counts of rounds, given that `accepted[n]` rounds accepted n drafts."""
+    """Return the counts of rounds, in which `accepted[n]` rounds accepted n draft tokens."""
     return Accepted(
         num_drafts=sum(accepted),
         num_draft_tokens=num_drafts,

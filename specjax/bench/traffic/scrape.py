@@ -1,4 +1,4 @@
-"""Reads a server's counters of speculation from its /metrics, in vLLM's names."""
+"""Reads a server's counters of speculation and compilation from its /metrics."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -24,7 +24,10 @@ _HOST, _WAIT = "specjax:host_seconds", "specjax:wait_seconds"
 
 @dataclass(frozen=True)
 class Counters:
-    """Counters of a server: sums of series by name, and by name and label."""
+    """Metrics of a server: the sum over all labels by name, and sums by name and label value.
+
+    Only the labels "position", "k" and "source" are kept.
+    """
 
     totals: dict[str, float] = field(default_factory=dict)
     by_label: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Counters:
 
     @property
     def accepted(self) -> Accepted | None:
-        """The counts of drafts; None if the server does not tell."""
+        """The counts of drafts; None if the server does not report them."""
         if _DRAFTS not in self.totals:
             return None
         by_position = self.by_label.get(_ACCEPTED, {})
@@ -78,34 +81,37 @@ class Counters:
 
     @property
     def k_histogram(self) -> dict[str, int]:
-        """The number of rounds by K; empty if the server does not tell."""
+        """The number of rounds by K; empty if the server does not report it."""
         rounds = self.by_label.get(_ROUNDS, {})
         return {k: int(rounds[k]) for k in sorted(rounds, key=int) if rounds[k]}
 
     @property
     def by_source(self) -> dict[str, dict[str, Any]]:
-        """Counts and figures of each source of drafts; empty if the server does not tell."""
+        """Counts and acceptance by source of drafts; empty if the server does not report them."""
         return by_source(*(self.by_label.get(name, {}) for name in _SOURCES))
 
     @property
     def num_compiles(self) -> int | None:
-        """The number of programs that requests waited for; None if the server does not tell."""
+        """The number of compilations that delayed requests; None if it is not reported."""
         return int(self.totals[_LATE]) if _LATE in self.totals else None
 
     @property
     def is_compiling(self) -> bool:
-        """Whether the server says that it compiles."""
+        """Whether the server reports that it is compiling."""
         return self.totals.get(_COMPILING, 0) > 0
 
     def ms_per_step(self, *, is_wait: bool) -> float | None:
-        """Return the host's milliseconds per step, or those that it waited for the device."""
+        """Return the mean host time per step; with `is_wait`, its mean wait for the device.
+
+        Both are in milliseconds. Return None if the server does not report them.
+        """
         steps = self.totals.get(_STEPS, 0)
         seconds = self.totals.get(_WAIT if is_wait else _HOST)
         return 1e3 * seconds / steps if steps and seconds is not None else None
 
 
 async def scrape(session: aiohttp.ClientSession, root: str) -> Counters | None:
-    """Return the counters of the server at `root`; None if it has no /metrics."""
+    """Return the metrics of the server at `root`; None if /metrics cannot be read."""
     try:
         async with session.get(f"{root}/metrics") as response:
             if response.status != 200:

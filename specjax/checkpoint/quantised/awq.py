@@ -26,7 +26,7 @@ class AWQ:
 
     described: ClassVar[str] = 'awq (4 bits with zero points, version "gemm")'
     group: int  # the usual number of inputs in a group; -1 for all inputs
-    skipped: tuple[str, ...] = ()  # patterns of plain modules
+    skipped: tuple[str, ...] = ()  # patterns of modules that are not quantised
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:

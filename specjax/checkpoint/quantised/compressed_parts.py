@@ -1,4 +1,4 @@
-"""The tensors that compressed-tensors stores for a matrix, as its config describes them."""
+"""Derives from a compressed-tensors config which tensors store a matrix."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +13,15 @@ from specjax.checkpoint.quantised.scaled import FLOAT8, num_blocks
 def stored_parts(
     weights: Mapping[str, Any], kind: str | None, shape: tuple[int, ...], dtype: np.dtype
 ) -> dict[str, Described] | None:
-    """Return the tensors by the ends of their names, without values.
+    """Return the tensors that store a matrix, by the suffix of their names.
 
-    None if the matrix does not suit the settings.
+    The result is None if a matrix of this shape cannot be stored with these settings.
 
     Args:
         weights: the settings of the weights in a config group.
         kind: the `format` of the group, or of the config.
-        shape: [..., O, I] of the matrix.
-        dtype: of the plain matrix.
+        shape: the matrix's shape, [..., O, I].
+        dtype: the dtype of the matrix before quantisation.
     """
     bits, is_float = weights["num_bits"], weights["type"] == "float"
     (num_out, num_in), block = shape[-2:], one_block([weights.get("block_structure")])
@@ -53,7 +53,10 @@ def stored_parts(
 
 
 def _floats(shape: tuple[int, ...], group: int) -> dict[str, Described] | None:
-    """Return the tensors of 4-bit floats: NVFP4 if groups have 16 inputs, else MXFP4."""
+    """Return the tensors of a matrix of 4-bit floats; None if the shape does not suit them.
+
+    The format is NVFP4 if groups have 16 inputs. Otherwise, it is MXFP4.
+    """
     if len(shape) != 2 or shape[1] % group:
         return None
     num_out, num_in = shape

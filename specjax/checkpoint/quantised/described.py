@@ -1,4 +1,4 @@
-"""Quantised checkpoints without weights: their tensors, as far as a config describes them."""
+"""Describes the tensors of a quantised checkpoint from its config alone, without weights."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ _REGEX = "re:"
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor without a file. Its values are 0 unless they are given. See `Readable`."""
+    """A tensor without a file; see `Readable`. If `values` is None, all values are 0."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -30,9 +30,9 @@ class Described:
 
 
 def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorFiles:
-    """Return `files`, with the tensors that `form` stores for the matrices `names`.
+    """Return `files`, in which the tensors that `form` stores replace the matrices `names`.
 
-    Matrices that the config leaves plain stay as they are. `files` has `Described` tensors.
+    Matrices that the config does not quantise stay as they are. `files` has `Described` tensors.
     """
     tensors = dict(files.tensors)
     for name in names:
@@ -42,7 +42,7 @@ def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorF
 
 
 def tensor(dtype: Any, *shape: int, values: Any = None) -> Described:
-    """Return a `Described` tensor. If `values` is set, it has their shape."""
+    """Return a `Described` tensor of this shape; or with the shape of `values`, if they are set."""
     if values is None:
         return Described(np.dtype(dtype), shape)
     array = np.asarray(values, dtype)
@@ -52,16 +52,16 @@ def tensor(dtype: Any, *shape: int, values: Any = None) -> Described:
 def is_named(name: str, patterns: Collection[Any] | None) -> bool:
     """Return whether one of a config's `patterns` names the matrix `name`, or a module around it.
 
-    A pattern is a regular expression after "re:", a name with wildcards, a whole name, or a part of
-    one, such as "lm_head" or "mlp.gate". Configs may put `model.` or `language_model.` before
-    names.
+    A pattern is "re:" and a regular expression, a name with wildcards, a whole name, or a part of a
+    name, such as "lm_head" or "mlp.gate". The prefixes `model.` and `language_model.` are ignored,
+    because not all configs have them.
     """
     own = _short(name.removesuffix(".weight"))
     return any(_is_like(own, str(pattern)) for pattern in patterns or ())
 
 
 def of_config(config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
-    """Return the names or patterns that a config lists in one of `fields`, or in several."""
+    """Return the names or patterns that a config lists in any of `fields`."""
     lists = [config.get(field) for field in fields]
     return tuple(str(one) for found in lists if isinstance(found, list) for one in found)
 

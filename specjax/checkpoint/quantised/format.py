@@ -42,10 +42,11 @@ class Format(Protocol):
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype
     ) -> Mapping[str, Readable] | None:
-        """Return the tensors that store the matrix `name` [..., O, I], without values.
+        """Return the tensors that store the matrix `name` [..., O, I], as the config describes it.
 
-        None if the config leaves the matrix plain, or does not say how it is stored. `dtype` is the
-        plain matrix's dtype.
+        Values that the config does not determine are 0. The result is None if the matrix is not
+        quantised, or if the config does not say how it is stored. `dtype` is the dtype of the
+        matrix before quantisation.
         """
         ...
 

@@ -17,7 +17,7 @@ class FP8:
 
     described: ClassVar[str] = "fp8 (e4m3)"
     block: Block | None  # rows and columns that share a scale; None without blocks
-    skipped: tuple[str, ...] = ()  # patterns of plain modules
+    skipped: tuple[str, ...] = ()  # patterns of modules that are not quantised
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:

@@ -36,7 +36,7 @@ class GPTQ:
     version: str
     group: int  # the usual number of inputs in a group; -1 for all inputs
     is_symmetric: bool = True
-    is_ordered: bool = False  # whether inputs of a group may be apart (`desc_act`)
+    is_ordered: bool = False  # whether a group's inputs need not be adjacent (`desc_act`)
     has_head: bool = False  # whether the output head is quantised
 
     @classmethod
@@ -65,7 +65,7 @@ class GPTQ:
         if made is None:
             return None
         stem, num_in = name.removesuffix("weight"), shape[1]
-        if self.is_symmetric:  # zero points of 8
+        if self.is_symmetric:  # all zero points are 8
             zero = 0x88888888 if self.version == "gptq_v2" else 0x77777777
             words = np.full(made[f"{stem}qzeros"].shape, zero, np.uint32).view(np.int32)
             made[f"{stem}qzeros"] = tensor(np.int32, values=words)

@@ -27,7 +27,7 @@ class ModelOpt:
 
     described: ClassVar[str] = "modelopt (NVFP4, FP8, MIXED_PRECISION of these)"
     algorithm: str
-    skipped: tuple[str, ...] = ()  # patterns of plain modules
+    skipped: tuple[str, ...] = ()  # patterns of modules that are not quantised
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
@@ -52,7 +52,7 @@ class ModelOpt:
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype
     ) -> dict[str, Described] | None:
-        """See `Format`. A config with mixed algorithms does not describe each matrix."""
+        """See `Format`. The result is None for MIXED_PRECISION, whose matrices differ in form."""
         if is_named(name, self.skipped):
             return None
         if self.algorithm == "FP8":

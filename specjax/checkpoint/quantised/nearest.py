@@ -1,4 +1,4 @@
-"""The nearest quantised numbers of weights, and their scales."""
+"""Rounds weights to the nearest quantised numbers, and computes their scales."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ def nearest(
 ) -> tuple[jax.Array, jax.Array]:
     """Return numbers [..., O, I] and scales [..., blocks of O, blocks of I] of weights [..., O, I].
 
-    A block of (rows, columns) gets the scale with which its largest weight is the largest number.
-    Weights are divided by their scale and rounded, as compressed-tensors does without calibration.
-    The numbers have the dtype of `bits`, or int8 if this is int4.
+    `block` is the number of rows and columns that share a scale. The scale is the block's largest
+    absolute weight, divided by half the range of the numbers. Weights are divided by their scale
+    and rounded, as compressed-tensors does without calibration. The numbers have the dtype of
+    `bits`, except that 4-bit integers are returned as int8.
     """
     wide = in_blocks(weights.astype(jnp.float32), block)
     scales = jnp.abs(wide).max(axis=(-3, -1)) / ((bits.largest - bits.least) / 2)
@@ -41,14 +42,14 @@ def in_blocks(matrix: jax.Array, block: tuple[int, int]) -> jax.Array:
 
 
 def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Undo `in_blocks`: return the matrix of this shape [..., O, I]."""
+    """Return the matrix [..., O, I] with this shape. This is the inverse of `in_blocks`."""
     *outer, num_rows, rows, num_columns, columns = blocks.shape
     matrix = blocks.reshape(*outer, num_rows * rows, num_columns * columns)
     return matrix[..., : shape[-2], : shape[-1]]
 
 
 def relative_error(made: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the norm of `made` - `weights`, relative to the norm of `weights` (Frobenius)."""
+    """Return the Frobenius norm of `made - weights`, divided by the norm of `weights`."""
     wide = weights.astype(jnp.float32)
     lost = jnp.sum((made.astype(jnp.float32) - wide) ** 2)
     return jnp.sqrt(lost / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny))

@@ -1,4 +1,4 @@
-"""The nearest 4-bit numbers of matrices, with the scales and zero points of their groups."""
+"""Rounds matrices to 4-bit numbers, and computes the scale and zero point of each group."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from specjax.checkpoint.quantised.bits import BITS
 from specjax.checkpoint.quantised.nearest import from_blocks, in_blocks, nearest
 
-# The numbers of E2M1 have these middles. The second value of a pair says whether a number in the
-# middle is rounded up, as it is if the code of the larger number is even.
+# The midpoints between neighbouring E2M1 floats. The second value of a pair says whether a number
+# at the midpoint is rounded up. It is rounded to the float with the even code.
 _MIDDLES = (
     *((0.25, False), (0.75, True), (1.25, False), (1.75, True)),
     *((2.5, False), (3.5, True), (5.0, False)),
 )
-_E2M1_MAX, _E2M1_EXPONENT = 6.0, 2  # the largest number, and its exponent
+_E2M1_MAX, _E2M1_EXPONENT = 6.0, 2  # the largest float, and its exponent
 _E4M3_MAX = 448.0
 
 
@@ -32,7 +32,8 @@ def nearest_integers(
 ) -> Nearest4:
     """Return a matrix [O, I] as integers with a scale per `group` inputs.
 
-    With zero points, the range of a group includes 0 and ends at its smallest and largest weight.
+    With zero points, the 16 codes of a group cover the range from its smallest to its largest
+    weight, extended to include 0. Without zero points, the range is symmetric.
     """
     if not has_zeros:
         numbers, scales = nearest(matrix, (1, group), BITS["int4"], scales_dtype)
@@ -53,8 +54,8 @@ def nearest_floats(
 ) -> Nearest4:
     """Return a matrix [O, I] as E2M1 floats with a scale per `group` inputs.
 
-    With factors, this is NVFP4, with a factor per output. Without factors, it is MXFP4, whose
-    scales are powers of two, or their exponents plus 127 if `scales_dtype` is uint8.
+    With factors, the format is NVFP4, with one factor per output. Without factors, it is MXFP4,
+    whose scales are powers of two. If `scales_dtype` is uint8, the scale 2^e is stored as e + 127.
     """
     wide = in_blocks(matrix.astype(jnp.float32), (1, group))
     factors = None
@@ -69,13 +70,13 @@ def nearest_floats(
         exponents = _shared_exponents(wide)
         by = jnp.ldexp(jnp.float32(1), exponents)
         scales = (exponents + 127 if scales_dtype == "uint8" else by).astype(scales_dtype)
-    by = jnp.where(by == 0, jnp.inf, by)  # weights with a scale of 0 are 0
+    by = jnp.where(by == 0, jnp.inf, by)  # if a scale is 0, its weights become 0
     codes = _nearest_e2m1(wide / by[:, None, :, None])
     return Nearest4(from_blocks(codes, matrix.shape), scales, None, factors)
 
 
 def _nearest_e2m1(numbers: jax.Array) -> jax.Array:
-    """Return the codes u8 of the nearest E2M1 floats. A number in the middle goes to even."""
+    """Return the codes u8 of the nearest E2M1 floats. At a midpoint, the even code is returned."""
     size = jnp.abs(numbers)
     passed = [size >= x if goes_up else size > x for x, goes_up in _MIDDLES]
     code = jnp.stack(passed).sum(axis=0).astype(jnp.uint8)
@@ -85,8 +86,8 @@ def _nearest_e2m1(numbers: jax.Array) -> jax.Array:
 def _shared_exponents(blocks: jax.Array) -> jax.Array:
     """Return the exponents i32[O, groups] of MXFP4's scales for blocks [O, 1, groups, group].
 
-    The largest weight of a group then has the exponent of the largest E2M1 float (OCP Microscaling
-    Formats 1.0, section 6.3).
+    After division by its scale, a group's largest weight has the exponent of the largest E2M1 float
+    (OCP Microscaling Formats 1.0, section 6.3).
     """
-    _, exponents = jnp.frexp(jnp.abs(blocks).max((1, 3)))  # of a number in [0.5, 1)
+    _, exponents = jnp.frexp(jnp.abs(blocks).max((1, 3)))  # x = m 2^e, with m in [0.5, 1)
     return jnp.clip(exponents - 1 - _E2M1_EXPONENT, -126, 127)

@@ -45,7 +45,7 @@ class Unpacking(NamedTuple):
     factor: Callable[[np.ndarray], np.ndarray] = unchanged  # returns f32, with one number
     is_float: bool = False
     scales_dtype: str | None = None  # if it is not the dtype of the stored scales
-    # For outputs and for inputs: the axis of the stored words, and the codes of a word along it.
+    # For outputs, then for inputs: their axis in the stored words, and a word's codes on this axis.
     axes: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (1, 8))
 
 
@@ -53,7 +53,7 @@ class PackedForm(NamedTuple):
     """What matrices must share to be merged into one matrix of packed numbers."""
 
     unpack: Unpacking
-    num_in: int  # with those that `PackedTensor.order` adds
+    num_in: int  # including the padding in `PackedTensor.order`
     group: int  # the number of inputs in a group
     has_zeros: bool
     has_factor: bool

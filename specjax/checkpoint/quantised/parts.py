@@ -1,7 +1,7 @@
-"""The parts of quantised matrices that devices take.
+"""Divides quantised matrices over devices.
 
-A part is a quantised matrix as well, with its own numbers and scales. If the matrix is cut within
-groups that share a scale, the part has smaller groups, and several of them have the same scale.
+Each device takes a part, which is itself a quantised matrix with numbers and scales. If a cut goes
+through a group of weights that share a scale, parts have smaller groups, and the scale is repeated.
 """
 
 import math
@@ -18,14 +18,14 @@ from specjax.checkpoint.quantised.rounding import Part
 from specjax.checkpoint.quantised.scaled import ScaledTensor
 from specjax.checkpoint.stored_tensor import Readable, read_partly
 
-MIN_INPUTS = 16  # of a group: kernels multiply at least this many at a time
+MIN_INPUTS = 16  # smallest group of inputs: kernels multiply at least 16 inputs at a time
 
 
 def part_of(tensor: Any, cut: Cut | None, device: int) -> Any:
     """Return the part of a quantised tensor that device number `device` takes.
 
-    It is the tensor itself if `cut` is None. It is None if parts would have no form for kernels, or
-    if the tensor is not quantised. These conditions do not depend on the device.
+    If `cut` is None, the tensor itself is returned. The result is None if the tensor is not
+    quantised, or if kernels do not support such parts. It is None for all devices or for none.
     """
     make = PARTS.get(type(tensor))
     if make is None or cut is None:
@@ -34,7 +34,7 @@ def part_of(tensor: Any, cut: Cut | None, device: int) -> Any:
 
 
 def _cut(tensor: Readable, cut: Cut, device: int) -> Part:
-    """Return a part of the stored numbers. Only this part of a file is read."""
+    """Return a device's part of the stored numbers. If possible, only this part is read."""
     shape = cut.part_shape(tensor.shape)
     return Part(tensor.path, tensor.dtype, shape, lambda: cut.take(read_partly(tensor), device))
 
@@ -42,20 +42,25 @@ def _cut(tensor: Readable, cut: Cut, device: int) -> Part:
 def _runs(side: int, size: int, cut: Cut) -> int | None:
     """Return how many adjacent rows of a part share a scale.
 
-    `side` rows of the whole matrix share a scale. The result is None if all of its `size` rows do.
+    In the whole matrix, `side` adjacent rows share a scale. If all `size` rows share one scale, the
+    result is None.
     """
     return None if side >= size else math.gcd(side, cut.unit)
 
 
 def _refined(scales: np.ndarray, axis: int, side: int, run: int, size: int) -> np.ndarray:
-    """Return one scale for `run` of `size` rows along an axis, given one for `side` rows."""
+    """Return scales for smaller groups of rows, by repeating `scales` along an axis.
+
+    The axis has `size` rows. In `scales`, every `side` rows have a scale. In the result, every
+    `run` rows have a scale.
+    """
     fine = np.repeat(scales, side // run, axis=axis)
     return fine.take(np.arange(size // run), axis=axis)
 
 
 def _scaled_part(tensor: ScaledTensor, cut: Cut, device: int) -> ScaledTensor | None:
     shape, block = cut.part_shape(tensor.shape), list(tensor.block)
-    within = cut.axis - (len(shape) - 2)  # 0: rows, 1: columns; less if whole matrices are taken
+    within = cut.axis - (len(shape) - 2)  # 0: rows, 1: columns, negative: whole matrices are taken
     side, size = tensor.block[within] if within >= 0 else 1, tensor.shape[cut.axis]
     run = _runs(side, size, cut)
     if within == 1 and run is not None and run < min(side, MIN_INPUTS):
@@ -87,17 +92,17 @@ class PackedPart(PackedTensor):
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """See `PackedTensor`. An input past the last one is 0; it fills up a group."""
+        """See `PackedTensor`. An index past the last input is padding, with the value 0."""
         return self.own_order
 
     @cached_property
     def used_zeros(self) -> np.ndarray | None:
-        """See `PackedTensor`. They are None for all parts of a matrix or for none."""
+        """See `PackedTensor`. The result is None for all parts of a matrix or for none."""
         zeros = self.whole.used_zeros
         return None if zeros is None else self.cut_groups(zeros)
 
     def read_scales(self) -> np.ndarray:
-        """Return the scales [groups, O]. The scales of rows and groups of padding are 0."""
+        """Return the scales [groups, O]. Padding has scales of 0."""
         whole = self.whole
         scales = np.asarray(whole.unpack.scales(whole.read_scales()))
         shape = whole.num_groups, whole.shape[0]
@@ -132,10 +137,11 @@ def _packed_part(tensor: PackedTensor, cut: Cut, device: int) -> PackedPart | No
 
 
 def _order_of_part(tensor: PackedTensor, cut: Cut, device: int) -> tuple[int, np.ndarray]:
-    """Return the size of the groups of all parts, and the order of a part's inputs.
+    """Return the size of groups in all parts, and the order of one part's inputs.
 
-    A group of the matrix is a group of each part. Because its inputs are not adjacent, parts have
-    different numbers of them. So groups are filled up with inputs past the last one, which are 0.
+    Each part has all groups of the matrix, but only some inputs of each group. The number of these
+    inputs differs, because the inputs of a group are not adjacent in the matrix. So the groups are
+    padded to the same size, with indices past the last input.
     """
     assert tensor.order is not None
     depth, count = tensor.shape[1], tensor.num_groups

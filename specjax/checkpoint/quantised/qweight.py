@@ -61,9 +61,9 @@ def with_qweights(
 def qweights(
     name: str, shape: tuple[int, ...], group: int, *, axis: int
 ) -> dict[str, Described] | None:
-    """Return the tensors that `with_qweights` reads for the matrix `name` [O, I], without values.
+    """Return the tensors that `with_qweights` reads for the matrix `name` [O, I].
 
-    None if its sizes do not suit the format.
+    All values are 0. The result is None if a matrix of this shape cannot be packed.
     """
     if len(shape) != 2 or shape[0] % 8 or shape[axis - 1] % 8:
         return None

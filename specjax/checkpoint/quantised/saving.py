@@ -82,7 +82,7 @@ def _packed(name: str, tensor: Any) -> Parts:
 
 
 def _packed_bytes(name: str, tensor: Any) -> Parts:
-    if len(tensor.shape) > 2:  # experts in one tensor; words have no form for them
+    if len(tensor.shape) > 2:  # experts in one tensor, which cannot be packed into words
         return _with_scales(name, tensor)
     words = tensor.shape[0], -(-tensor.shape[1] // 4)
     packed = Converted(tensor.weight, _words, np.dtype(np.int32), words)
@@ -96,14 +96,14 @@ def _words(numbers: Any) -> np.ndarray:
 
 
 class Form(NamedTuple):
-    """How compressed-tensors stores matrices with a kind of numbers."""
+    """How compressed-tensors stores matrices of one kind of numbers."""
 
     format: str  # its name in the config
     parts: Callable[[str, Any], Parts]  # returns the tensors of a matrix, given its name
 
 
-# By key of `BITS`. Integers are packed into words: compressed-tensors and vLLM read separate bytes
-# only if activations have 8 bits as well (`int-quantized`, W8A8).
+# By key of `BITS`. 8-bit integers are packed into words, too: compressed-tensors and vLLM read
+# separate bytes only in the format `int-quantized` (W8A8), where activations have 8 bits as well.
 FORMS = {
     "fp8": Form("float-quantized", _with_scales),
     "int8": Form("pack-quantized", _packed_bytes),

@@ -161,7 +161,7 @@ def _possible(weight: Readable, scales: Readable, block: Block | None) -> list[B
 
 
 def num_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix [..., O, I] with this shape."""
+    """Return the shape of the scales of a matrix with the shape [..., O, I]."""
     sizes = zip(shape[-2:], block, strict=True)
     return (*shape[:-2], *(-(-size // side) for size, side in sizes))
 

@@ -128,7 +128,7 @@ class DraftModelState:
 class DraftModel(HeadDrafter[ModelWeights]):
     """A drafter that runs a model once per draft token.
 
-    It drafts nothing after the last position that the model was made for.
+    It makes no drafts past the draft model's maximum position.
     """
 
     @property
@@ -177,7 +177,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return replace(state, caches=restore_snapshots(self.head.model, *stored))
 
     def head_of(self, params: Params) -> Any:
-        """Return the draft model's embedding, if it is the output head as well."""
+        """Return the draft model's output head; None if the drafter's parameters are missing."""
         return params.drafter and params.drafter.model.head
 
     def with_head(self, params: Params) -> Params:
@@ -227,7 +227,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
                 drafts.append(token)
                 probs += [] if q is None else [q]
         draft, most = Draft.stacked(drafts, probs, len(starts)), self.head.model.max_position
-        if most < context.history.tokens.shape[1]:  # it was not trained for longer texts
+        if most < context.history.tokens.shape[1]:  # the draft model does not know later positions
             draft = draft._replace(counts=jnp.clip(most - starts, 0, k))
         return draft, replace(state, caches=caches)
 

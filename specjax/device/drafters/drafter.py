@@ -29,7 +29,7 @@ class Params(NamedTuple):
 
     target: Any
     drafter: Any
-    # A copy of an output head in 8 bits, with which drafts are made; see `Drafter.head_of`.
+    # The drafter's 8-bit copy of a shared output head (see `Drafter.head_of`); None without a copy.
     head: Any = None
 
 
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     masks: bool = False
     num_logprobs: int = 0  # number of most likely tokens reported with each token
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; None: nothing is reported
-    is_plain: bool = False  # whether steps skip all work that `Extras` lists, without conditionals
+    is_plain: bool = False  # whether the work in `Extras` is left out of the program
 
 
 @jax.tree_util.register_dataclass
@@ -338,14 +338,14 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the output head that the drafter uses and that another model or layer shares.
+        """Return the shared head that makes drafts: the target's, or a draft model's embedding.
 
-        This is the target's head, or a draft model's embedding. Return None if `params` lack it.
+        Return None if `params` lack it. Do not call this for a drafter with a separate head.
         """
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` in which `params.head`, if any, replaces the result of `head_of`."""
+        """Return `params` in which `params.head`, unless it is None, replaces the shared head."""
         ...
 
     def draft(

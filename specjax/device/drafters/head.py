@@ -106,7 +106,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         return replace(self, head=head), params
 
     def head_of(self, params: Params) -> Any:
-        """Return the target's output head."""
+        """Return the target's output head; None if the target's parameters are missing."""
         return params.target and params.target.head
 
     def with_head(self, params: Params) -> Params:

@@ -1,4 +1,8 @@
-"""Drafters with quantised weights, which change no output: only drafts are made with them."""
+"""Quantises the weights of drafters.
+
+The target keeps its weights, and verifies every draft. So fewer drafts may be accepted, but outputs
+do not become worse.
+"""
 
 from functools import partial
 from typing import Any
@@ -12,7 +16,8 @@ from specjax.device.weights.narrow import narrow
 from specjax.device.weights.weight import Weight, is_weight
 
 _HEADS = {"lm_head", "lm_heads"}
-# Fields that stay plain: embeddings are not multiplied, and the others choose or weigh experts.
+# Fields that are never quantised: embeddings are only looked up, and the other matrices are small
+# ones that choose or weigh experts.
 _PLAIN = {"embedding", "router", "shared_gate"}
 _WHERE = "speculative_config"
 
@@ -20,11 +25,12 @@ _WHERE = "speculative_config"
 def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     """Return a drafter's parameters with projections quantised as `config` says.
 
-    An output head among them gets `head_dtype`; all other projections get `quantization`. `params`
-    may be shapes; the result then is shapes, too.
+    `config.head_dtype` is for the drafter's own output heads, and `config.quantization` is for all
+    other projections. Weights that are quantised already are unchanged. If `params` are shapes,
+    shapes are returned.
 
     Raises:
-        ValueError: weights are to be quantised, but are quantised already.
+        ValueError: all weights that one of these options is for are quantised already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -41,10 +47,13 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params` with a quantised copy of the head that the drafter shares, if it shares one.
+    """Return `params`, whose `head` is a copy of the drafter's shared head in `head_dtype`.
+
+    `params` are returned unchanged if `head_dtype` is None, or if the drafter has a separate output
+    head, which `narrow_drafter` quantises.
 
     Raises:
-        ValueError: the shared head is quantised already, or the model has no head to copy.
+        ValueError: the head to copy is quantised already.
     """
     value = config and config.head_dtype
     if not value or any(_option_of(dotted(p)) == "head_dtype" for p, _ in _weights(params.drafter)):
@@ -70,7 +79,7 @@ def _weights(tree: Any) -> list[tuple[Any, Weight]]:
 
 
 def _option_of(path: str) -> str | None:
-    """Return the option that quantises the weight at a path; None for one that stays plain."""
+    """Return the option for the weight at a path; None if this weight is never quantised."""
     names = set(path.split("."))
     if names & _HEADS:
         return "head_dtype"

@@ -57,10 +57,10 @@ def load(
 ) -> tuple[NGramDrafter, None]:
     """Return the drafter that `config` describes. It has no checkpoint and no parameters.
 
-    With method "suffix", it drafts where the host does not.
+    The method "suffix" also has this drafter. Its drafts are used if the host suggests none.
     """
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max
-    if min_size is None or max_size is None:  # the config sets both for method "ngram"
+    if min_size is None or max_size is None:  # only the method "ngram" has them
         return NGramDrafter(), None
     return NGramDrafter(min_size, max_size), None
 

@@ -73,7 +73,7 @@ class DecoderParams:
 
     @property
     def head(self) -> Any:
-        """The weight that multiplies hidden states to logits."""
+        """The output head, which turns hidden states into logits. It may be the embedding."""
         return self.embedding if self.lm_head is None else self.lm_head
 
 
@@ -101,7 +101,7 @@ class Decoder:
     layer_scales: tuple[tuple[float, float], ...] = ()  # of each layer's pages; () if all are 1
 
     def __post_init__(self):
-        assert self.own_kinds  # they check the numbers of heads
+        assert self.own_kinds  # making the cache kinds checks the numbers of heads
 
     @property
     def has_centred_norms(self) -> bool:

@@ -1,4 +1,4 @@
-"""Models without weights whose config says that weights are quantised, or that are to be."""
+"""Describes the quantised weights of a model whose checkpoint has a config, but no weights."""
 
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,18 @@ from specjax.device.weights.stored import as_stored
 
 
 def described_specs(hf: HFConfig, model: Model, quantization: str | None, dtype: str | None) -> Any:
-    """Return the `TensorSpec`s of a model's parameters as its checkpoint stores them.
+    """Return the `TensorSpec`s of a model's parameters, in the form in which an engine holds them.
 
-    The config decides which matrices are quantised, since there are no tensors.
+    The config or `quantization` decides which matrices are quantised, because there are no tensors.
 
     Args:
         hf: the config of the model.
         model: the model, without weights.
         quantization: see `load_weights`.
         dtype: the dtype of unquantised tensors; None for float32.
+
+    Raises:
+        ValueError: `quantization` changes no matrix.
     """
     config = quantisation(hf)[1]
     specs = specs_of(model)
@@ -41,6 +44,6 @@ def described_specs(hf: HFConfig, model: Model, quantization: str | None, dtype:
         files = rounded(specs, files, quantization, np.dtype(np.float32)).files
     elif (form := read_format(config)) is not None:
         files = form.join(described(files, form, projections(specs)), np.dtype(np.float32))
-    elif config:  # experts in MXFP4, which have other names
+    elif config:  # MXFP4 experts, whose tensors are called *_blocks
         return as_stored(specs_of(model, {f"{name}_blocks" for name in plain}), files, keep_name)
     return as_stored(specs, files, keep_name)

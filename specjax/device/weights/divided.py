@@ -1,6 +1,6 @@
-"""Quantised weights that are divided over devices, in the forms in which checkpoints store them.
+"""Divides quantised weights over devices. They stay quantised, as the checkpoint stores them.
 
-Each device has a smaller quantised weight, made of the parts of tensors that it takes.
+Each device has a smaller quantised weight, made of its parts of the stored tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from specjax.checkpoint.spec import TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DividedParts(DividedSpec):
-    """The `DividedSpec` of an array of a quantised weight.
+    """The `DividedSpec` of an array that belongs to a quantised weight, such as its scales.
 
-    `local` reads the array of a device from the parts of quantised tensors. Its tensor names are
-    the places of these tensors.
+    `local` reads one device's array from that device's parts of the quantised tensors. The tensor
+    names in `local` are the numbers "0", "1", ... of these parts.
     """
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the quantised tensors. `parts` reads what each device takes of them."""
+        """Return the quantised tensors, unread. `parts` later reads each device's parts of them."""
         return [find(name) for name in self.names]
 
     read_partly = read
@@ -32,7 +32,8 @@ class DividedParts(DividedSpec):
     def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
         """See `DividedSpec`.
 
-        A device that fills up its experts repeats the first one: no row goes to these experts.
+        If a device has too few experts, copies of the first expert fill up its array. The router
+        never chooses these copies.
         """
         taken = self.taken[device] if self.taken else range(len(tensors))
         found = {
@@ -45,9 +46,9 @@ class DividedParts(DividedSpec):
 def divided_as_stored(
     x: Any, found: Sequence[Any], make: Callable[[Any, Sequence[Any]], Any]
 ) -> Any:
-    """Return the divided weight `x` in the form in which its tensors `found` are stored.
+    """Return the divided weight `x` in the form in which the checkpoint stores its tensors `found`.
 
-    `make` returns the specs of a whole weight in its stored form; see `stored.STORED`.
+    `make` does the same for a weight that is not divided; see `stored.STORED`.
     """
     spec: DividedSpec = x.values
     names = tuple(map(str, range(len(spec.local.names))))

@@ -75,7 +75,7 @@ class Dense(Matrix):
 
     @property
     def by_output(self) -> jax.Array:
-        """The matrix as [out, in]."""
+        """The matrix, transposed to [out, in]."""
         return self.values.T
 
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:

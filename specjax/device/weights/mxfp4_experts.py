@@ -1,4 +1,4 @@
-"""The specs of experts in MXFP4, which stay packed."""
+"""Loads experts in MXFP4 (4-bit floats with a scale per 32 inputs) without unpacking them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class _ExponentsSpec(_PackedSpec):
 def mxfp4_specs(spec: TensorSpec) -> Any:
     """Return `PackedExperts` with `TensorSpec`s in the places of arrays.
 
-    `spec` is the `MXFP4Spec` by which the same experts would be unpacked.
+    `spec` is the `MXFP4Spec` of the same experts, which would unpack them.
     """
     (blocks, scales), shapes = spec.names, spec.file_shapes
     numbers: Any = _NumbersSpec((blocks,), shapes[:1], dtype="uint8")

@@ -1,4 +1,4 @@
-"""Quantises plain weights that are in memory already."""
+"""Quantises unquantised weights that are already in memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +21,9 @@ from specjax.device.weights.weight import Weight
 def narrow(x: Weight, quantization: str) -> Weight:
     """Return the weight `x`, rounded to the numbers of `quantization`, a key of `BITS`.
 
-    Matrices get a scale per output, and 4-bit numbers a scale per output and group of inputs. A
-    table is used as an output head. A weight without a form with such numbers is unchanged.
+    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. A table
+    becomes a matrix that serves only as an output head. A weight that cannot have such numbers is
+    returned unchanged.
     """
     make = _FORMS.get(type(x))
     form = None if make is None else make(x, BITS[quantization])
@@ -30,7 +31,7 @@ def narrow(x: Weight, quantization: str) -> Weight:
 
 
 def _quantise(form: Weight, x: Weight) -> Weight:
-    """Return `x` in the form of `form`, a weight with shapes in the places of its arrays."""
+    """Return `x`, quantised like `form`. `form` is a weight whose arrays are only shapes."""
     shapes, tree = jax.tree.flatten(form)
     return jax.jit(lambda plain: jax.tree.unflatten(tree, shapes).quantise(plain))(x)
 
@@ -65,8 +66,8 @@ def _experts(x: ExpertMatrices, bits: Bits) -> Weight | None:
     return ScaledExperts(values, scales=scales, block=(1, num_in))
 
 
-# By class of plain weights: a function that returns the form with quantised numbers; None if there
-# is none.
+# By class of unquantised weights: a function that returns the `form` for `_quantise`; None if the
+# weight cannot have such numbers.
 _FORMS: dict[type, Callable[[Any, Bits], Weight | None]] = {
     Dense: _merged,
     Table: _matrix,

@@ -24,15 +24,15 @@ class Packed(Quantised):
     """A matrix [in, out] as 4-bit numbers u8[out, bytes]; see `packed_matmul`.
 
     Inputs that share a scale must be adjacent in the array. If they are not adjacent in the model,
-    the array holds the inputs in another order: input i of the array is input order[i] of the
-    model, or 0 if the model has no such input.
+    the array has another order: its input i is the model's input order[i]. If order[i] is past the
+    model's last input, input i is padding.
     """
 
     scales: jax.Array = field(kw_only=True)  # [groups, out]
     zeros: jax.Array | None = field(kw_only=True)  # u8[groups, out]
     factors: jax.Array | None = field(kw_only=True)  # f32[out]
     order: jax.Array | None = field(kw_only=True)  # i32[in], see `PackedTensor.order`
-    num_in: int = field(kw_only=True)  # of the model
+    num_in: int = field(kw_only=True)  # number of the model's inputs, without padding
     form: FourBits = field(kw_only=True)
 
     def plain(self, dtype: Any) -> Dense:
@@ -50,7 +50,7 @@ class Packed(Quantised):
         return ("fp4" if self.form.is_float else "int4",)
 
     def quantise(self, plain: Any) -> "Packed":
-        """See `Weight`. The order of the inputs stays."""
+        """See `Weight`. The result has the same order of inputs."""
         matrix = plain.by_output
         if self.order is not None:
             matrix = matrix.at[:, self.order].get(mode="fill", fill_value=0)
@@ -68,9 +68,9 @@ class Packed(Quantised):
 
 
 def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
-    """Return the fields of a matrix [out, in] in the form of `old`, with the nearest numbers.
+    """Return new values for the arrays of `old`, so that it stores `matrix` [out, in].
 
-    `old` has the fields of a `Packed`.
+    `old` is a `Packed`, or has its fields. Weights are rounded to the nearest numbers.
     """
     form, dtype = old.form, old.scales.dtype.name
     if form.is_float:

@@ -66,10 +66,10 @@ class PackedExperts(ExpertWeights):
 
 
 def packed_experts(spec: TensorSpec, tensors: Sequence[PackedTensor]) -> Any:
-    """Return the `PackedExperts` that are stored as `tensors`, or None if this is not possible.
+    """Return `PackedExperts` that hold `tensors`, with `TensorSpec`s in the places of arrays.
 
-    `TensorSpec`s take the places of arrays. `spec` is the `TensorSpec` of the same experts without
-    quantisation. The result is None if the tensors have different forms, or an order of inputs.
+    `spec` is the `TensorSpec` of the same experts without quantisation. The result is None if the
+    tensors differ in form, have reordered inputs, or do not each belong to one expert.
     """
     form = tensors[0].form
     if form.order or not spec.num_stacked or any(one.form != form for one in tensors):

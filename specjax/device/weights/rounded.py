@@ -18,9 +18,9 @@ _PLAIN = {"router", "shared_gate"}
 
 
 def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:
-    """Return `files`; the weights of projections in them are quantised when they are read.
+    """Return `files`, with projections replaced by tensors that are quantised when they are read.
 
-    Weights without a form for such numbers stay plain.
+    Weights that cannot have such numbers stay unquantised.
 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.
@@ -41,7 +41,7 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
 
 
 def projections(specs: Any) -> list[str]:
-    """Return the names of the tensors in the `TensorSpec`s `specs` that may be quantised."""
+    """Return the names of the tensors that may be quantised, given a model's `TensorSpec`s."""
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_weight)
     return [
         name

@@ -13,10 +13,12 @@ from specjax.checkpoint.spec import TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class StackedSpec(TensorSpec):
-    """The `TensorSpec` of an array [E, ...] that stacks an array of each of E matrices.
+    """The `TensorSpec` of an array [E, ...] that stacks one array from each of E matrices.
+
+    For example, it stacks the scales of E experts.
 
     Attributes:
-        one: the spec of the first matrix's array, without tensor names.
+        one: the spec of this array for a single matrix, without tensor names.
     """
 
     one: TensorSpec
@@ -36,7 +38,7 @@ class StackedSpec(TensorSpec):
         return replace(self.one, names=self.names).read(find)
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. If all matrices are in the same tensors, these are stacked already."""
+        """See `TensorSpec`. If a file tensor holds all E matrices, it is stacked already."""
         if self.num_stacked:
             each = len(self.one.names)
             parts = [jnp.stack(parts[i::each]) for i in range(each)]
@@ -44,7 +46,7 @@ class StackedSpec(TensorSpec):
 
 
 def stacked(spec: TensorSpec, one: Any) -> Any:
-    """Return a tree of `StackedSpec`s, given the tree `one` of the specs of the first matrix.
+    """Return a tree of `StackedSpec`s for matrices that each have the tree of specs `one`.
 
     `spec` is the `TensorSpec` of the stacked matrices without quantisation.
     """

@@ -33,7 +33,7 @@ FORMS: dict[type, Callable[[Any, Any], Any]] = {
     PackedTensor: packed_specs,
     PackedPart: packed_specs,
 }
-# The same for experts. The result is None if the tensors have no common form.
+# The same for the matrices of experts. These functions return None if the tensors differ in form.
 EXPERTS: dict[type, Callable[[Any, Any], Any]] = {
     ScaledTensor: scaled_experts,
     PackedTensor: packed_experts,
@@ -55,9 +55,9 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs` with quantised weights in the forms in which the files store them.
+    """Return `specs`, changed so that weights stay quantised if the files store them so.
 
-    All other weights stay unchanged.
+    Weights that are stored unquantised, or in a form that must be unpacked, are unchanged.
 
     Args:
         specs: a tree of weights, with `TensorSpec`s in the places of arrays.

@@ -24,7 +24,7 @@ class Table(Weight):
 
     @property
     def by_output(self) -> jax.Array:
-        """The output head as a matrix [out, in]."""
+        """The table as the matrix [out, in] of an output head."""
         return self.values
 
     def rows(self, ids: jax.Array) -> jax.Array:

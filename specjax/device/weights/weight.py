@@ -30,7 +30,7 @@ class Weight:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The kinds of quantised numbers, for example "fp8" or "int4". Empty if it is plain."""
+        """The kinds of quantised numbers, for example "fp8" or "int4"; () if none are quantised."""
         return ()
 
     def total(self, part: jax.Array) -> jax.Array:
@@ -56,10 +56,10 @@ class Weight:
         return self
 
     def quantise(self, plain: Any) -> Any:
-        """Return the weight `plain`, in the form and the dtypes of this weight.
+        """Return the weight `plain`, quantised like this weight and with its dtypes.
 
-        Numbers are rounded to the nearest ones. Only the shapes and dtypes of this weight's arrays
-        are read, except for integers i32. `plain` has the class of the result of `self.plain`.
+        `plain` has the class that the method `plain` returns. Numbers are rounded to the nearest
+        ones. This weight's arrays may be shapes, except for i32 arrays such as an order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))
 

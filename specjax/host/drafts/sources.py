@@ -1,4 +1,4 @@
-"""Sources of drafts on the host: texts in which a request's next tokens may already be written."""
+"""Sources of drafts on the host: texts that a request's output may repeat."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,8 +14,8 @@ from specjax.host.drafts.text_index import (
 )
 from specjax.host.sequence import Sequence as Sample
 
-MAX_OUTPUT_TOKENS = 1_000_000  # of earlier outputs; a token takes about 350 bytes
-MAX_NEW_TOKENS = 2048  # tokens that a step adds to the indexes of its requests
+MAX_OUTPUT_TOKENS = 1_000_000  # of earlier outputs, about 350 bytes each
+MAX_NEW_TOKENS = 2048  # maximum number of tokens that a step adds to `OwnText`
 
 
 class Source(Protocol):
@@ -23,19 +23,23 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """The name by which metrics count the source's drafts."""
+        """The name under which metrics count the source's drafts."""
         ...
 
     def begin_step(self) -> None:
-        """Note that the drafts of another round follow."""
+        """Begin the drafts of a new round."""
         ...
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """Return `count` drafts or fewer for a sample, after `num_in_flight` expected tokens."""
+        """Return `num_in_flight` expected tokens of a sample, and then at most `count` drafts.
+
+        The expected tokens are those that rounds in flight will probably give. If the source has no
+        drafts, the result is `NOTHING`.
+        """
         ...
 
     def finish(self, sample: Sample) -> None:
-        """Learn from a finished sample."""
+        """Tell the source that a sample has finished, so that it may keep the output."""
         ...
 
 
@@ -54,7 +58,7 @@ class OwnText:
         self._room = MAX_NEW_TOKENS
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """See `Source`. There are no drafts until all tokens of a long prompt are in the index."""
+        """See `Source`. A long prompt has drafts only after several rounds have indexed it."""
         index = self._indexes.get(sample)
         if index is None:
             index = self._indexes[sample] = TextIndex()
@@ -73,7 +77,7 @@ class OwnText:
 
 
 class _Texts:
-    """The base class of sources whose texts do not change with the steps."""
+    """The base class of sources whose texts do not grow in each step."""
 
     def __init__(self, limits: SuffixLimits):
         self._limits = limits
@@ -93,7 +97,10 @@ class _Texts:
 
 
 class EarlierOutputs(_Texts):
-    """The outputs of the last requests, at most `max_requests`."""
+    """The outputs of the latest samples that stopped or reached their length limit.
+
+    It keeps about `max_requests` of them, and fewer if they have more than `MAX_OUTPUT_TOKENS`.
+    """
 
     name = "suffix"
 
@@ -128,10 +135,10 @@ class Corpora(_Texts):
         return list(self._corpora)
 
     def add(self, name: str, texts: list[list[int]]) -> None:
-        """Add a corpus of texts, which are lists of token ids.
+        """Add a corpus. Each of its texts is a list of token ids.
 
         Raises:
-            ValueError: there is a corpus of this name.
+            ValueError: there is already a corpus of this name.
         """
         if name in self._corpora:
             raise ValueError(f"corpus {name!r} exists; remove_corpus it first, or name another")
@@ -140,7 +147,7 @@ class Corpora(_Texts):
             self._index.add(text)
 
     def remove(self, name: str) -> None:
-        """Remove a corpus. The index of the others is built again.
+        """Remove a corpus, and rebuild the index of all other corpora.
 
         Raises:
             ValueError: there is no corpus of this name.
@@ -159,7 +166,7 @@ class Corpora(_Texts):
 
 
 class References(_Texts):
-    """The texts that come with a request, `Request.references`."""
+    """The texts that a request brings with it; see `Request.references`."""
 
     name = "history"
 
@@ -174,7 +181,7 @@ class References(_Texts):
 def suffix_sources(config: SpeculativeConfig) -> Sequence[Source]:
     """Return the sources of suffix decoding.
 
-    Of equally good drafts, those of the first source are used.
+    If several sources have equally good drafts, the first source is used.
     """
     limits = SuffixLimits(
         config.suffix_decoding_max_tree_depth,

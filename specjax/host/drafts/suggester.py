@@ -1,10 +1,10 @@
-"""Suggests drafts from the host, which the device uses instead of its drafter's.
+"""Suggests drafts from the host, which the device uses instead of the drafter's drafts.
 
-A round is planned while the round before it runs, so the host does not know the last tokens. A
-suggestion begins at the first token that the host does not know: it is a path of expected tokens.
-The device compares the beginning of the path with the tokens that the rounds in flight have given,
-and drafts the rest. If they differ, the drafter's drafts are used. So a suggestion that comes too
-late costs nothing, and the host never waits for the device.
+A round is planned while the previous round is in flight, so the host does not know the last tokens
+yet. A suggestion is a path of expected tokens, from the first token that the host does not know.
+The device compares the start of the path with the tokens of the rounds in flight. If they are
+equal, the rest of the path is used as drafts. Otherwise, the drafter's drafts are used. So the host
+never waits for the device, and a path that turns out to be wrong does not replace any drafts.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ from specjax.host.drafts.text_index import NOTHING
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.methods import METHODS
 
-RECENT = 0.8  # weight of the past in running means of a sample
-SLOW = 0.02  # weight of a round in running means over all samples
+RECENT = 0.8  # weight of earlier rounds in a sample's running means
+SLOW = 0.02  # weight of a new round in the running means over all samples
 
 
 class Suggestion(NamedTuple):
-    """A path of expected tokens from the position `start` on."""
+    """A path of expected tokens. The first token is for the position `start`."""
 
     start: int
     tokens: list[int]
@@ -31,9 +31,9 @@ class Suggestion(NamedTuple):
     score: float  # expected number of accepted drafts, see `Continuation`
 
     def is_used(self, tokens: SequenceOf[int], length: int) -> bool:
-        """Return whether a round after the first `length` of a sequence's `tokens` uses the path.
+        """Return whether the device uses the path in a round that follows `tokens[:length]`.
 
-        If the path differs from these tokens, or ends with them, the drafter's drafts are used.
+        It does if the path agrees with these tokens of the sequence, and continues after them.
         """
         num_past = length - self.start
         is_longer = num_past < len(self.tokens)
@@ -41,7 +41,7 @@ class Suggestion(NamedTuple):
 
 
 class SourceCounts(NamedTuple):
-    """Numbers of rounds with drafts from a source, of these drafts, and of those accepted."""
+    """Counts of rounds with drafts from one source, of these drafts, and of accepted drafts."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -54,17 +54,20 @@ class _Means:
     __slots__ = ("any", "drafter")
 
     def __init__(self, drafter: float):
-        self.any = 0.0  # of rounds with drafts from any source
-        self.drafter = drafter  # of rounds with the drafter's drafts
+        self.any = 0.0  # over all rounds, with drafts from any source
+        self.drafter = drafter  # over rounds with the drafter's drafts
 
 
 class Suggester:
-    """Suggests the drafts of the source from which most are expected to be accepted.
+    """Suggests drafts from the source with the highest expected number of accepted drafts.
+
+    If the drafter is expected to do better than all sources, it suggests nothing.
 
     Attributes:
-        sources: the sources, empty for an engine without drafts from the host.
-        max_drafts: maximum number of drafts in a round.
-        counts: counts by source; the drafter is one, under its method's name.
+        sources: the sources; empty if all drafts come from the drafter.
+        max_drafts: the maximum number of drafts in a round.
+        counts: counts by the name of the source. The drafter has an entry, too; see
+            `Method.drafter`.
     """
 
     @classmethod
@@ -83,16 +86,16 @@ class Suggester:
         self._drafter = drafter
         self._means: WeakKeyDictionary[Sequence, _Means] = WeakKeyDictionary()
         self._mean_of_drafter = 0.0  # over all samples
-        # Accepted drafts per expected one, by source: counts of texts are not probabilities.
+        # By source: accepted drafts per expected one, which corrects the scores.
         self._ratios = {source.name: 1.0 for source in self.sources}
 
     def named(self, name: str) -> Any:
-        """Return the source of this name; None if there is none."""
+        """Return the first source with this name; None if there is none."""
         return next((source for source in self.sources if source.name == name), None)
 
     @property
     def width(self) -> int:
-        """Maximum number of tokens of a path: of a round in flight, and of the next drafts."""
+        """Maximum number of tokens in a path: the tokens of a round in flight, then the drafts."""
         return 2 * self.max_drafts + 1 if self.sources else 0
 
     def suggest(
@@ -100,7 +103,7 @@ class Suggester:
     ) -> tuple[Suggestion | None, ...]:
         """Return a suggestion or None for each sequence of a round that has just been planned.
 
-        The round has `num_drafts` drafts. The result is empty if there are no sources or drafts.
+        The round has `num_drafts` drafts. If this is 0, or without sources, the result is ().
         """
         if not self.sources or not num_drafts:
             return ()
@@ -116,7 +119,7 @@ class Suggester:
             return None
         most_in_flight = sequence.max_tokens_in_flight - (k + 1)
         num_in_flight = min(most_in_flight, 1 + round(means.any))
-        # If fewer tokens are in flight than expected, more of the path are drafts.
+        # If rounds in flight give fewer tokens than expected, drafts begin earlier in the path.
         count = k + most_in_flight - num_in_flight
         best, score, name = NOTHING, 0.0, ""
         for source in self.sources:
@@ -128,7 +131,7 @@ class Suggester:
                     break
         if not best.tokens or score < means.drafter:
             return None
-        tokens = best.tokens[: self.width]  # another policy may have a larger K
+        tokens = best.tokens[: self.width]  # the K of another policy may be larger
         return Suggestion(len(sequence.token_ids), tokens, name, min(best.score, k))
 
     def learn(
@@ -138,11 +141,11 @@ class Suggester:
         outputs: SequenceOf[RowOutput],
         num_kept: SequenceOf[int],
     ) -> None:
-        """Learn from a round whose tokens have been appended.
+        """Learn from a round whose tokens have been appended to the sequences.
 
-        `outputs` has the round's output for each sequence, and `num_kept` how many of its tokens
-        the sequence has gained. `suggested` is the result of `suggest`; if it is empty, there is
-        nothing to learn.
+        `suggested` is the result of `suggest` for the round. If it is empty, nothing is learned.
+        `outputs` are the device's results for each sequence, and `num_kept` is the number of tokens
+        that each sequence gained.
         """
         for sequence, path, row, kept in zip(sequences, suggested, outputs, num_kept, strict=False):
             if kept:
@@ -169,6 +172,6 @@ class Suggester:
             self._ratios[suggestion.source] += SLOW * (found - self._ratios[suggestion.source])
 
     def finish(self, sequence: Sequence) -> None:
-        """Let the sources keep the output of a finished sequence."""
+        """Tell all sources that a sequence has finished."""
         for source in self.sources:
             source.finish(sequence)

@@ -1,38 +1,39 @@
 """Finds earlier occurrences of a text's last tokens, and the tokens that followed them.
 
-This is suffix decoding (Oliaro et al. 2024, SuffixDecoding) without a tree. A hash table has the
-latest occurrence of every 2, 4 and 8 consecutive tokens, and each occurrence has a link to the one
-before it. So a token takes constant time to append, and old texts are forgotten in the order in
-which they came. Counts are over the latest occurrences only (at most `MOST`), which also predict
-better than older ones.
+This is suffix decoding (Oliaro et al. 2024, SuffixDecoding) without a tree. Three hash tables hold
+the latest occurrence of every 2, 4 and 8 consecutive tokens. Each occurrence has a link to the
+previous one. So appending a token takes constant time, and the oldest texts can be forgotten first.
+Next tokens are counted over the latest occurrences only (at most `MOST`). These also predict better
+than older ones.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 GRAMS = 8, 4, 2  # numbers of consecutive tokens that are looked up, in this order
-SHORTEST = GRAMS[-1]  # the least number of equal tokens that count as a match
-MOST = 8  # number of occurrences that are compared
-END = -1  # follows each text
+SHORTEST = GRAMS[-1]  # number of tokens in the shortest match
+MOST = 8  # maximum number of occurrences that are compared
+END = -1  # the token that `TextIndex.add` appends to each text
 
 
 class SuffixLimits(NamedTuple):
-    """What a continuation may be, with vLLM's defaults (its options are `suffix_decoding_...`).
+    """The limits of a continuation: vLLM's options `suffix_decoding_...`, with vLLM's defaults.
 
-    A continuation of a match of m tokens has at most `spec_factor` * m drafts.
+    After a match of m tokens, there are at most `spec_factor` * m drafts. Tokens in flight count as
+    part of the match.
     """
 
-    max_match: int = 24  # number of last tokens that are compared
+    max_match: int = 24  # maximum number of tokens in a match
     spec_factor: float = 1.0
-    min_prob: float = 0.1  # least probability, by counts, that all drafts are accepted
+    min_prob: float = 0.1  # least estimated probability that all drafts are accepted
 
 
 class Continuation(NamedTuple):
     """Tokens that may follow a text.
 
-    The first of them may be in flight: they are expected from rounds whose results are not known.
-    The tokens after them are drafts. `score` is the expected number of accepted drafts if the
-    tokens in flight turn out to be as expected.
+    The first tokens are expected from rounds in flight, whose results are not known yet. The tokens
+    after them are drafts. `score` is the expected number of accepted drafts, on condition that the
+    rounds in flight give the expected tokens.
     """
 
     tokens: list[int]
@@ -44,22 +45,22 @@ _NO_TOKENS = (END,) * (GRAMS[0] - 1)
 
 
 class TextIndex:
-    """An index of texts. A text is a list of token ids, which are not negative."""
+    """An index of texts. A text is a list of token ids."""
 
     def __init__(self):
         self._tokens: list[int] = []
-        self._first = 0  # position of the first token in the list; earlier texts are forgotten
+        self._first = 0  # position of the first token that is not forgotten
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in GRAMS)
         self._before: tuple[list[int], ...] = tuple([] for _ in GRAMS)
-        self._last = _NO_TOKENS  # the last tokens of the last text
+        self._last = _NO_TOKENS  # the last seven tokens of the last text
 
     def __len__(self) -> int:
-        """The number of tokens, with the one that ends each text."""
+        """The number of tokens, including the `END` of each text."""
         return len(self._tokens)
 
     @property
     def num_entries(self) -> int:
-        """The number of entries in all tables."""
+        """The number of entries in all hash tables."""
         return sum(map(len, self._latest))
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -85,13 +86,13 @@ class TextIndex:
         self._last = t, u, v, w, x, y, z
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append a whole text."""
+        """Append a whole text, and `END`."""
         self.extend(tokens)
         self.extend((END,))
         self._last = _NO_TOKENS
 
     def forget(self, count: int) -> None:
-        """Remove the first `count` tokens, which must be whole texts with their ends."""
+        """Remove the first `count` tokens. They must be whole texts, including each `END`."""
         text, last = self._tokens, _NO_TOKENS
         for position, token in enumerate(text[:count], self._first):
             ending = *last, token
@@ -109,9 +110,11 @@ class TextIndex:
     ) -> Continuation:
         """Return the best continuation of a text that ends with `tokens`.
 
-        It has at most `num_in_flight` tokens and then `count` drafts. For each length of a match,
-        the continuation is the most frequent next token, time after time. The one with the largest
-        score is returned; among equals, that of the longest match.
+        It has `num_in_flight` expected tokens, followed by at most `count` drafts. Without drafts,
+        `NOTHING` is returned. For each length of a match, a continuation is built from the
+        occurrences with at least this length: repeatedly, their most frequent next token is
+        appended. The continuation with the largest score is returned. If scores are equal, the
+        longest match counts.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING
@@ -126,7 +129,10 @@ class TextIndex:
         return best
 
     def _matches(self, last: list[int]) -> list[tuple[int, int]]:
-        """Return occurrences of the last tokens, the latest first: (index after it, its length)."""
+        """Return a pair (index after it, length of the match) for each occurrence, latest first.
+
+        The last 8 tokens are looked up first. Only if they do not occur, 4 or 2 are looked up.
+        """
         text, first = self._tokens, self._first
         size = len(text)
         for gram, latest, before in zip(GRAMS, self._latest, self._before, strict=True):
@@ -167,7 +173,7 @@ class TextIndex:
                 score += probability * max(0, min(len(copied), num_drafts))
                 starts = [start + len(copied)]
                 continue
-            # A text that has no end yet continues with the tokens that were just found.
+            # Past the end of the index, the last text continues with the tokens found so far.
             following = [text[i] if i < size else tokens[i - size] for i in starts]
             counts: dict[int, int] = {}
             for token in following:
@@ -175,7 +181,7 @@ class TextIndex:
             counts.pop(END, None)
             if not counts:
                 break
-            token = max(counts, key=counts.__getitem__)  # the first, thus latest, among equals
+            token = max(counts, key=counts.__getitem__)  # if equal, of the latest occurrence
             if len(tokens) >= num_in_flight:
                 probability *= counts[token] / len(starts)
                 if probability < min_prob:
@@ -187,7 +193,10 @@ class TextIndex:
 
 
 class RecentTexts(TextIndex):
-    """An index of the latest texts: at most `max_texts`, with at most `max_tokens` in total."""
+    """An index of the latest texts: about `max_texts`, with about `max_tokens` in total.
+
+    It may exceed each limit by 10 %, so that it rarely removes texts.
+    """
 
     def __init__(self, max_texts: int, max_tokens: int):
         super().__init__()
@@ -195,10 +204,10 @@ class RecentTexts(TextIndex):
         self._sizes: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append a whole text, and forget the oldest texts if there are too many."""
+        """Append a whole text, and remove the oldest texts if a limit is exceeded by 10 %."""
         super().add(tokens)
         self._sizes.append(len(tokens) + 1)
-        # Some at a time, because removing moves all tokens that stay.
+        # Several texts are removed at once, because each removal moves all remaining tokens.
         if len(self._sizes) > 1.1 * self._max_texts or len(self) > 1.1 * self._max_tokens:
             count = num_texts = 0
             while (

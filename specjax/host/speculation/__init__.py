@@ -1,3 +1,3 @@
-"""Chooses the number of drafts per request, from learned acceptance rates and times of rounds."""
+"""Chooses the number of drafts per request, from acceptance rates and times of rounds."""
 
-POLICIES = ("static:K", "table", "profile", "adaptive")  # names of the ways to choose it
+POLICIES = ("static:K", "table", "profile", "adaptive")  # the names of policies, see `make_policy`

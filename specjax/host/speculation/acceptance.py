@@ -32,14 +32,14 @@ _OFFSET_WEIGHT = 20.0
 class DraftOutcome(NamedTuple):
     """The outcome of a round for one request.
 
-    A draft after the end of the output is not usable, and does not count. Drafts after the first
+    Only drafts that could become part of the output are usable, and count. Drafts after the first
     rejected draft are not verified (see `depth`).
 
     Attributes:
         num_drafts: number of usable drafts.
         num_accepted: number of accepted drafts.
         group: the request's group (see `Request.group`).
-        bucket: the bucket of the request's length (see `contexts`).
+        bucket: the bucket of the request's number of tokens (see `contexts`).
     """
 
     num_drafts: int
@@ -77,15 +77,20 @@ class _Counts:
 
 
 class Acceptance:
-    """Learns acceptance rates from outcomes of rounds: of all requests, by length and by group.
+    """Learns acceptance rates from outcomes of rounds.
 
-    Each rate starts at a prior rate, and follows its counts as they grow. The prior rate of a group
-    is the rate of all requests of the same bucket of lengths. The prior rate of a bucket is the
-    rate of the bucket before it; the first bucket has the rate of all requests. If all requests
-    are in one bucket, its rates are theirs. For all requests, the prior rate of a position
-    comes from the rate of the position before it: a learned offset is added to that rate's
-    log-odds. The offset changes little when acceptance rises or falls as a whole. So the rates of
-    later positions stay useful, even if these positions are seldom drafted.
+    It learns the rates of all requests together, of each bucket of lengths (see `contexts`), and of
+    each group within a bucket. Each rate starts at a prior rate, and approaches the observed
+    fraction as drafts are counted. The prior rates are
+
+    - for a group: the rate of its bucket,
+    - for a bucket: the rate of the next shorter bucket, or, for the shortest one, of all requests,
+    - for a position, over all requests: the rate of the position before it, with a learned offset
+      added to its log-odds.
+
+    The offset changes little when acceptance rises or falls as a whole. So the rates of later
+    positions stay useful, even if these positions are seldom drafted. While all requests are in one
+    bucket, the bucket has no separate rates.
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):
@@ -102,14 +107,14 @@ class Acceptance:
         known = [b - a for a, b in zip(logits, logits[1:], strict=False)]
         self._offsets = [0.0, *known, *[0.0] * max_drafts][:max_drafts]
         self._all = _Counts(max_drafts)
-        self._groups: dict[Hashable, _Counts] = {}  # by group and bucket
+        self._groups: dict[Hashable, _Counts] = {}  # by (group, bucket)
         self._buckets: dict[int, _Counts] = {}
 
     def rates(self, group: Hashable = None, bucket: int = 0) -> list[float]:
         """Return the unconditional rates of drafts 1..max_drafts for a group's requests.
 
-        `bucket` is the bucket of the requests' lengths. For None, or for a group without counts,
-        the rates are the rates of all requests of the bucket.
+        `bucket` is the bucket of the requests' lengths. If `group` has no counts in this bucket,
+        the rates of the bucket are returned.
         """
         rates, known = self._pooled(), []
         if len(self._buckets) > 1:

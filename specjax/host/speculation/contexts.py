@@ -1,19 +1,15 @@
 """Divides lengths of context into buckets.
 
-Drafters are trained on short texts, so that fewer drafts are accepted in long contexts. Acceptance
-rates and times of rounds are learned for each bucket of lengths.
+Drafters are usually trained on short texts, so fewer drafts are accepted in long contexts. For this
+reason, acceptance rates and times of rounds are learned separately for each bucket of lengths.
 """
 
 from bisect import bisect_right
 
-BOUNDS = (2048, 4096, 8192, 16384, 32768, 65536)  # the first length of each bucket after the first
+BOUNDS = (2048, 4096, 8192, 16384, 32768, 65536)  # where each bucket after the first begins
+FIRST_LENGTHS = (0, *BOUNDS)  # the smallest length in each bucket
 
 
 def context_bucket(num_tokens: float) -> int:
-    """Return the number of the bucket of a request with `num_tokens` tokens, from 0 on."""
+    """Return the number, from 0 on, of the bucket that contains the length `num_tokens`."""
     return bisect_right(BOUNDS, num_tokens)
-
-
-def first_length(bucket: int) -> int:
-    """Return the smallest number of tokens in a bucket."""
-    return (0, *BOUNDS)[bucket]

@@ -68,10 +68,12 @@ def resumed_policy(
 
 
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
-    """Return the policy called `name` (see `POLICIES`). Its Ks do not exceed the profile's maximum.
+    """Return the policy called `name`: "static:K", "table", "profile" or "adaptive".
+
+    It never chooses a K above the profile's maximum.
 
     Raises:
-        ValueError: the name is unknown, or its K exceeds the profile's maximum.
+        ValueError: the name is unknown, or the K in it exceeds the profile's maximum.
     """
     kind, _, k = name.partition(":")
     if kind == "static" and k.isdecimal():

@@ -1,8 +1,8 @@
 """Chooses K, the number of drafts per request in a round.
 
 K is chosen when the round is scheduled. A policy sees the load of a round and, a step or two later,
-the outcome of the round (see `rounds`). All requests of a round have the same K, or the round is
-split: some requests draft K tokens, and the others none (see `split`).
+the outcome of the round (see `rounds`). Usually, all requests of a round draft K tokens. In a split
+round, some requests draft K tokens, and the other requests draft none (see `split`).
 """
 
 import math
@@ -47,9 +47,9 @@ class Policy(Protocol):
 
     @property
     def weighs_requests(self) -> bool:
-        """Whether `choose` reads `num_context`, `requests` and `splits` of a load.
+        """Whether `choose` reads the fields `num_context`, `requests` and `splits` of a load.
 
-        If it does not, callers may leave them out.
+        If not, callers may leave these fields out.
         """
         ...
 
@@ -59,12 +59,12 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """How to split the round whose K was just chosen; None if all its requests draft."""
+        """How to split the round whose K was just chosen; None if it is not split."""
         ...
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster than the chosen one, but is not ready."""
+        """A split round that would be faster, but whose program is not ready; None without one."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -97,7 +97,7 @@ class PolicyRule:
 
     is_learning = False
     weighs_requests = True
-    split = wish = None  # all requests draft
+    split = wish = None  # rounds are not split
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """Do nothing: there is nothing to prepare."""
@@ -161,13 +161,14 @@ class GoodputPolicy:
 
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
 
-    AL is the mean acceptance length of a request (see `requests`), and a request's limit is its
-    maximum number of useful drafts. `chunks` is the recent mean time of prefill chunks per round,
-    the same for every K. A learning policy splits rounds if this is faster (see `split`). It
-    changes K only for a gain of `HYSTERESIS`, or for a smaller gain that lasts. From time to time,
-    it tries neighbours of the best K. While K = 0 is best, it sometimes tries a larger K, because
-    rounds without drafts do not show acceptance. The time between such tries doubles until another
-    K is best.
+    AL is the mean acceptance length of a request (see `requests`). A request's limit is the maximum
+    number of its drafts that can be used. `chunks` is the recent mean time of prefill chunks per
+    round, the same for every K.
+
+    A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
+    lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
+    tries a larger K, because rounds without drafts do not show acceptance. The time between such
+    tries doubles until another K is best. It splits rounds if this is faster (see `split`).
     """
 
     weighs_requests = True
@@ -273,9 +274,9 @@ class GoodputPolicy:
         return self._goodput(load, self._gains(load))
 
     def _gains(self, load: DecodeLoad) -> Any:
-        """Return the expected number of accepted drafts of 0..max_drafts drafts, f64[n, K+1].
+        """Return the expected number of accepted drafts for 0..max_drafts drafts, f64[n, K+1].
 
-        There is a row per request. If requests are unknown, one row describes a typical request.
+        There is a row per request; or one row, for a typical request, if requests are unknown.
         """
         if load.requests is None:
             return RequestRates.sums([self._rates(None, 0)])
@@ -304,7 +305,7 @@ class GoodputPolicy:
             self.splitter.observe(outcome, self.cost)
             return
         shape, chunk_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.chunk_ms
-        if chunk_ms is None:  # the second part of a split round
+        if chunk_ms is None:  # the part of a split round that does not draft
             if outcome.ms is not None and self._learns_cost:
                 self.cost.observe(*shape, outcome.ms)
             return

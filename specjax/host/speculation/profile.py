@@ -26,7 +26,7 @@ _KEYS = (
     "acceptance_rate_per_pos",
 )
 _OPTIONAL = "measured"
-_CONTEXT = "ms_per_context_token", "ms_per_context_draft"  # optional keys of "measured"
+_CONTEXT = "ms_per_context_token", "ms_per_context_draft"  # optional keys of `Profile.measured`
 
 
 class Comparison(NamedTuple):
@@ -43,14 +43,13 @@ class Profile:
     Attributes:
         step_ms: milliseconds of a step, including drafting and verifying, by batch size and K.
             Every batch size has a time for K = 0 and for at least one other K.
-        rates: the fractions of all steps that accept at least 1, 2, ... drafts; one entry per
-            draft.
+        rates: the fractions of all steps in which at least 1, 2, ... drafts are accepted; one
+            entry per draft.
         max_drafts: the largest K.
         is_online: whether a policy learns rates while serving, with `rates` as the prior.
         measured: a description of the measurement; None if it is unknown. "model" is the model's
             fingerprint, and "device" is the kind of device. If `step_ms` are times without context,
-            "ms_per_context_token" is the time that each context token adds to a step, and
-            "ms_per_context_draft" is the time that it adds for each draft.
+            each context token adds "ms_per_context_token" + K * "ms_per_context_draft" to a step.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]

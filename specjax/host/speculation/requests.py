@@ -1,4 +1,4 @@
-"""Estimates the acceptance rates of each request, from its own drafts."""
+"""Estimates the acceptance rates of each request from its drafts so far."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -8,20 +8,20 @@ import numpy as np
 from specjax.host.speculation.acceptance import conditional
 from specjax.host.speculation.contexts import context_bucket
 
-PRIOR_WEIGHT = 8.0  # weight of the rates of similar requests, in drafts of the request
-MEMORY_ROUNDS = 100.0  # a request's counts are remembered for about this number of its rounds
-_ROOM = 64  # number of requests that are kept in addition to those that are ready
+PRIOR_WEIGHT = 8.0  # the prior rate weighs as much as this number of the request's drafts
+MEMORY_ROUNDS = 100.0  # a round's weight fades over about this number of the request's rounds
+_ROOM = 64  # spare rows for requests, so that arrays seldom grow
 
 
 class ReadyRequests(NamedTuple):
-    """What a policy may know of the requests that are ready to decode. All fields have n items.
+    """Describes the n requests that are ready to decode. Each field has n items.
 
     Attributes:
-        keys: identify the requests over several rounds.
+        keys: values that identify the requests over several rounds.
         groups: see `Request.group`.
         lengths: number of tokens, including the prompt.
-        limits: the maximum number of drafts of each request: the drafts that can become part of its
-            output, and no more than the request or the source of its drafts allows.
+        limits: maximum number of drafts that can become part of the output. The request's own limit
+            on drafts is included.
     """
 
     keys: Sequence[Hashable]
@@ -31,11 +31,11 @@ class ReadyRequests(NamedTuple):
 
 
 class RequestOutcomes(NamedTuple):
-    """The outcome of a round for each of its n requests.
+    """The outcome of a round for each of its n requests. Each field has n items.
 
     Attributes:
-        keys: identify the requests, as in `ReadyRequests`.
-        num_drafts: number of usable drafts.
+        keys: values that identify the requests, as in `ReadyRequests`.
+        num_drafts: number of usable drafts (see `DraftOutcome`).
         num_accepted: number of accepted drafts.
     """
 
@@ -47,8 +47,9 @@ class RequestOutcomes(NamedTuple):
 class RequestRates:
     """Counts accepted and verified drafts by request and position. Older drafts weigh less.
 
-    The rate of a request at a position is a mean of its counts and of a prior rate, which is
-    the rate of similar requests. So a new request has the prior rate.
+    A request's rate at a position is the weighted mean of two rates: the accepted fraction of its
+    drafts, and a prior rate, which is the rate of similar requests. A new request has the prior
+    rate.
     """
 
     def __init__(self, max_drafts: int):
@@ -66,7 +67,8 @@ class RequestRates:
     ) -> np.ndarray:
         """Return the unconditional rates f64[n, K] of drafts 1..K of each request.
 
-        `rates_of` returns the rates of the requests of a group and of a bucket of lengths.
+        `rates_of(group, bucket)` returns the prior rates for requests of a group, with lengths in
+        this bucket (see `contexts`).
         """
         rows = self._find(requests.keys)
         kinds: dict[tuple[Hashable, int], int] = {}
@@ -78,10 +80,10 @@ class RequestRates:
 
     @staticmethod
     def sums(rates: Any, limits: Sequence[int] | None = None) -> np.ndarray:
-        """Return the expected number of accepted drafts f64[n, K+1] of 0..K drafts.
+        """Return the expected number of accepted drafts for 0..K drafts, f64[n, K+1].
 
-        `rates` are unconditional, f64[n, K]. `limits` holds the maximum number of drafts of each
-        request; None for no limits.
+        `rates` are unconditional, f64[n, K]. `limits` holds each request's maximum number of
+        drafts; None means that requests have no limits.
         """
         rates = np.asarray(rates)
         n, k = rates.shape
@@ -93,7 +95,7 @@ class RequestRates:
         return np.take_along_axis(sums, counts, axis=1)
 
     def observe(self, outcomes: RequestOutcomes) -> None:
-        """Count the outcomes of a round."""
+        """Count the drafts of a round, and reduce the weight of earlier drafts."""
         rows = self._find(outcomes.keys)
         num_drafts, num_accepted = np.array(outcomes[1:])[..., None]
         keep = 1 - (num_drafts > 0) / MEMORY_ROUNDS
@@ -103,13 +105,13 @@ class RequestRates:
         self._verified[rows] = keep * self._verified[rows] + is_verified
 
     def fade(self, keys: Sequence[Hashable], factor: float) -> None:
-        """Multiply the weight of these requests' counts by `factor`."""
+        """Multiply the counts of these requests by `factor`, which moves rates to the priors."""
         rows = self._find(keys)
         self._accepted[rows] *= factor
         self._verified[rows] *= factor
 
     def _find(self, keys: Sequence[Hashable]) -> list[int]:
-        """Return the row of each request. New requests get empty rows."""
+        """Return the index of each request's row of counts. New requests get rows of zeros."""
         rows = [self._rows.get(key, -1) for key in keys]
         if -1 in rows:
             self._make_room(keys)
@@ -119,7 +121,10 @@ class RequestRates:
         return rows
 
     def _make_room(self, keys: Sequence[Hashable]) -> None:
-        """Enlarge the arrays for the new ones among `keys`, or forget all requests but `keys`."""
+        """Make room for the new requests among `keys`, if necessary.
+
+        The arrays grow, or all requests except `keys` are forgotten.
+        """
         needed = len(self._rows) + len(keys)
         if needed <= len(self._accepted):
             return

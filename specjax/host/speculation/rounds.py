@@ -1,7 +1,8 @@
-"""What a policy for K sees of a round: its load when it is scheduled, and later its outcome.
+"""The load and the outcome of a round, from which a policy chooses K.
 
-A policy never sees tokens. If the choice whether to verify a draft depended on the draft's token,
-or on a token drawn later, the output would not have the target's distribution.
+A policy sees the load when the round is scheduled, and the outcome later. It never sees tokens. If
+the decision to verify a draft depended on the draft's token, or on a token drawn later, outputs
+would not have the target's distribution.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,8 +18,8 @@ class SplitShape(NamedTuple):
 
     Attributes:
         drafting: number of requests that draft, including padding.
-        k: the number of their drafts.
-        others: number of the other requests, including padding.
+        k: number of drafts of each of these requests.
+        others: number of requests that do not draft, including padding.
     """
 
     drafting: int
@@ -27,9 +28,9 @@ class SplitShape(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split of a round.
+    """Which requests of a split round draft.
 
-    `drafting` holds the indices, among the ready requests, of those that draft.
+    `drafting` holds their indices in the list of ready requests.
     """
 
     shape: SplitShape
@@ -39,7 +40,7 @@ class Split(NamedTuple):
 class SplitWish(NamedTuple):
     """A split round that would be faster than the chosen one, but whose program is not ready.
 
-    `gain` is the fraction of the round's time that it would save.
+    `gain` is the fraction of the time per token that it would save.
     """
 
     shape: SplitShape
@@ -48,16 +49,16 @@ class SplitWish(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """The load of a round.
+    """The load of a round: what a policy may know before it chooses K.
 
     Attributes:
         num_sequences: number of sequences ready to decode.
         num_context: number of tokens before the round, summed over sequences.
-        max_tokens: the step's token budget, or None for no budget. Sequences that do not fit wait.
-        requests: what is known of each sequence; None if the policy does not weigh requests.
+        max_tokens: the step's token budget; None for no budget. Sequences that do not fit wait.
+        requests: a description of each sequence; None if the policy does not weigh requests.
         splits: the shapes of split rounds whose programs are ready; None if the round may not be
             split.
-        shapes: the shapes (batch size, K) of rounds whose programs are ready.
+        shapes: the shapes (batch size, K) of unsplit rounds whose programs are ready.
     """
 
     num_sequences: int
@@ -79,7 +80,11 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of a round.
+    """The outcome of a round, or of one part of a split round.
+
+    If both parts of a split round ran in one program, `others` and `others_context` are about the
+    requests that did not draft, and `ms` is the time of the program. All other fields are about the
+    requests that drafted.
 
     Attributes:
         batch: batch size of the round's shape, including padding.
@@ -87,14 +92,13 @@ class Round:
         num_context: number of tokens before the round, summed over sequences.
         verdicts: number of requests by outcome.
         ms: milliseconds of the round; None if unknown.
-        chunk_ms: milliseconds of prefill chunks since the previous step; None if the round is the
-            second of its step.
-        is_joined: whether the chunks and the round were one program. Then `chunk_ms` is the time of
-            both.
+        chunk_ms: milliseconds of prefill chunks since the previous step; None for the part of a
+            split round that does not draft.
+        is_joined: whether the chunks and the round were one program. If so, `chunk_ms` is the time
+            of both.
         requests: the outcome for each request; None if it is unknown.
-        others: batch size of the requests without drafts that ran in the same program, including
-            padding; 0 unless the round was split. All other fields are about the requests with
-            drafts, but `ms` is the time of the program.
+        others: batch size, including padding, of the requests that did not draft in the same
+            program; 0 without such requests.
         others_context: number of tokens before the round, summed over these requests.
     """
 

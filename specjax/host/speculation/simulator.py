@@ -2,9 +2,8 @@
 
 Requests decode together in rounds, which are padded to the batch sizes that an engine compiles.
 Each request has its own log-odds of acceptance, and rounds' times have noise. A policy that knows
-requests may split rounds: some requests draft, and the others do not (see `split`). The
-policy is compared to an oracle, which knows times and rates, and takes the best K for all requests
-in every round.
+requests may split rounds (see `split`). The policy is compared to an oracle. It knows the times and
+rates, and takes the best K in every round. It never splits rounds.
 """
 
 import math
@@ -54,15 +53,15 @@ class World:
     def round_ms(self, batch: int, k: int, context: float, split: Split | None) -> float:
         """Return the milliseconds, without noise, of a round with `context` context tokens.
 
-        If the round is split, its batch size is not used. The time of a split round is an estimate
-        (see `split`), and its context is assumed to be read for each draft, too.
+        For a split round, `batch` is not used. Its time is an estimate (see `split`), in which the
+        context of all requests costs as much as if all of them drafted.
         """
         ms = self.ms(batch, k) if split is None else split_ms(self.cost, split.shape)
         return ms + self.cost.context_ms(k, context)
 
     @property
     def splits(self) -> frozenset[SplitShape]:
-        """Every shape that a round may be split into."""
+        """Every shape that a split round may have."""
         ks = [k for k in self.cost.ks if k]
         return frozenset(SplitShape(*one) for one in product(self.batches, ks, self.batches))
 
@@ -100,7 +99,7 @@ class Workload:
         arrivals: arrival time of each request, in milliseconds.
         effects: for each request, the difference between its log-odds of acceptance and the
             log-odds of a typical request.
-        contexts: number of tokens of each request's prompt; empty for prompts without tokens.
+        contexts: number of tokens of each request's prompt; () if all prompts are empty.
     """
 
     lengths: Sequence[int]
@@ -140,14 +139,17 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """The outcome of a simulated run. Regret is the fraction of expected goodput that is lost.
+    """The outcome of a simulated run.
+
+    Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
+    number of tokens per expected millisecond, so its loss may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
         regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
         ms_by_batch: milliseconds spent in rounds, by padded batch size.
         lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
-        request_k_histogram: number of rounds of requests by number of drafts.
+        request_k_histogram: number of times that a request had this number of drafts in a round.
         num_split: number of split rounds.
         trace: a tuple (start in milliseconds, number of sequences, K) for each round.
     """
@@ -193,11 +195,11 @@ class _Running:
         self._sum(rates, 1)
 
     def length(self, request: int) -> int:
-        """Return the number of a request's tokens, including the prompt."""
+        """Return the number of tokens that a request has now, including the prompt."""
         return self._ends[request] - self.remaining[request]
 
     def load(self, max_k: int, splits: Collection[SplitShape]) -> DecodeLoad:
-        """Return the load of a round of the active requests."""
+        """Return the load of a round of the active requests, which may split into `splits`."""
         lengths = [self.length(request) for request in self.active]
         limits = [min(max_k, self.remaining[request] - 1) for request in self.active]
         groups = [None] * len(lengths)
@@ -232,8 +234,8 @@ def simulate(
 ) -> Outcome:
     """Run the workload to its end with a policy, or with the oracle if `policy` is None.
 
-    If `by_request`, the policy knows requests and may split rounds. A policy observes a round only
-    after it has chosen K for the next round, as in an engine with a step in flight.
+    If `by_request` is true, the policy sees each request, and may split rounds. A policy observes a
+    round only after it has chosen K for the next round, as in an engine with a step in flight.
     """
     rng = random.Random(seed)
     if policy is not None:
@@ -310,10 +312,10 @@ def _verify(
     outcome: Outcome,
     drafting: Collection[int] | None,
 ) -> dict[int, tuple[Any, ...]]:
-    """Draw the number of accepted drafts of every request in a round of k drafts.
+    """Draw the number of accepted drafts of every request, and append the tokens.
 
-    `drafting` holds the requests that draft; None for all. Return the fields of the `DraftOutcome`
-    of each of them.
+    `drafting` holds the requests that draft k tokens; None if all requests do. Return the fields of
+    a `DraftOutcome` for each request that drafts.
     """
     found, gone = {}, []
     remaining, random = running.remaining, rng.random

@@ -1,16 +1,17 @@
-"""Splits rounds: the requests whose drafts are accepted most often draft, and the others do not.
+"""Splits rounds: the requests with the best acceptance rates draft, and the others do not.
 
-All requests of a round have the same number of rows, so a draft of one request costs the others a
-row, too. A split round has two parts: m requests draft K tokens, and the other requests run one row
-each. The target runs over all rows at once. Before the program for this is compiled, the two parts
-may run one after the other.
+In a round that is not split, all requests have the same number of rows. So if one request drafts,
+all other requests run as many rows. A split round of n requests has two parts: m requests draft K
+tokens each, and the other n - m requests run one row each. The target runs over all rows at once.
+While the program for this is not compiled, the two parts may run one after the other.
 
-    tokens = n + expected accepted drafts of the m requests with the most
-    ms     = time of m (K + 1) + (n - m) rows, and of K drafts for m requests
+    tokens = n + expected number of accepted drafts of the m requests
+    ms     = time of m (K + 1) + (n - m) rows in the target, and of K drafts for m requests
 
-A time is not known before the split round has run. It is estimated as the time of a round of all
-requests with as many rows, corrected for the drafter, whose K passes are not spread over the
-requests. Served times correct this estimate, for each shape.
+The time is not known before a split round of this shape has run. It is first estimated as the time
+of an unsplit round with the same numbers of requests and of rows. Such a round would have fewer
+drafts per request, so the time of the missing passes of the drafter is added. Then the times of
+served split rounds correct the estimate, separately for each shape.
 """
 
 import math
@@ -22,10 +23,10 @@ from specjax.host.speculation.requests import RequestRates
 from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitShape, SplitWish
 from specjax.host.speculation.step_cost import StepCost
 
-EVERY = 16  # rounds between two choices of a split
-MIN_GAIN = 0.02  # fraction of goodput by which a split must be better than no split
-FADE = 0.97  # with each choice, the counts of requests that do not draft are multiplied by this
-MIN_SHARE = 1 / 16  # fraction of the requests that must draft in a split
+EVERY = 16  # number of rounds that keep a choice
+MIN_GAIN = 0.02  # a split must improve goodput by this fraction
+FADE = 0.97  # each choice multiplies the counts of requests that do not draft by this
+MIN_SHARE = 1 / 16  # minimum fraction of the requests that draft
 SETTLED = 8  # the correction of a shape is the mean over about this number of rounds
 
 
@@ -38,19 +39,19 @@ class Splitter:
     """Chooses how to split rounds, and learns the times of split rounds.
 
     Attributes:
-        split: how to split the chosen round; None without a split.
-        wish: see `SplitWish`; None if there is none.
+        split: how to split the next round; None if it is not split.
+        wish: a split round whose program is worth compiling; None without such a round.
     """
 
     def __init__(self) -> None:
         self.split: Split | None = None
         self.wish: SplitWish | None = None
-        self._corrections: dict[SplitShape, tuple[int, float]] = {}  # rounds, mean log ratio
+        self._corrections: dict[SplitShape, tuple[int, float]] = {}  # rounds, mean log error
         self._chosen: _Choice | None = None
         self._num_rounds = 0  # until the next choice
 
     def clear(self) -> None:
-        """Forget what was chosen for the last round."""
+        """Reset `split` and `wish` before the next round."""
         self.split = self.wish = None
 
     def choose(
@@ -62,13 +63,17 @@ class Splitter:
         chunk_ms: float,
         rates: RequestRates,
     ) -> Split | None:
-        """Set and return `split`, and set `wish`.
+        """Choose whether to split the next round. Set `split` and `wish`, and return `split`.
 
         Args:
-            gains: expected number of accepted drafts f64[n, K+1], by request and number of drafts.
-            unsplit: milliseconds and goodput of the best round without a split.
-            chunk_ms: milliseconds of a step in addition to its round.
-            rates: counts of requests. Old counts of requests that do not draft lose weight.
+            load: the load of the round, with `requests` and `splits`.
+            gains: the expected number of accepted drafts, f64[n, K+1], for 0..K drafts of each
+                request.
+            unsplit: milliseconds and goodput of the best round that is not split.
+            cost: the times of rounds that are not split.
+            chunk_ms: milliseconds that a step takes in addition to its round.
+            rates: the acceptance rates of requests. With each choice, requests that do not draft
+                forget a part of their counts, so that they are tried again.
         """
         requests, chosen = load.requests, self._chosen
         assert requests is not None
@@ -91,7 +96,10 @@ class Splitter:
         return self.split
 
     def observe(self, outcome: Round, cost: StepCost) -> None:
-        """Learn from the time of a split round that ran as one program."""
+        """Learn the time of a split round that ran as one program.
+
+        `cost` holds the times of rounds that are not split.
+        """
         if outcome.ms is None:
             return
         shape = SplitShape(outcome.batch, outcome.k, outcome.others)
@@ -111,14 +119,14 @@ class Splitter:
         cost: StepCost,
         chunk_ms: float,
     ) -> None:
-        """Choose the split of the next rounds, and set `wish`."""
+        """Set `wish`, and choose the shape of the next rounds; see `choose`."""
         requests, splits = load.requests, load.splits
         assert requests is not None and splits is not None
         had, self._chosen = self._chosen, None
         least = unsplit[1] * (1 if had else 1 + MIN_GAIN)
         n, table = load.num_sequences, np.array(cost.table)
         lengths = np.array(requests.lengths)
-        plain_ms = cost.ms(n, 0, load.num_context)  # a split round does this work, too
+        plain_ms = cost.ms(n, 0, load.num_context)  # a lower bound of the time of a split
         found: list[_Choice] = []
         wished: list[_Choice] = []
         for k in filter(None, cost.ks):
@@ -158,14 +166,14 @@ class Splitter:
 
 
 def _order(gains: Any, k: int) -> Any:
-    """Return the indices of requests, those with the most accepted drafts first."""
+    """Return the indices of requests, by falling expected number of accepted ones of k drafts."""
     return np.argsort(-gains[:, k], kind="stable")
 
 
 def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
-    """Return the estimated milliseconds of a split round without context, as one program.
+    """Return the estimated milliseconds of a split round that runs as one program, without context.
 
-    `table` is `cost.table` as an array; it is computed if it is None.
+    `table` is `cost.table` as an array. If it is None, it is computed.
     """
     table = np.array(cost.table) if table is None else table
     num_requests = shape.drafting + shape.others

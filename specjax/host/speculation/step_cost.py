@@ -13,8 +13,8 @@ modelled as a sum of three terms:
 
 The estimate is the posterior mean of this random-effects model. For a point that was served several
 times, it follows the served times. For a point that was never served, it is the known time,
-corrected by the shared term. Rounds of long contexts have separate points, by bucket of the mean
-length of their requests.
+corrected by the shared term. Served rounds with long contexts are kept apart, by bucket of the mean
+length of their requests (see `contexts`).
 """
 
 import math
@@ -34,7 +34,7 @@ _SHARED_WEIGHT = 0.25  # weight of the shared term's prior, in points
 
 Column = Mapping[int, float]  # milliseconds by K
 Points = Mapping[int, Column]  # by batch size
-_Place = tuple[int, int]  # index of a batch size, and bucket of lengths (see `contexts`)
+_Place = tuple[int, int]  # (index of a batch size, bucket of lengths, see `contexts`)
 
 
 class StepCost:
@@ -55,9 +55,9 @@ class StepCost:
     ):
         """`points` are the known times. Times for further Ks in `ks` are computed from them.
 
-        `batches` are the batch sizes to which rounds are padded. If there are none, rounds are not
-        padded. In addition to the times in `points`, a round of K drafts takes
-        `ms_per_context_token` + K `ms_per_context_draft` for each token of context.
+        `batches` are the batch sizes to which rounds are padded. If it is empty, rounds are not
+        padded. The times in `points` are without context. For each token of context, a round of K
+        drafts takes `ms_per_context_token` + K * `ms_per_context_draft` more.
         """
         self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
@@ -71,7 +71,7 @@ class StepCost:
         self.ms_per_context_draft = ms_per_context_draft
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
-        self._long: dict[_Place, _Row] = {}  # rows of longer contexts than those of `_rows`
+        self._long: dict[_Place, _Row] = {}  # for buckets after the first
         self._known: dict[_Place, tuple[Column, Column]] = {}  # see `_estimates`
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
@@ -131,7 +131,7 @@ class StepCost:
 
     @property
     def table(self) -> list[list[float]]:
-        """The milliseconds of rounds without context, by batch size and K."""
+        """The milliseconds of rounds without context: a row per batch size, a column per K."""
         return [[self.ms(batch, k) for k in self.ks] for batch in self.batches]
 
     def spread(self, batch_size: int, k: int) -> float:
@@ -162,11 +162,11 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, place: "_Place") -> tuple[Column, Column]:
-        """Return the known and the estimated time of each K, without the time for context.
+        """Return the known times by K, and the estimated times by K. Both are without context.
 
         The known times come from a profile or a measurement. The estimated times are computed from
-        the known times and from served rounds. Before any rounds of a bucket were served, its
-        estimates are equal to the first bucket's.
+        the known times and from served rounds. A bucket in which no round was served has the
+        estimates of the first bucket.
         """
         if place not in self._known:
             base = self._rows[place[0]]
@@ -258,7 +258,10 @@ class _Row:
         return self.corrected([min(max(ms, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K, from served times and the times `prior`."""
+        """Return the time of each K: a geometric mean of the served times and the time in `prior`.
+
+        The weight of the served times grows with their number.
+        """
         result = []
         columns = zip(prior, self.points, self.levels, self.served, strict=True)
         for ms, point, level, served in columns:
@@ -267,9 +270,10 @@ class _Row:
         return result
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K. Times that were never served move like those that were.
+        """Return the time of each K, given the times `prior` before any round of this row.
 
-        `prior` holds the times before any round of this row.
+        The mean ratio of served times to `prior` scales all times, so that a K that was never
+        served changes as well.
         """
         known = zip(self.served, self.levels, prior, self.points, strict=True)
         moves = (_weight(len(n)) * (level - math.log(ms / own)) for n, level, ms, own in known)

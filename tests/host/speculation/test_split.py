@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from host.speculation import h100_rounds
 from host.speculation.h100_rounds import KS, SplitShape, replayed_cost, round_ms, serve
 
 from specjax.host.speculation.methods import adaptive_policy
@@ -62,7 +63,7 @@ def test_a_request_that_improves_drafts_again():
 def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     """The time of its program is learned; other shapes are estimated as before."""
     policy, rates, contexts = adaptive(), of(HALVES, 64), [1000] * 64
-    monkeypatch.setattr("host.speculation.h100_rounds.SPLIT_MS", 6.0)
+    monkeypatch.setattr(h100_rounds, "SPLIT_MS", 6.0)
     served = serve(policy, rates, contexts, 400, 0)
     assert (served.drafts[-50:].min(axis=1) == served.drafts[-50:].max(axis=1)).all()
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
