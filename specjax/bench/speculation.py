@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps(report, indent=2)
         if output:
             output.write_text(text + "\n")
-        if args.report:
-            write_report(args.report, parse(text, "speculation"))
         screen.end(trial.lines(report))
         if args.json:
             print(text, flush=True)
+        if args.report:
+            write_report(args.report, parse(text, "speculation"))
         if trial.is_interrupted:  # as engines close, a second interrupt ends the process at once
             raise KeyboardInterrupt
     return 0

@@ -291,7 +291,13 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench_report.run`."""
     parser.add_argument("result", metavar="RESULT.json", help="a result, as --output-json wrote it")
-    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help=REPORT)
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help=f"{REPORT}; default: %(default)s",
+    )
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -137,6 +137,6 @@ class OfflineRun:
         text = json.dumps(as_json(top, details), indent=2, default=str)
         if self.args.output_json:
             write_whole(Path(self.args.output_json).expanduser(), text + "\n")
+        print(text if self.args.json else "\n".join(lines), flush=True)
         if self.args.report:
             write_report(self.args.report, parse(text, self.benchmark))
-        print(text if self.args.json else "\n".join(lines), flush=True)

@@ -297,10 +297,10 @@ def write(asked: ServeRun, figures: Mapping[str, Any], details: Details) -> None
     text = json.dumps(as_json(figures, details), indent=2, default=str)
     for path in filter(None, (args.output_json, asked.path)):
         write_whole(Path(path).expanduser(), text + "\n")
-    if args.report:
-        write_report(args.report, parse(text, details.benchmark))
     lines = describe(asked.load, figures, details, asked.model)
     print(text if args.json else "\n".join(lines), flush=True)
+    if args.report:
+        write_report(args.report, parse(text, details.benchmark))
 
 
 def describe(

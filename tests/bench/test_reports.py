@@ -233,6 +233,7 @@ def test_other_workloads_and_foreign_files_are_refused(compared, tmp_path):
         ('{"specjax": 3}', "is not a result"),
         (json.dumps(wrong), "schema_version 99"),
         (json.dumps(lacking), "is damaged"),
+        ('{"benchmark": "speculation", "schema_version": 2}', "lacks settings"),
     ):
         refusal(lambda text=text: parse(text, "x.json"), "x.json", word)
     (tmp_path / "r.json").write_bytes(b"\xff\xfe")

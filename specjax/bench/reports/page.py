@@ -18,7 +18,7 @@ body { margin: 0 auto; padding: 1.25rem; max-width: 72rem; background: var(--pag
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; } h2 { font-size: 1rem; margin: 0 0 .5rem; }
 ul { margin: 0 0 1.25rem; padding-left: 1.1rem; color: var(--soft); }
 main { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem),
-  1fr)); align-items: start; }
+  1fr)); grid-auto-flow: dense; align-items: start; }
 section, details { background: var(--card); border: 1px solid var(--line); border-radius: .6rem;
   padding: .9rem 1rem; min-width: 0; }
 .wide { grid-column: 1 / -1; } .scroll { overflow-x: auto; } summary { cursor: pointer; }

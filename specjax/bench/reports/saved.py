@@ -14,6 +14,10 @@ _VERSIONS = {
     **dict.fromkeys(("latency", "throughput", "serve"), SCHEMA_VERSION),
     SPECULATION: SPECULATION_VERSION,
 }
+_OF_SPECULATION = (
+    *("settings", "environment", "machine", "configurations", "timestamp"),
+    *("is_interrupted", "outputs_identical"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ def parse(text: str, path: str) -> Saved:
             f"{path} has schema_version {version}, and this version of specjax reads "
             f"{_VERSIONS[benchmark]}; measure again"
         )
+    needed = _OF_SPECULATION if benchmark == SPECULATION else ("model_id",)
+    if lacking := [key for key in needed if key not in top]:
+        raise ValueError(f"{path} is damaged, it lacks {', '.join(lacking)}; measure again")
     if benchmark == SPECULATION:
         return Saved(benchmark, top, None)
     try:

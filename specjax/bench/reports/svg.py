@@ -1,4 +1,4 @@
-"""Draws a chart as SVG. Colours and fonts are those of the page, by the classes of elements."""
+"""Draws a chart as SVG. The page's style sheet gives its elements colours, by their classes."""
 
 import math
 from collections.abc import Sequence
