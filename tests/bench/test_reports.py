@@ -16,7 +16,7 @@ from specjax.bench.reports.compare import compare
 from specjax.bench.reports.noise import of_requests, of_rounds
 from specjax.bench.reports.saved import parse
 from specjax.bench.reports.svg import ticks
-from specjax.bench.result import Accepted, Details, Distribution, Speculation, as_json
+from specjax.bench.result import Accepted, Details, Distribution, Peer, Speculation, as_json
 from specjax.cli import main
 
 CHROMIUM = shutil.which("chromium")
@@ -43,6 +43,8 @@ def served(latencies=(0.5, 0.25), *, settings=(), dataset=(), rounds=(), **top):
         },
         rounds=list(rounds),
         distributions={"e2el_ms": Distribution.of([1e3 * x for x in latencies]), "itl_ms": None},
+        goodput={"limits_ms": {"ttft": 5.0}, "share_by_limit": {"ttft": 0.75}, "share": 0.625},
+        steady={"rule": NASTY, "begin": 0.5, "end": 2.5, "output_throughput": 99.5},
         timeline={
             "output_tokens": [4.0, 1.0, 2.0],
             "running": [2.0, 1.0, 1.0],
@@ -51,6 +53,15 @@ def served(latencies=(0.5, 0.25), *, settings=(), dataset=(), rounds=(), **top):
         speculation=Speculation(
             total=counts, by_group={NASTY: counts, "b": counts}, k_histogram={"0": 1, "3": 5}
         ),
+        peers=[
+            Peer(
+                name=NASTY,
+                version=None,
+                figures={"output_throughput": 41.152},
+                ratios={"output_throughput": 3.0},
+                outputs=None,
+            )
+        ],
     )
     named = {"model_id": NASTY, "completed": len(latencies), "failed": 0, **top}
     latencies = list(latencies)
@@ -103,6 +114,7 @@ def test_a_page_has_the_numbers_asks_for_nothing_and_escapes_all_texts(draw):
     total, latency = details["speculation"]["total"], details["distributions"]["e2el_ms"]
     expected = [result["output_throughput"], *(latency[x] for x in ("mean", "std", "p99"))]
     expected += [total["acceptance_length"], *total["rates_per_position"], 5, 1]
+    expected += [41.152, 3.0, 0.75, 0.625, 99.5]
     assert values >= set(expected)
 
 
@@ -143,6 +155,20 @@ def test_markdown_has_whole_rows_and_a_picture_has_charts(draw):
 
     picture = imread(BytesIO(draw(result, "a.png").read_bytes()))
     assert abs(picture.shape[1] - 3 * 4.6 * 120) < 1 and picture[..., :3].std() > 0.05
+
+
+@pytest.mark.parametrize("suffix", ["html", "md", "png"])
+def test_a_result_without_drafts_has_no_empty_charts(draw, suffix):
+    plain = {"configuration": "plain", "method": "plain", "k": 0, "acceptance_per_position": []}
+    names = "tokens_per_second plain_tokens_per_second times_plain ms_per_step plain_steps"
+    plain |= dict.fromkeys([*names.split(), "mean_acceptance_length"], 1.5)
+    top = {"benchmark": "speculation", "schema_version": 2, "timestamp": "now"}
+    top |= {"is_interrupted": True, "outputs_identical": True, "configurations": [plain]}
+    top |= {"settings": {"model": "m", "num_prompts": 2, "batch_size": 1}}
+    result = top | {name: served()["specjax"][name] for name in ("machine", "environment")}
+    drawn = draw(result, f"a.{suffix}").read_bytes()
+    assert drawn.count(b"<svg") == (suffix == "html")
+    assert draw(result | {"configurations": []}, f"b.{suffix}").stat().st_size
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.2])

@@ -53,7 +53,10 @@ def result(options, tmp_path_factory):
     """What the command printed, and the report it wrote."""
     file, printed = tmp_path_factory.mktemp("bench") / "report.json", io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main([*options, "--rounds", "2", "--output", str(file)]) == 0
+        paths = "--output", str(file), "--report", str(file.with_suffix(".md"))
+        assert main([*options, "--rounds", "2", *paths]) == 0
+    drawn = file.with_suffix(".md").read_text()
+    assert all(f"\n| {name} | " in drawn for name in ("plain", "eagle K=2", "eagle3 K=2"))
     return printed.getvalue(), json.loads(file.read_text())
 
 

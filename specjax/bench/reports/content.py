@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 _MOST = 60  # characters of a setting in a line
 Cell = str | int | float | None
@@ -45,12 +45,18 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """A whole report. `notes` are sentences."""
+    """A whole report. `notes` are sentences. It drops tables, columns and charts without data."""
 
     title: str
     notes: Sequence[str]
-    tables: Sequence[ReportTable] = field(default_factory=list)
-    charts: Sequence[Chart] = field(default_factory=list)
+    tables: Sequence[ReportTable]
+    charts: Sequence[Chart]
+
+    def __post_init__(self):
+        tables = [one.without_empty_columns() for one in self.tables if one.rows]
+        charts = [one for one in self.charts if any(one.series.values())]
+        object.__setattr__(self, "tables", tables)
+        object.__setattr__(self, "charts", charts)
 
 
 def shown(cell: Cell) -> str:

@@ -39,8 +39,8 @@ def content_of(saved: Saved) -> Content:
     return Content(
         title=f"specjax bench {saved.benchmark}: {top['model_id']}",
         notes=[*closing_lines(details, top["model_id"]), *outputs, details.timestamp],
-        tables=[table.without_empty_columns() for table in tables if table.rows],
-        charts=[chart for chart in charts if any(chart.series.values())],
+        tables=tables,
+        charts=charts,
     )
 
 
