@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A drafter, and the inputs that it gets in the trial."""
+    """A drafter, and which hidden states of the target the drafter reads."""
 
     name: str
     drafter: Drafter
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The results of one trial at all places of all texts. P is their number."""
+    """The results of one trial at the P places of all texts."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
     is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice
@@ -220,9 +220,10 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return a trial in which an EAGLE-3 head feeds back its other state.
+    """Return a trial in which an EAGLE-3 head takes the other of two states as its next input.
 
-    A head feeds back its state after the final norm or before it, as `recycle_normed` says.
+    For the next draft, a head reads its own last hidden state. `recycle_normed` says whether this
+    is the state after the head's final norm, or before it. The trial inverts `recycle_normed`.
     """
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
@@ -239,9 +240,10 @@ def _other_recycling(own: Trial, drafter: Any) -> Trial:
 def _name_faults(
     reference: Tally, tallies: Mapping[str, Tally], trials: Sequence[Trial]
 ) -> list[str]:
-    """Return a list with the fault of the best trial; empty if no trial is clearly better.
+    """Return a list with the fault that the best trial reveals.
 
-    Other trials are left out, because one fault can make several trials look better.
+    The list is empty if no trial is clearly better than the unchanged drafter. Only the best trial
+    counts, because one fault can make several trials look better.
     """
     better = [s for s in trials if reference.is_clearly_below(tallies[s.name], is_paired=True)]
     if not better:

@@ -82,9 +82,9 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure the configurations `shown` and plain decoding in turn.
+        """Measure plain decoding and some configurations in turn.
 
-        If the measurement is interrupted, the figures so far are kept.
+        `shown` are the configurations whose figures are kept, even after an interrupt.
         """
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
@@ -153,7 +153,7 @@ class BenchRun:
 
 
 def has_tokens(rounds: Sequence[Round]) -> bool:
-    """Return whether any round decoded tokens under every configuration."""
+    """Return whether there is a round in which every configuration decoded tokens."""
     return any(all(run.num_tokens for run in one.values()) for one in rounds)
 
 

@@ -69,7 +69,10 @@ def step_lines(found: Speculation | None) -> list[str]:
 
 
 def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:
-    """Return a table of all peers. `shown` maps the keys of figures to the names to show."""
+    """Return a table that compares this engine with other engines (peers).
+
+    `shown` has the figures to show, as a name for each key.
+    """
     if not details.peers:
         return []
     first = details.peers[0]
@@ -108,7 +111,7 @@ def lossless_line(found: Mapping[str, Any] | None) -> str | None:
 
 
 def closing_lines(details: Details, model: str) -> list[str]:
-    """Return the last lines: model, prompts, device, versions, failures, and reasons for doubt."""
+    """Return the last lines: model, prompts, device, versions, failures, and warnings."""
     data, doubts = details.dataset, details.machine["doubts"]
     prompts = f"{data['num_requests']} prompts of {data['path'] or data['name']}"
     if data["mean_prompt_len"] is not None:

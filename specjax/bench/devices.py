@@ -40,10 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Return a text about these devices. `device` describes each of them.
-
-        By default, JAX treats all processors of a machine as one device.
-        """
+        """Return a text about all these devices. `device` is the text about one device."""
         if self.num_devices == 1:
             return device
         parts = [
@@ -64,6 +61,6 @@ def set_policies(engine: Engine, make: Callable[[], P], *, show_progress: bool =
 
 
 def share_target(engine: Engine, source: Engine) -> None:
-    """Let the replicas of `engine` use the target's weights of the replicas of `source`."""
+    """Let each replica of `engine` use the target's weights of the same replica of `source`."""
     for replica, other in zip(engine.engines, source.engines, strict=True):
         replica.params = replica.params._replace(target=other.params.target)

@@ -173,7 +173,7 @@ class Engines(NamedTuple):
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Yield an LLM without and an LLM with the drafter. The steps of every K are compiled."""
+    """Yield an LLM without and an LLM with the drafter, with compiled steps for every K."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work

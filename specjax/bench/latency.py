@@ -34,7 +34,7 @@ def measure(
 
 
 def figures(batches: Sequence[BatchRun]) -> dict[str, Any]:
-    """Return the figures of `vllm bench latency` by their keys there, in seconds."""
+    """Return each batch's seconds and their statistics, with the keys of `vllm bench latency`."""
     latencies = [batch.seconds for batch in batches]
     values = np.percentile(latencies, PERCENTILES).tolist()
     return {

@@ -113,7 +113,7 @@ class Machine:
 
     @property
     def doubts(self) -> list[str]:
-        """The reasons not to trust the measured times. The list may be empty."""
+        """Reasons not to trust the measured times; empty if there are none."""
         found = []
         load = f"load {self.load:.1f} on {self.num_processors} processors before it began"
         if self.cpu_share is None and self.load >= self.num_processors:
@@ -128,7 +128,7 @@ class Machine:
 
     @property
     def line(self) -> str | None:
-        """A sentence that lists the doubts; None if there are no doubts."""
+        """A sentence with all reasons not to trust the times; None if there are no reasons."""
         if not self.doubts:
             return None
         return (

@@ -42,7 +42,7 @@ class Run:
     """The results of one batch of prompts under one configuration.
 
     Fields other than `outputs` exclude prefill. Steps are summed over replicas, which run at the
-    same time. If a replica ends before the others, its last step yields no token, but is counted.
+    same time. A replica that ends before the others runs one step too many, which is counted.
     """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id

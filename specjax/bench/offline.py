@@ -64,11 +64,11 @@ class BatchRun:
 
 @dataclass(kw_only=True)
 class Offline:
-    """An LLM and the sampling of its prompts.
+    """An LLM, and the sampling parameters of all prompts.
 
     Args:
         sampling: fields of `SamplingParams`, the same for all prompts.
-        seed: the seed of the first prompt; later ones have the following numbers.
+        seed: the seed of the first prompt. The prompt at index i has the seed `seed` + i.
     """
 
     llm: LLM
@@ -92,7 +92,7 @@ class Offline:
         return found
 
     def params(self, query: Query) -> SamplingParams:
-        """Return the parameters of a prompt."""
+        """Return the sampling parameters of a prompt."""
         own = {"max_tokens": query.output_len, "seed": self.seed + query.index}
         return SamplingParams(**{"detokenize": False, **own, **self.sampling})
 
@@ -215,7 +215,7 @@ def describe_speculation(
 
 
 def _growth(name: str, before: Metrics, after: Metrics) -> float:
-    """Return the total, between two snapshots, of a metric that is a mean per step."""
+    """Return by how much a metric's sum over steps grew. The metric is a mean over steps."""
     return getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps
 
 
@@ -227,9 +227,10 @@ def _by_k(times: RoundTimes) -> dict[int, list[float]]:
 
 
 def round_over_plain(drafting: RoundTimes, plain: RoundTimes) -> dict[str, float]:
-    """Return the time of a round over the time of a plain step at the same batch size, by K.
+    """Return for each K the time of a round, divided by the time of a plain step.
 
-    Batch sizes are weighted by the number of rounds. Batch sizes without plain steps are left out.
+    The plain steps have the same batch sizes as the rounds. Rounds are left out if no plain step
+    of their batch size was timed.
     """
     own: Counter[int] = Counter()
     base: Counter[int] = Counter()

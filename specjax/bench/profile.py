@@ -71,9 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
-    """Measure every K at every batch size. The Ks take turns, `setup.rounds` times.
+    """Measure every K at every batch size, and return the profile.
 
-    `is_online` becomes the field `is_online` of the profile.
+    At each batch size, the Ks take turns, `setup.rounds` times. `is_online` is not used in the
+    measurement, only stored in the profile.
     """
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()

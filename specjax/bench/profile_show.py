@@ -32,7 +32,7 @@ def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
 
 
 def describe(profile: Profile, compared: Comparison) -> str:
-    """Return a text with the table and a description of the measurement."""
+    """Return a text with a table of the times in `compared`, and what `profile` was measured on."""
     header = ["batch", *(f"K={k}" for k in range(profile.max_drafts + 1)), "best"]
     rows, has_estimates = [], False
     for batch, row in compared.tpot_ms.items():

@@ -29,10 +29,10 @@ def describe() -> dict[str, Any]:
 
 
 def describe_client() -> dict[str, Any]:
-    """Return a description like `describe`, without initialising JAX's devices.
+    """Return what `describe` returns, without initialising JAX's devices.
 
-    A server on this machine may need their memory. The GPUs are the ones that nvidia-smi lists,
-    even if the server uses only some of them.
+    JAX would reserve GPU memory, which a server on this machine may need. The GPUs are read
+    from nvidia-smi, which also lists GPUs that the server does not use.
     """
     names = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     return {

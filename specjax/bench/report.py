@@ -272,7 +272,7 @@ class TextTable:
 
 
 def rich_table(figures: Sequence[Figures]) -> Table:
-    """Return the table for a terminal. The row that gains most is highlighted."""
+    """Return the table for a terminal. The row with the largest speedup is highlighted."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold underline")
     for i, name in enumerate(_HEADER):
         justify = "left" if i in _FROM_LEFT else "right"

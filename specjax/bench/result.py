@@ -62,8 +62,8 @@ class Accepted:
     """Counts of draft tokens. Rounds without drafts are not counted.
 
     Attributes:
-        num_drafts: number of rounds, counted once per request; a round gives a request one token
-            more than its accepted draft tokens. vLLM's name.
+        num_drafts: number of rounds, counted once per request. The name is vLLM's. In a round, a
+            request gains its accepted draft tokens and one more token.
         accepted_per_position: number of accepted draft tokens by position within the draft.
         drafted_per_position: number of draft tokens by position; empty if unknown.
     """
@@ -75,7 +75,7 @@ class Accepted:
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[tuple[int, int]]) -> "Accepted":
-        """Return the counts of `rounds`, pairs (draft tokens, accepted draft tokens)."""
+        """Return the sums over `rounds`, pairs of numbers (draft tokens, accepted draft tokens)."""
         most = max((num_drafts for num_drafts, _ in rounds), default=0)
         return cls(
             num_drafts=len(rounds),
@@ -123,8 +123,8 @@ class Speculation:
     Attributes:
         total: `Accepted.as_json` of all requests.
         by_group: the same for each group of the data set, such as a category of questions.
-        by_source: the result of `by_source`. A source of drafts is the drafter's method, or a
-            source on the host such as "suffix".
+        by_source: the result of the function `by_source`. A source of drafts is the drafter's
+            method, or a source on the host such as "suffix".
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
         round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
@@ -149,11 +149,11 @@ class Speculation:
 
 @dataclass(kw_only=True)
 class Peer:
-    """Another engine, or the same one at another address, on the same requests.
+    """The results of another engine, or of another server, on the same requests.
 
     Attributes:
-        figures: its figures, with the keys of the result's top.
-        ratios: this result's figure over the peer's, by key.
+        figures: the peer's figures, under the same keys as this engine's at the top level.
+        ratios: this engine's figure divided by the peer's, by key.
         outputs: how many outputs had the same tokens: {"num_compared", "num_same",
             "first_differences"}; None if tokens were sampled or not returned.
     """
@@ -178,17 +178,17 @@ class Details:
         dataset: name, path, number of requests per group, chat template and its variables, and how
             many rows were left out or repeated.
         is_interrupted: whether the run ended early; figures cover what was measured.
-        rounds: the main figures of each repetition, with the keys of the result's top.
+        rounds: the main figures of each repetition, under their keys at the top level.
         distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
             tokens_per_chunk; None if there are no measurements.
-        steady: figures of the steady window, when the number of running requests is about constant:
-            from the last request's first token to the first request's end, or, if that is
-            empty, the middle of the run. `serve` only.
-        arrivals: the distribution of arrival times, and the p-value of a test of the actual times
-            against it.
-        goodput: limits of latency, the share of requests within all limits, and within each.
-        timeline: output tokens and running requests of each second; at several times, the rounds
-            by K until then.
+        steady: figures of the steady window, when the number of running requests is about constant.
+            It begins when every request has its first token, and ends when the first request ends.
+            If no time lies between, it is the middle of the run. `serve` only.
+        arrivals: the intended distribution of arrival times, and the p-value of a test whether the
+            actual times follow this distribution.
+        goodput: limits of latency, and how many requests meet the limits.
+        timeline: output tokens and running requests of each second. "k_histograms" counts at
+            several times how many rounds had each K until then.
         num_compiles: programs that were compiled while requests waited for them; None if the
             server does not report it.
         failures: number of failed requests by error.
@@ -237,7 +237,7 @@ def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
 
 
 def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:
-    """Return the figures of speculation by the keys of `vllm bench serve`; {} without drafts."""
+    """Return the figures of speculation with the keys of `vllm bench serve`; {} without drafts."""
     if counts is None or not counts.num_drafts:
         return {}
     figures = counts.as_json()
@@ -256,8 +256,10 @@ def by_source(
 ) -> dict[str, dict[str, Any]]:
     """Return counts and acceptance of each source of drafts.
 
-    The arguments are numbers by source: of rounds with drafts (counted once per request), of draft
-    tokens, and of accepted draft tokens.
+    Args:
+        drafts: the number of rounds with drafts from each source, counted once per request.
+        tokens: the number of draft tokens from each source.
+        accepted: the number of accepted draft tokens from each source.
     """
     return {
         name: {

@@ -70,16 +70,17 @@ def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]
 
 
 async def _compiled(endpoint: Endpoint) -> None:
-    """Wait until the server compiles nothing. Return at once if its metrics do not say."""
+    """Wait until the server compiles nothing, if /metrics reports whether it compiles."""
     async with open_session(endpoint.headers) as session:
         while (found := await scrape(session, endpoint.root)) and found.is_compiling:
             await asyncio.sleep(_POLLING_SECONDS)
 
 
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
-    """Return the figures of a run by the keys of `vllm bench serve` that come after `head`.
+    """Return the figures of a run, under the keys that `vllm bench serve` uses.
 
-    `detailed` adds vLLM's lists with an entry per request.
+    In a result, they follow the settings that `head` returns. `detailed` adds vLLM's lists with an
+    entry per request.
     """
     records, complete = traffic.records, traffic.complete
     found = goodput(settings.limits, complete, len(records), traffic.duration)
@@ -176,9 +177,9 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
 
 
 def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
-    """Return the settings of a run by the keys with which `vllm bench serve` begins a result.
+    """Return the date and the settings of a run, under the keys that `vllm bench serve` uses.
 
-    As in vLLM, infinity becomes "inf".
+    They are the first fields of a result. As in vLLM, infinity becomes "inf".
     """
     arrivals = settings.arrivals
     result = {

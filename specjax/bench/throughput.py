@@ -29,7 +29,7 @@ class Rounds:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Generate without timing, wait for the programs that this compiles, and generate again."""
+    """Run all prompts, wait until no program is being compiled, and run all prompts again."""
     offline.generate(queries)
     while offline.llm.metrics().num_compiling:
         time.sleep(_POLLING_SECONDS)
@@ -64,7 +64,7 @@ def measure(
 
 
 def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return the figures of one run: the keys of `vllm bench throughput`, and output tokens/s."""
+    """Return the figures that `vllm bench throughput` reports, and output tokens per second."""
     num_output = sum(record.output_len for record in records)
     total = num_prompt_tokens + num_output
     return {
@@ -78,7 +78,7 @@ def figures(seconds: float, records: Sequence[Record], num_prompt_tokens: int) -
 
 
 def middle(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the run with the median time, of two middle ones the faster."""
+    """Return the figures of the run with the median time, or of the faster of two middle runs."""
     return dict(sorted(passes, key=lambda one: one["elapsed_time"])[(len(passes) - 1) // 2])
 
 
@@ -89,7 +89,7 @@ def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
 
 
 def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
-    """Return the comparison with each peer: its median run, and ratios of this engine to it."""
+    """Return for each peer a comparison of the peer's median run with this engine's median run."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []
     for name, passes in found.peers.items():

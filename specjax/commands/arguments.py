@@ -1,6 +1,6 @@
 """Declares arguments that several commands share.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 import argparse

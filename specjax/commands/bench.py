@@ -1,6 +1,6 @@
 """Declares the arguments of `specjax bench` and `specjax profile`.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 import argparse

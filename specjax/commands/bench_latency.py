@@ -10,7 +10,7 @@ from specjax.commands.bench_offline import OfflineRun
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and show its result; after an interrupt, that of the completed runs."""
+    """Run the benchmark and show its result. After an interrupt, show the completed runs."""
     check_positive(**{"--batch-size": args.batch_size, "--num-iters": args.num_iters})
     check_count(**{"--num-iters-warmup": args.num_iters_warmup})
     if args.max_num_seqs is None:  # the batch runs together

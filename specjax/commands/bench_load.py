@@ -80,7 +80,7 @@ def read_form(args: argparse.Namespace) -> RequestForm:
 def read_fields(args: argparse.Namespace, *, needs_tokens: bool) -> dict[str, Any]:
     """Return the fields of every request body, apart from its prompt and length.
 
-    If `needs_tokens`, they ask the server for the ids of output tokens.
+    If `needs_tokens`, the fields also ask the server for the ids of output tokens.
 
     Raises:
         ValueError: an option is invalid.

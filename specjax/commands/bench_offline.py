@@ -33,7 +33,7 @@ class OfflineRun:
     """A benchmark of an `LLM` in this process: its options, and its results so far.
 
     Attributes:
-        lossless: the comparison with decoding without drafts; None before it.
+        lossless: the comparison of outputs with plain decoding; None before the comparison.
         plain: the times of steps without drafts; None before they were measured.
         drafting: the times of the benchmark's rounds.
     """
@@ -113,7 +113,7 @@ class OfflineRun:
         )
 
     def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
-        """Return all fields of `Details` but `peers`. `rounds` has the figures of each run."""
+        """Return the details, still without peers. `rounds` has the figures of each run."""
         num_gpus = len(self.environment.get("clocks", ()))
         machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)
         records = [record for batch in batches for record in batch.records]

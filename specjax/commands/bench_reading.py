@@ -82,7 +82,7 @@ def read_engine(args: argparse.Namespace, model: str) -> dict[str, Any]:
 def read_synthetic(
     args: argparse.Namespace, speculation: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return a speculative config with --synthetic-rates, if given; else `speculation`.
+    """Return the speculative config `speculation`, with the rates of --synthetic-rates if given.
 
     Raises:
         ValueError: rates are invalid, given without a drafter, or given with --verify-lossless.

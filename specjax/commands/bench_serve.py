@@ -238,7 +238,7 @@ def read(args: argparse.Namespace) -> ServeRun:
 def read_names(args: argparse.Namespace, headers: Mapping[str, str]) -> tuple[str, str | None]:
     """Return the model's name in requests, and the checkpoint of the tokenizer.
 
-    The second is None with --skip-tokenizer-init.
+    With --skip-tokenizer-init, the checkpoint is None.
 
     Raises:
         ValueError: nothing answers at --base-url, or options contradict each other.

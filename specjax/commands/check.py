@@ -180,9 +180,9 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return the acceptance length, and the overlap of the two models' distributions.
+    """Return the acceptance length, and the overlap of the drafter's and target's distributions.
 
-    The overlap compares the distributions of the first drafts, and is a mean over places.
+    The overlap compares the distributions for the first draft. It is a mean over places.
     """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 

@@ -40,7 +40,7 @@ def _plain(request: StepRequest) -> StepRequest:
 
 
 def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
-    """Yield lines with the figures of two steps: `report` with quantised weights, and `plain`."""
+    """Yield lines that compare quantised weights (`report`) with plain weights (`plain`)."""
     yield f"{report.request.quantization}, and plain weights"
 
     def line(name: str, show: Callable[[StepReport], str]) -> str:
@@ -57,7 +57,7 @@ def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
 
 
 def read_request(args: argparse.Namespace) -> StepRequest:
-    """Return the request for a report about the step that the arguments describe.
+    """Return the decode step to compile, as the arguments describe it.
 
     Raises:
         ValueError: the arguments are invalid or contradict each other.

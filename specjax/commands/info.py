@@ -186,7 +186,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Reported:
-    """A target and its drafter, as the report describes them."""
+    """A target and its drafter, and the sizes from which the report is computed."""
 
     plan: Plan
     specs: Any  # of the target's parameters
@@ -208,8 +208,8 @@ class Reported:
     def slot(self, dtype: str) -> dict[str, int] | None:
         """Return the bytes per request of a recurrent target's caches, by name.
 
-        The names are "state" for the recurrent states, and the names of the buffers of recent
-        inputs from which states are advanced. Return None if the target is not recurrent.
+        "state" is the recurrent states. The other caches are buffers of values that are computed
+        from recent tokens. Return None if the target is not recurrent.
         """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
@@ -223,7 +223,7 @@ class Reported:
     def drafter_weights(self, dtype: str) -> int:
         """Return the bytes of the drafter's parameters in `dtype`, on each device.
 
-        They include its copy of an output head.
+        If the drafter has a quantised copy of an output head, the copy is included.
         """
         if self.target.num_devices > 1 and self.drafter.weights is not None:
             return weight_bytes(specs_of(self.drafter.weights), dtype)
@@ -408,7 +408,7 @@ def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[st
 
 
 def describe_device(setup: Reported, config: EngineConfig) -> dict[str, Any]:
-    """Return the page pool that an engine of these sizes would have on this device."""
+    """Return the page pool that an engine with `config` would have on this device."""
     needs, num_drafts = setup.needs(config.dtype), setup.num_drafts
     num_pages, pool_bytes, windows, reason = 0, 0, {}, None
     try:

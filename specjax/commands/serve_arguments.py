@@ -1,6 +1,6 @@
 """Declares the arguments of `specjax serve`, one for each option of `LLM` and of the server.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _add(group: Any, name: str, hint: Any, default: Any, text: str) -> None:
 
 
 def _flags(name: str) -> list[str]:
-    """Return the flags of an option, with vLLM's short one."""
+    """Return the long flag of an option, and before it vLLM's short flag if there is one."""
     short = [SHORT[name]] if name in SHORT else []
     return [*short, f"--{name.replace('_', '-')}"]
 

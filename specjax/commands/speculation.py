@@ -14,9 +14,9 @@ def read_speculation(
 
     Args:
         target: the target's checkpoint, or None.
-        takes_shapes: whether a drafter without weights may be described by its shape, which follows
-            from the target's shape. If so, methods that need a shape get OWN_SHAPE when no
-            checkpoint is given.
+        takes_shapes: whether the caller needs only the shape of the drafter, no weights. If so,
+            and no checkpoint is given, a method that needs a shape gets OWN_SHAPE, so that the
+            shape follows from the target's shape.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -1,6 +1,6 @@
 """Rewrites arguments that `vllm serve` takes in several spellings.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 import argparse

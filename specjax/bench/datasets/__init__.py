@@ -1,6 +1,6 @@
 """The data sets of `specjax bench`. A new one needs an entry in `DATASETS`, and maybe a class.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """What all data sets share: their examples, their options, and the rows of their files.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 import gzip
@@ -40,7 +40,7 @@ class RowSource:
 
     Attributes:
         path: the file that the user gave; None without --dataset-path.
-        count: the number of examples that will be used. Data sets from files may return more.
+        count: the number of examples to make. A data set that reads a file may return more.
         random: the source of all random choices.
         vocabulary: returns the ids of tokens that may be drawn, for random prompts.
         count_tokens: returns the number of tokens of a text.
@@ -117,7 +117,8 @@ class Row:
 def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
     """Yield the objects of a file: one per line, or the items of one JSON array.
 
-    A name that ends in .gz is decompressed. `remedy` says which file to get.
+    A file whose name ends in .gz is decompressed. `remedy` ends the messages of errors about the
+    path, and says where to get the file.
 
     Raises:
         ValueError: there is no such file, or it is malformed.

@@ -43,8 +43,8 @@ class DatasetSettings:
     Args:
         name: a key of `DATASETS`.
         dataset: the data set, with the options that are specific to it.
-        input_len: length of prompts of random tokens; None for the data set's.
-        output_len: the number of tokens to generate; None for the data set's.
+        input_len: the length of prompts of random tokens; None for the data set's default.
+        output_len: the number of tokens to generate; None for the length that the data set gives.
         oversamples: whether rows are repeated if there are too few.
         applies_template: whether the chat template is applied to conversations.
         template_kwargs: variables of the chat template, such as enable_thinking.
@@ -77,7 +77,7 @@ class DatasetSettings:
 
     @property
     def chosen(self) -> Dataset:
-        """The data set, with the length `input_len` if it is given."""
+        """The data set. If `input_len` is not None, it replaces the data set's field."""
         given: Any = self.dataset
         return given if self.input_len is None else replace(given, input_len=self.input_len)
 

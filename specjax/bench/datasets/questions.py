@@ -20,7 +20,7 @@ def completion(field: str) -> Callable[[Row], Example]:
 
 
 def first_turn(row: Row) -> Example:
-    """Read the first turn of a row of MT-Bench or Spec-Bench, in one of its two published forms."""
+    """Read the first turn of an MT-Bench or Spec-Bench row, from the field "turns" or "prompt"."""
     name = "turns" if "turns" in row.fields else "prompt"
     turns = row.fields.get(name)
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
@@ -37,7 +37,7 @@ class Questions:
 
     Args:
         read: makes the example of a row.
-        remedy: says which file to get.
+        remedy: ends error messages, and says where to get the file.
         shipped: the file to use without --dataset-path; None if the user must give one.
         output_len: see `Example`.
     """
@@ -79,7 +79,7 @@ class Categories(Questions):
 
 
 def check_lengths(minimum: int = 1, **lengths: int) -> None:
-    """Raise a ValueError if a length is below `minimum`."""
+    """Raise a ValueError if a data set's option, given as a keyword, is below `minimum`."""
     for name, value in lengths.items():
         if value < minimum:
             flag = name.replace("_", "-")

@@ -1,4 +1,7 @@
-"""ShareGPT: the first message is the prompt, and as many tokens as its answer are generated."""
+"""ShareGPT: conversations, whose first message is the prompt.
+
+The length of the second message, the answer, is the number of tokens to generate.
+"""
 
 from dataclasses import dataclass
 

@@ -33,7 +33,7 @@ class Work:
 
 
 def ratios(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
-    """Return `own` / `theirs` for each number that both have, if it is not 0 in `theirs`."""
+    """Divide each number in `own` by the number of the same name in `theirs`, if that is not 0."""
     found = {}
     for name, value in own.items():
         other = theirs.get(name)
@@ -78,7 +78,7 @@ def as_peer(
     figures: Mapping[str, Any],
     outputs: dict[str, Any] | None,
 ) -> Peer:
-    """Return the comparison with a peer. `own` has this engine's figures, `figures` the peer's."""
+    """Return the comparison of a peer's `figures` with this engine's figures, `own`."""
     return Peer(
         name=name,
         version=version,

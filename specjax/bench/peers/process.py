@@ -24,8 +24,8 @@ class BatchPeer:
     Args:
         packages: what must be installed.
         remedy: how to install it.
-        worker: the module of its process; see `transformers_worker` for what it reads and writes.
-        settings: fields that are added to the JSON of the `Work`.
+        worker: the module to run, with the stdin and stdout that `transformers_worker` describes.
+        settings: fields that are added to the JSON of the `Work`, which the worker reads.
     """
 
     packages: tuple[str, ...]

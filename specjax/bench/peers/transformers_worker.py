@@ -1,11 +1,9 @@
 """Runs prompts through Hugging Face transformers, in a separate process.
 
-Each line on stdin gets one line of JSON on stdout as its answer:
-
-- the first line, a `Work` as JSON: the versions of transformers and torch, once the model is loaded
-- each further line: the seconds that all prompts took, and the token ids of the outputs
-
-Nothing else is written to stdout. This module imports neither JAX nor the engine.
+The first line on stdin is a `Work` as JSON. The process loads the model, and answers with the
+versions of transformers and torch. After every further line, the process runs all prompts once, and
+answers with the seconds that they took and the outputs' token ids. Each answer is one line of JSON
+on stdout. Nothing else is written to stdout. This module imports neither JAX nor the engine.
 """
 
 import json

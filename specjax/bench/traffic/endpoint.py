@@ -147,7 +147,7 @@ class _Reader:
             record.chunk_tokens.append(num_new or len(ids))
 
     def _count_new(self, usage: Mapping[str, Any]) -> int:
-        """Return the number of tokens that a chunk adds; 0 if its usage does not say."""
+        """Return the number of tokens that a chunk adds; 0 if `usage` has no number of tokens."""
         record = self._record
         if usage.get("prompt_tokens"):
             record.prompt_len = usage["prompt_tokens"]
@@ -172,7 +172,7 @@ class _Reader:
 
 
 def _message(text: str) -> str:
-    """Return the message in the body of an error; the cut body if it is not JSON."""
+    """Return the message in the JSON body of an error; the start of the body if it is not JSON."""
     try:
         value = json.loads(text)
     except ValueError:

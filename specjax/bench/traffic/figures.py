@@ -39,7 +39,7 @@ def statistics(
 ) -> dict[str, float]:
     """Return mean, median, standard deviation and percentiles of latencies, by vLLM's keys.
 
-    As in vLLM, they are 0 for a latency without measurements.
+    As in vLLM, all figures of a latency without measurements are 0.
     """
     figures: dict[str, float] = {}
     for name in names:
@@ -64,9 +64,10 @@ def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
 
 
 def chunk_times(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrival time of each chunk in seconds of the run, and its number of tokens.
+    """Return two arrays: the arrival time of each chunk, and the number of tokens of each chunk.
 
-    If the numbers are unknown, the tokens of the answer are divided evenly among its chunks.
+    Times are seconds after the start of the run. If the numbers of tokens are unknown, the tokens
+    of the answer are divided evenly among the chunks.
     """
     if record.ttft is None:
         return np.zeros(0), np.zeros(0)

@@ -49,10 +49,10 @@ def read_limits(given: Sequence[str]) -> dict[str, float]:
 def goodput(
     limits: Mapping[str, float], complete: Sequence[Record], num_requests: int, duration: float
 ) -> dict[str, Any] | None:
-    """Return the requests per second that meet all limits, and the shares that meet each limit.
+    """Return how many requests meet all limits: per second, and as a share of all requests.
 
-    Shares are of all requests that arrived: a failed request meets no limit. Return None if there
-    are no limits.
+    The result also has the share of requests that meet each limit. A failed request meets no
+    limit. Return None if there are no limits.
     """
     if not limits:
         return None

@@ -68,7 +68,7 @@ class Record:
 
 
 def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Return `Accepted.as_json` of each group of the data set that has rounds with drafts."""
+    """Return `Accepted.as_json` of each group. Groups without drafts are left out."""
     found: defaultdict[str, Accepted] = defaultdict(Accepted)
     for record in records:
         if record.rounds:
@@ -79,7 +79,11 @@ def by_group(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def of_histogram(accepted: Sequence[int], num_drafts: int) -> Accepted:
-    """Return the counts of rounds, in which `accepted[n]` rounds accepted n draft tokens."""
+    """Return counts of draft tokens, from a histogram of rounds.
+
+    `accepted[n]` is the number of rounds that accepted n draft tokens. `num_drafts` is the number
+    of draft tokens in all rounds.
+    """
     return Accepted(
         num_drafts=sum(accepted),
         num_draft_tokens=num_drafts,

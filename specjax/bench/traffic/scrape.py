@@ -24,9 +24,11 @@ _HOST, _WAIT = "specjax:host_seconds", "specjax:wait_seconds"
 
 @dataclass(frozen=True)
 class Counters:
-    """Metrics of a server: the sum over all labels by name, and sums by name and label value.
+    """The values of a server's Prometheus metrics.
 
-    Only the labels "position", "k" and "source" are kept.
+    Attributes:
+        totals: for each metric, the sum over all labels.
+        by_label: for each metric, the sum for each value of its label "position", "k" or "source".
     """
 
     totals: dict[str, float] = field(default_factory=dict)
