@@ -1,6 +1,6 @@
 """The settings of the HTTP server, which are also flags of `specjax serve`.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The kinds of numbers to which a plain checkpoint can be quantised while it is loaded.
 
-This module imports nothing slow, so that help is instant.
+This module imports nothing slow, so that --help is fast.
 """
 
 from typing import NamedTuple
