@@ -235,7 +235,7 @@ class AsyncLLM(Refusing):
 
     @property
     def config(self) -> EngineConfig:
-        """The sizes of the engine; with several replicas, of each."""
+        """The sizes of the engine, or of each replica if there are several."""
         return self._llm.engine.config
 
     @property

@@ -206,9 +206,9 @@ class EngineNeeds(NamedTuple):
     ) -> int:
         """Return the default of num_snapshots.
 
-        The default is four snapshots per request. It is lower if these would take more than an
-        eighth of the memory that is left after the pages of `config`. But it is never below
-        `config.num_snapshots`.
+        The default is four snapshots per request. This number is halved until the snapshots take at
+        most an eighth of the memory that the pages of `config` leave free. The default is never
+        below `config.num_snapshots`.
         """
         memory = read_memory()
         count = SNAPSHOTS_PER_SEQ * config.max_num_seqs
