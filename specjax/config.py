@@ -243,8 +243,8 @@ class EngineConfig:
     Attributes:
         max_model_len: maximum number of tokens of a request, including the prompt.
         max_num_seqs: maximum number of requests that run at the same time.
-        max_num_batched_tokens: maximum number of tokens per step, including drafting's extra rows.
-        max_num_scheduled_tokens: maximum number of tokens per step without these extra rows; None
+        max_num_batched_tokens: maximum number of tokens per step, with drafters' extra tokens.
+        max_num_scheduled_tokens: maximum number of tokens per step without these extra tokens; None
             for max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
@@ -265,7 +265,7 @@ class EngineConfig:
             "graph" (NCCL inside of CUDA graphs). See `collective_options`.
         async_scheduling: plan and launch a step before reading the previous step's results.
         compile_ahead: compile every shape before the first request instead of in the background.
-        exact: run all steps in fixed shapes, so that a request's results depend on nothing else.
+        exact: run all steps in fixed shapes, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.
@@ -351,7 +351,7 @@ class EngineConfig:
         object.__setattr__(self, "prefill_shapes", shapes)
 
     def check_budgets(self, max_drafts: int, draft_slots: int) -> None:
-        """Refuse budgets in which a round of one request, or a chunk, cannot be scheduled.
+        """Refuse token budgets that are too small for one request's round or chunk of a prompt.
 
         Raises:
             ValueError: a budget is too small; the message says by how much to raise it.

@@ -56,8 +56,8 @@ OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs
 def check_sources(config: Any) -> dict[str, Any]:
     """Check the fields of a `SpeculativeConfig` that choose or configure sources of drafts.
 
-    Return the fields whose values must be replaced. For "ngram", these are the bounds of a match.
-    For other methods, there are none.
+    Return new values by field name: for "ngram", the lengths of matches with defaults filled in;
+    for other methods, none.
 
     Raises:
         ValueError: a field has the wrong type, is out of range, or goes with another method.
