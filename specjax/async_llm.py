@@ -112,7 +112,7 @@ class AsyncLLM(Refusing):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a request with a single sample that another engine has begun.
 
-        `before` is the other engine's output. Yield outputs like `generate_stream` from there on.
+        `before` is the other engine's output. Yield later outputs as in `generate_stream`.
 
         Raises:
             ValueError: as for `generate_stream`, or the parameters ask for several samples.

@@ -245,7 +245,7 @@ class _GrowingText:
         return self._run.start
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. If the tokenizer has no byte tokens, all are decoded at once."""
+        """Append tokens. Unless the tokenizer has byte tokens, decode all tokens in one call."""
         if self._has_byte_tokens:
             for token in tokens:
                 self.append(token)
