@@ -42,8 +42,8 @@ class AsyncLLM(Refusing):
         model: as for `LLM`. All other options of `LLM` are accepted, too; verbose defaults to
             False.
         max_num_requests: maximum number of requests in the engine at a time. Further requests wait
-            outside it, in order of arrival. Until they are admitted, they cannot be aborted by id,
-            and their priority has no effect. None for no limit.
+            outside the engine, in order of arrival. While they wait there, they cannot be aborted
+            by id, and their priority has no effect. None for no limit.
 
     Raises:
         ValueError: as for `LLM`.
@@ -110,9 +110,9 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a request that another engine has begun. It must have a single sample.
+        """Continue a request with a single sample that another engine has begun.
 
-        `before` is the other engine's output. Yield what `generate_stream` would yield after it.
+        `before` is the other engine's output. Yield later outputs as in `generate_stream`.
 
         Raises:
             ValueError: as for `generate_stream`, or the parameters ask for several samples.
@@ -235,7 +235,7 @@ class AsyncLLM(Refusing):
 
     @property
     def config(self) -> EngineConfig:
-        """The sizes of the engine; with several replicas, of each."""
+        """The sizes of the engine, or of each replica if there are several."""
         return self._llm.engine.config
 
     @property

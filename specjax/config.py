@@ -50,8 +50,8 @@ class SpeculativeConfig:
             "suffix" (continues them as the request's text, earlier outputs or corpora mostly did).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
-        sources: further sources of drafts, ["suffix"]; the key in a mapping is "with". In a step, a
-            request uses the source from which most drafts are expected to be accepted.
+        sources: further sources of drafts: () or ["suffix"]; in a mapping, the key may be "with".
+            In a step, a request uses the source from which most accepted drafts are expected.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
             the profile's maximum).
@@ -243,8 +243,8 @@ class EngineConfig:
     Attributes:
         max_model_len: maximum number of tokens of a request, including the prompt.
         max_num_seqs: maximum number of requests that run at the same time.
-        max_num_batched_tokens: maximum number of tokens per step, including drafting's extra rows.
-        max_num_scheduled_tokens: maximum number of tokens per step without these extra rows; None
+        max_num_batched_tokens: maximum number of tokens per step, with drafters' extra tokens.
+        max_num_scheduled_tokens: maximum number of tokens per step without these extra tokens; None
             for max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
@@ -258,14 +258,14 @@ class EngineConfig:
         num_snapshots: number of recurrent states kept for prefix caching; None for a quarter of
             max_num_seqs.
         scheduling_policy: "fcfs" (first come, first served), or "priority" (lowest value first).
-        dtype: dtype of weights, and of caches without a format.
+        dtype: dtype of weights, and of all caches except 8-bit pages.
         page_format, draft_page_format: formats of the target's and the drafter's 8-bit pages.
         kernels: implementation of the GPU operations.
         collectives: how several GPUs exchange sums: "auto" (XLA's choice), "nccl" (the library), or
             "graph" (NCCL inside of CUDA graphs). See `collective_options`.
         async_scheduling: plan and launch a step before reading the previous step's results.
         compile_ahead: compile every shape before the first request instead of in the background.
-        exact: one shape for chunks and one for rounds, so that results depend only on the request.
+        exact: run all steps in fixed shapes, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the distribution that
             tokens are drawn from. "both" reports "processed", and adds "raw" for the token itself.
@@ -351,7 +351,7 @@ class EngineConfig:
         object.__setattr__(self, "prefill_shapes", shapes)
 
     def check_budgets(self, max_drafts: int, draft_slots: int) -> None:
-        """Refuse budgets in which a round of one request, or a chunk, cannot be scheduled.
+        """Refuse token budgets that are too small for one request's round or chunk of a prompt.
 
         Raises:
             ValueError: a budget is too small; the message says by how much to raise it.
@@ -383,10 +383,10 @@ class EngineConfig:
         return growing(1, self.max_num_seqs, 2)
 
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Return chunk shapes. Widths double up to the budget, each for 1, 4, 16, ... prompts.
+        """Return pairs (batch, width) for prefill. Widths double up to the token budget.
 
-        A padding row takes as long as a chunk. As batches grow by a factor of 4, less than three
-        quarters of one are padding. In exact mode, there is one shape.
+        Batch sizes grow by a factor of 4, so that less than three quarters of the rows of a batch
+        are padding. In exact mode, there is one shape.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)

@@ -15,11 +15,13 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether reports may use OWN_SHAPE (a head without weights) as the checkpoint.
+        needs_shape: whether reports without a checkpoint can use a head with the shapes of the
+            target.
         options: fields of `SpeculativeConfig` that only this method takes.
         sources: sources of drafts on the host that the method includes.
         takes_sources: whether drafts of other sources may replace the drafter's own drafts.
-        drafter: in metrics, the name of drafts from the device; None for the method's name.
+        drafter: the name that metrics give to the source of the method's drafts on the device;
+            None for the method's name.
     """
 
     needs_model: bool = True
@@ -54,8 +56,8 @@ OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs
 def check_sources(config: Any) -> dict[str, Any]:
     """Check the fields of a `SpeculativeConfig` that choose or configure sources of drafts.
 
-    Return the fields whose values must be replaced. For "ngram", these are the bounds of a match.
-    For other methods, there are none.
+    Return new values by field name: for "ngram", the lengths of matches with defaults filled in;
+    for other methods, none.
 
     Raises:
         ValueError: a field has the wrong type, is out of range, or goes with another method.

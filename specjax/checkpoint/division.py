@@ -38,7 +38,8 @@ class Share(NamedTuple):
 def even(total: int, num_devices: int, multiple: int = 1) -> Share:
     """Return a share in which each device takes consecutive units, in the order of devices.
 
-    The size is a multiple of `multiple`. The last devices may take fewer units, and have zeros.
+    `size` in the share is a multiple of `multiple`. The last devices may take fewer units than
+    `size`; their missing units are zeros.
     """
     size = multiple * -(-total // (multiple * num_devices))
     starts = [min(i * size, total) for i in range(num_devices)]
@@ -115,10 +116,10 @@ class Cut:
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return the cut of another tensor, which has one row for every `unit` rows of this tensor.
+        """Return the cut of a coarser tensor, which has one row for every `unit` rows.
 
-        For example, scales have one row for a block of weights. `axis` is the axis of the other
-        tensor to cut. The property `unit` of this cut must be a multiple of the argument `unit`.
+        For example, scales have one row for a block of weights. `axis` is the axis at which the
+        coarser tensor is cut. The property `unit` must be a multiple of the argument `unit`.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 
@@ -181,9 +182,9 @@ class DividedSpec(TensorSpec):
         local: the `TensorSpec` of one device's array, with empty tensor names.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
-        taken: () if devices take parts of tensors. If they take whole tensors, such as an expert's:
-            for each device, the indices of its file tensors, and None for each tensor of zeros that
-            fills up its array.
+        taken: () if tensors are cut. If each device takes whole tensors, such as those of an
+            expert: a tuple per device with the indices of the tensors that the device takes. None
+            instead of an index means a tensor of zeros.
     """
 
     local: TensorSpec
@@ -216,7 +217,7 @@ class DividedSpec(TensorSpec):
 
     @property
     def is_stored(self) -> bool:
-        """False, because the file's tensors are divided."""
+        """False: the array is not a single unchanged tensor of the file."""
         return False
 
     @property
@@ -229,9 +230,9 @@ class DividedSpec(TensorSpec):
         return replace(self.local, names=self.names).read(find)
 
     def read_partly(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the file tensors, for a process that uses only parts of them.
+        """Return the file tensors, for a caller that uses only parts of them.
 
-        If possible, they are mapped into memory instead of read.
+        If possible, tensors are mapped into memory instead of read.
         """
         return [read_partly(find(name)) for name in self.names]
 
@@ -329,7 +330,7 @@ def _check_shapes(
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of a spec's file tensor, or None if it stays whole."""
+    """Return the cut of a spec's file tensor; None if every device takes the whole tensor."""
     for axis, sections in spec.cuts[index] if spec.cuts else ():
         if any(name in shares for name, _ in sections):
             each = ((None if name is None else shares[name], size) for name, size in sections)

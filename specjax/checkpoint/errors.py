@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """Raised, before any work, if a checkpoint is missing, damaged, or of the wrong kind."""
+    """Raised if a checkpoint is missing, damaged, or of the wrong kind."""
 
 
 def damaged(path: Path, reason: str) -> CheckpointError:

@@ -24,8 +24,8 @@ def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
         owner: what errors call the object to which the array belongs.
 
     Raises:
-        ValueError: `array` is not an array, or its values cannot be read here. The message has a
-            remedy.
+        ValueError: `array` is not an array, or this process cannot read its values. The message has
+            a remedy.
     """
     try:
         problem = _problem(array)

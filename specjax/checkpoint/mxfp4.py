@@ -57,9 +57,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    `rows` is a name for the input axis, and `columns` for the output axis. Give one of them if this
-    axis may be divided over devices; the axis of experts may then be divided instead. Do not give
-    both.
+    To let devices divide the input axis, pass a section name as `rows`. To let devices divide the
+    output axis, pass a section name as `columns`. Pass at most one of these. If one is passed,
+    devices may instead divide the axis of experts.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

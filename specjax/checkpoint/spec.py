@@ -40,10 +40,10 @@ class TensorSpec:
         is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
             buffer out; a weight update without the buffer keeps its value.
         cuts: for each file tensor, the alternative ways to divide it over devices (see `division`).
-            Each is a pair of an axis and its sections. A section is a pair of a name, such as
+            A way is a pair of an axis and its sections. A section is a pair of a name, such as
             "heads", and a number of rows. The name is None for rows that all devices have. `cuts`
             is () for an array that is never divided.
-        stacked_as: the name of the groups of `num_stacked`, if groups may be divided over devices.
+        stacked_as: a name, such as "experts", if devices may divide the stacked groups among them.
         divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
             all devices must be added up.
     """

@@ -41,8 +41,8 @@ class TokenMap(NamedTuple):
 def read_texts(folder: Path) -> TokenTexts | None:
     """Return the tokens of a checkpoint folder; None if the folder has no tokenizer.json.
 
-    The unknown id is the id of the tokenizer's unknown token. Without such a token, it is the
-    config's end of sequence, or 0 if the config has none.
+    `TokenTexts.unknown` is the id of the tokenizer's unknown token. If there is no unknown token,
+    it is the id of the config's end of sequence, or 0 if the config has none.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -114,7 +114,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unnamed(config: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Return the special tokens in a list without names; None if the config has no such list."""
+    """Return the special tokens that the config lists without names; None without such a list."""
     extra = config.get("extra_special_tokens")
     if extra is not None and not isinstance(extra, Mapping):
         return _list(extra, f"{where}: extra_special_tokens")

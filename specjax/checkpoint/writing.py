@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in any OSError of the `with` block. The error of a full disk names no file."""
+    """Raise each OSError of the `with` block again, with `path` as its file name."""
     try:
         yield
     except OSError as error:

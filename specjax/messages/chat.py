@@ -96,8 +96,9 @@ class ChatFormat:
         """Return the sampling parameters for a rendered prompt, and the way to read its responses.
 
         Raises:
-            ValueError: `choice` allows tool calls whose format is unknown. Or it forces a call, and
-                no grammar for calls is known or `params` already have structured outputs.
+            ValueError: `choice` allows tool calls, but the model's format of calls is unknown. Or
+                `choice` forces a call, but no grammar for calls is known, or `params` already have
+                structured outputs.
         """
         template = self._template
         if choice.functions and (template is None or not template.has_part(CALLS)):

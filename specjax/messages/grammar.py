@@ -63,7 +63,7 @@ class CallGrammar:
     def _any_of(self, functions: Sequence[Function], before: str) -> str:
         """Return an expression that matches a call of any of the functions.
 
-        It begins with the text `before`, which is followed by the name.
+        A call begins with the text `before`, followed by the function's name.
         """
         rule = self._writer.rule
         return " | ".join(rule("function", self._call(one, before)) for one in functions)

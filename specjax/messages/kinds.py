@@ -23,10 +23,10 @@ MakeReader = Callable[[Calls, Mapping[str, str], Schemas], CallReader]
 class CallShape:
     """The paths of a call's name and arguments in the value of a region.
 
-    A region is the text between an opening and a closing anchor, and its value is this text after
-    parsing. A path is a sequence of keys. Its first key is "content", which is the value, or the
-    name of a group of the opening anchor. If `is_list`, the value is a list of calls, and paths
-    begin at an item of the list.
+    A region is the text between an opening and a closing anchor. Parsing this text gives the
+    region's value. A path is a sequence of keys. If its first key is "content", it leads into the
+    value. Otherwise, its first key names a group of the opening anchor's pattern. If `is_list` is
+    true, the value is a list of calls, and paths have a key of a list item instead of "content".
     """
 
     name: tuple[str, ...]

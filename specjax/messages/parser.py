@@ -123,9 +123,10 @@ class ResponseParser:
     def _find(self, *, is_whole: bool) -> tuple[Found | None, Field | None, int]:
         """Find the next anchor that opens a field or closes the current field.
 
-        Return its occurrence, the field that it opens (None if it closes the current field), and
-        the index up to which no incomplete anchor can begin. If no anchor begins before this index,
-        occurrence and field are None.
+        Return (occurrence, field, end). `occurrence` is the place of the anchor in the text.
+        `field` is the field that the anchor opens, or None if the anchor closes the current field.
+        `end` is the index of the first anchor that is still incomplete, or the text's length. If
+        no complete anchor begins before `end`, `occurrence` and `field` are None.
         """
         opened = [] if self._field is not self._rest else self._fields
         anchors = [(field.open, field) for field in opened if field.open is not None]

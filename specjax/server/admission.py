@@ -15,7 +15,7 @@ class Admission:
     """Counts the samples of all requests that are being answered.
 
     Attributes:
-        closed: what the engine is, like "paused", while all requests are refused; else empty.
+        closed: the reasons to refuse all requests, like "paused"; empty if requests are accepted.
 
     Args:
         limit: the maximum number of samples. A request that would exceed it is refused.
@@ -43,7 +43,8 @@ class Admission:
     def check(self, num_samples: int) -> None:
         """Refuse a request of `num_samples` samples if the total would exceed the limit.
 
-        If no other request is being answered, the request is never refused.
+        All requests are refused while `closed` has reasons. Otherwise, a request is accepted if no
+        other request is being answered, even if its samples alone exceed the limit.
 
         Raises:
             APIError: the request is refused.

@@ -15,11 +15,11 @@ MAX_HEAD_BYTES = 2**16  # of the request line and all headers, as in most server
 class Connection(HttpToolsProtocol):
     """See `HttpToolsProtocol`. The head of a request is its request line and its headers.
 
-    A connection with a larger head gets status 400.
+    A request whose head is larger than `MAX_HEAD_BYTES` gets status 400.
 
     Args:
         max_head_seconds: the maximum time to receive a head, from the start of the connection, or
-            from the first byte of a later request. After it, the connection is closed.
+            from the first byte of a later request. Then the connection is closed.
     """
 
     def __init__(self, *arguments: Any, max_head_seconds: float, **options: Any):

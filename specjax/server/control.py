@@ -47,7 +47,8 @@ class Gathering:
         """Add a part.
 
         Raises:
-            ValueError: an array is there twice, or there are too many bytes. Nothing was added.
+            ValueError: the update already has an array of this part, or would have more than
+                `limit` bytes. Then nothing is added.
         """
         if twice := sorted(self.arrays.keys() & part.keys()):
             raise ValueError(f"the update has {twice[0]} already")
@@ -60,10 +61,11 @@ class Control:
     """Changes the engine for a trainer: pauses, sleep and new weights.
 
     Args:
-        root: new weights are read only from folders in this one; None: from no folder.
+        root: the folder that contains all folders from which new weights may be read; None to read
+            no folder.
 
     Attributes:
-        turn: the lock under which the engine is changed: one request at a time.
+        turn: a lock; requests that change the engine hold it.
         gathering: parts of an update that has started and not finished; None if there is none.
         operations: counts and times of updates and pauses so far.
         sleep_level: 0 while the engine is awake; see `LLM.sleep`.
@@ -86,12 +88,13 @@ class Control:
         """Run no step until `resume`.
 
         Args:
-            mode: how unfinished requests are handled. "abort" ends them with their tokens so far,
-                "wait" finishes them before, "keep" continues them after `resume`. After "keep", new
-                requests are queued; otherwise they are refused with 503.
+            mode: what happens to unfinished requests. "abort" ends them with their tokens so far.
+                "wait" finishes them before the pause. "keep" continues them after `resume`. During
+                the pause, "keep" queues new requests; the other modes refuse them with status 503.
 
         Raises:
-            ValueError: there is no such mode; or it is "wait", and no step runs already.
+            ValueError: `mode` is unknown. Or it is "wait", but requests cannot finish, because the
+                engine is already stopped.
         """
         await self._stop(PAUSED, mode)
         self.operations.pause()
@@ -105,7 +108,7 @@ class Control:
         """Free the device's memory until `wake_up`; see `LLM.sleep`. For `mode`, see `pause`.
 
         Raises:
-            ValueError: as for `pause`, or there is no such level.
+            ValueError: `mode` is refused as in `pause`, or `level` is neither 1 nor 2.
         """
         check_level(level)
         await self._stop(ASLEEP, mode)
@@ -119,7 +122,10 @@ class Control:
         await self._go(ASLEEP)
 
     async def abort(self, names: Sequence[str]) -> int:
-        """Abort requests by the ids of their answers, or all if there are none. Return how many."""
+        """Abort the requests whose answers have these ids, or all if `names` is empty.
+
+        Return the number of aborted requests.
+        """
 
         def is_named(request_id: str) -> bool:
             return request_id in names or request_id.rpartition("-")[0] in names
@@ -133,8 +139,8 @@ class Control:
     ) -> WeightUpdate:
         """Replace the target's weights, or the drafter's; see `OnlineWeights.update`.
 
-        If it fails half-way, unfinished requests end with their tokens so far, and new ones are
-        refused until an update succeeds.
+        If the update fails half-way, unfinished requests end with their tokens so far, and new
+        requests are refused until an update succeeds.
         """
         target, drafter = (None, weights) if is_drafter else (weights, None)
         try:
@@ -162,10 +168,10 @@ class Control:
         self.weights.versions.append(next_version(self.weights.version, version))
 
     def folder(self, given: str) -> Path:
-        """Return a folder of weights below the root, with all links resolved.
+        """Return the path of a folder of weights below `root`, with all links resolved.
 
         Raises:
-            ValueError: there is no root, or the folder or a file in it is not below the root.
+            ValueError: `root` is None, or the folder or a file in it is not below `root`.
         """
         if self._root is None:
             raise ValueError("path: the server reads no folders; start it with --rl-weights-root")
@@ -181,14 +187,15 @@ class Control:
         return path
 
     def public(self, text: str) -> str:
-        """Return an error's text without the path of the root."""
+        """Return an error's text without the path of `root`."""
         return text if self._root is None else text.replace(f"{self._root}/", "")
 
     async def gather(self, weights: Any) -> None:
         """Read weights, and add them to the update that has started.
 
         Raises:
-            ValueError: they cannot be read, are there twice, or are too large. None was added.
+            ValueError: the weights cannot be read, or `Gathering.add` refuses them. Then nothing is
+                added.
         """
         assert self.gathering is not None
         params = await self._params()
@@ -202,8 +209,8 @@ class Control:
             seconds: how long to wait for a part.
 
         Raises:
-            ValueError: it is not such a file.
-            APIError: it is too large or slow.
+            ValueError: the parts are not a valid safetensors file.
+            APIError: the file is too large, or a part did not arrive in time.
         """
         limit = max_bytes(await self._params())
         with tempfile.TemporaryDirectory(prefix="specjax-weights-") as folder:
@@ -244,7 +251,7 @@ class Control:
 
 
 async def _timed(parts: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:
-    """Yield the parts. Raise TimeoutError if one does not come in time."""
+    """Yield the parts. Raise TimeoutError if a part takes longer than `seconds`."""
     while True:
         async with asyncio.timeout(seconds):
             part = await anext(parts, None)

@@ -49,7 +49,7 @@ class Families:
         return self._of(CounterMetricFamily, name, pairs, label)
 
     def histogram(self, name: str, text: str, values: Histogram) -> Metric:
-        """Return a histogram with the help text `text`."""
+        """Return a histogram named `name`, with the help text `text`."""
         family = HistogramMetricFamily(name, text, labels=self._names)
         family.add_metric(self._values, *values.read())
         return family
@@ -57,7 +57,10 @@ class Families:
     def histogram_by(
         self, name: str, text: str, label: str, values: Mapping[str, Histogram]
     ) -> Metric:
-        """Return a histogram with the additional label `label`; `values` is by its value."""
+        """Return a histogram with the additional label `label`.
+
+        `values` has a histogram for each value of the label.
+        """
         family = HistogramMetricFamily(name, text, labels=[*self._names, label])
         for key, one in values.items():
             family.add_metric([*self._values, key], *one.read())

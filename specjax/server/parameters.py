@@ -57,11 +57,11 @@ def read_params(
 
 
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
-    """Return the error to send for a value that was refused with `error`.
+    """Return the error to send to the client for a value that was refused with `error`.
 
-    The first word of `error` is the name of the refused field. If it is a field of the request,
-    `param` is this name, else `param` is `other`. If a field of the request with another name set
-    the value, `param` and the message have that name.
+    `param` of the result is the first word of `error` if this is a field of the request, else
+    `other`. If the first word is a field of `SamplingParams` that the request sets by a field with
+    another name, the request's name is used instead.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

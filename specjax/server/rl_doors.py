@@ -1,4 +1,4 @@
-"""Doors for a trainer, with vLLM's names: pause, sleep and new weights. They need `--rl`."""
+"""Endpoints for RL trainers, with vLLM's names: pause, sleep, new weights. They need `--rl`."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """Where new weights are: a folder below the root."""
+    """Where new weights are: a folder below `--rl-weights-root`."""
 
     path: str
 
@@ -77,8 +77,8 @@ Door = Callable[[Service, Control, Request], Awaitable[Any]]
 def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = False) -> Route:
     """Return the route of an endpoint that answers with JSON.
 
-    A ValueError of `door` becomes status 400. If `is_update`, the time of the request is counted as
-    the time of a weight update.
+    `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
+    If `is_update` is true, the request is timed as a weight update.
     """
 
     async def answer(request: Request) -> Response:
@@ -184,7 +184,7 @@ async def _start_drafter(service: Service, control: Control, request: Request) -
 
 
 async def _update(service: Service, control: Control, request: Request) -> Any:
-    """Add weights to the update that has started, or else replace the target's by them."""
+    """Add weights to the update that has started. If none has, replace the target's weights."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     weights: Any
     if content_type in JSON_TYPES:

@@ -15,7 +15,7 @@ class RoundReports:
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
 
     def of(self, index: int, sample: CompletionOutput) -> list[DraftRound]:
-        """Return the rounds that gave the new tokens in `sample`, which has this index."""
+        """Return the rounds that produced the new tokens of sample number `index`."""
         known = self._token_ids[index]
         start = len(known)
         known += sample.token_ids

@@ -31,8 +31,8 @@ def lead(model: Any, meeting: Meeting, options: Mapping[str, Any]) -> Hosts | No
     """Connect with the other processes as process 0; return None if there are no others.
 
     Raises:
-        ValueError: this is not process 0, the options do not allow other processes, or a process
-            differs.
+        ValueError: this is not process 0, the options do not allow other processes, or another
+            process has other versions or options.
         RuntimeError: see `join`.
     """
     if meeting.nnodes == 1:
@@ -71,7 +71,7 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
     `options` are the options given to this process.
 
     Raises:
-        ValueError: this is process 0, or a process differs.
+        ValueError: this is process 0, or a process has other versions or options than process 0.
         RuntimeError: see `join`.
     """
     if meeting.nnodes == 1 or meeting.node_rank == LEADER:
@@ -85,9 +85,10 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
 
 
 def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of process 0, after checking versions and the other processes' options.
+    """Check that all processes have equal versions and options; return this process's options.
 
-    Options that this process was given itself, such as a path, replace process 0's.
+    These are process 0's options. Options that this process was given itself, such as a path,
+    replace process 0's.
     """
     agree(
         hosts,

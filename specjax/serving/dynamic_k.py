@@ -113,8 +113,8 @@ def save_profile(engine: Engine, path: Path) -> None:
     Times and rates are averaged over replicas, weighted by the replicas' numbers of rounds.
 
     Raises:
-        ValueError: the policy does not learn times, the engine is exact, or the folder of `path`
-            does not exist.
+        ValueError: the policy does not learn times, the engine has the option `exact`, or the
+            folder of `path` does not exist.
     """
     replicas = engine.engines
     profiles = [one.scheduler.policy.learned() for one in replicas]

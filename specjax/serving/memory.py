@@ -46,8 +46,8 @@ class CacheBytes(NamedTuple):
         """Return the config with pages for every request at full length, or with as many as fit.
 
         Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
-        For each window size, the number of pages is `window_pages`, but not more than would fit if
-        all layers had equally many pages.
+        Layers with a window get as many pages as `window_pages` returns, but not more than would
+        fit if all layers had equally many pages.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -206,9 +206,9 @@ class EngineNeeds(NamedTuple):
     ) -> int:
         """Return the default of num_snapshots.
 
-        The default is four snapshots per request. It is lower if these would take more than an
-        eighth of the memory that is left after the pages of `config`. But it is never below
-        `config.num_snapshots`.
+        The default is four snapshots per request. This number is halved until the snapshots take at
+        most an eighth of the memory that the pages of `config` leave free. The default is never
+        below `config.num_snapshots`.
         """
         memory = read_memory()
         count = SNAPSHOTS_PER_SEQ * config.max_num_seqs

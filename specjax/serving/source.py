@@ -174,13 +174,13 @@ def open_drafter(
 ) -> tuple[Drafter, Any]:
     """Return the drafter and its parameters, after checking that the drafter fits the target.
 
-    The parameters are only shapes in three cases: `config.model` is `OWN_SHAPE`; the target has no
-    weights and the drafter is a module of the target; or neither the target nor the drafter's
-    folder has weights.
+    The parameters are only shapes in three cases: `config.model` is `OWN_SHAPE`, which asks for a
+    head without a checkpoint; the target has no weights, and the drafter is the target's own
+    module; or neither the target nor the drafter's folder has weights.
 
     Raises:
-        ValueError: the drafter is a module of the target, but the target is a `Model` value, which
-            has no folder.
+        ValueError: the drafter is the target's own module, but the target is a `Model` value, and
+            so has no folder.
         CheckpointError: there is no such checkpoint, or the drafter does not fit the target.
     """
     target, is_module = source.target, config.model is None and config.method in OWN_SHAPES

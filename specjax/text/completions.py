@@ -228,7 +228,7 @@ def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
 
 
 class Growing:
-    """A stream's requests, without requests that have already returned their last output."""
+    """The requests of a stream that have not yet returned their last output."""
 
     def __init__(self, started: SequenceOf[Outputs]):
         self._left = [(one, Shown(one.request.params.output_kind)) for one in started]

@@ -183,9 +183,8 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return token sequences that spell each word at the start of a text and after a space.
 
-    If one sequence ends with another, only the shorter is returned, because forbidding it forbids
-    both. So if a tokenizer adds a space before every text itself, sequences with two spaces are
-    left out.
+    If one sequence ends with another sequence, only the shorter is returned: forbidding the shorter
+    also forbids the longer.
 
     Raises:
         ValueError: a word has no tokens.
@@ -238,15 +237,15 @@ class _GrowingText:
     def num_stable(self) -> int:
         """The number of characters that no later token can change.
 
-        If the text ends with a run of byte tokens, the run's characters are not counted: an invalid
-        byte would turn all of them into U+FFFD.
+        If the text ends with a run of valid byte tokens, the run's characters are not counted: a
+        later invalid byte would turn all of them into U+FFFD.
         """
         if self._run is None or not self._run.is_valid:
             return len(self.characters)
         return self._run.start
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. This is faster than `append` for each, because it decodes once."""
+        """Append tokens. Unless the tokenizer has byte tokens, decode all tokens in one call."""
         if self._has_byte_tokens:
             for token in tokens:
                 self.append(token)
@@ -290,7 +289,7 @@ class _GrowingText:
         return run.start
 
     def _decode(self, tokens: list[int]) -> None:
-        """Add the text of `tokens`. If they are byte tokens, they form one whole character."""
+        """Append the text of `tokens`: text tokens, or the byte tokens of one whole character."""
         window = self._context + tokens
         text = self._stable(window)
         self.characters += text[len(self._context_text) :]

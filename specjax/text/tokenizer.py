@@ -92,9 +92,9 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def _space(self) -> str | None:
-        """The character that replaces a space in token names, as in SentencePiece.
+        """The character that replaces spaces in token names, as in SentencePiece.
 
-        `decode` of such a tokenizer may strip spaces. None for all other tokenizers.
+        None if the tokenizer does not replace spaces.
         """
         found = self.tokenizer.pre_tokenizer
         steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]

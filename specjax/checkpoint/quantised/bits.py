@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Bits(NamedTuple):
-    """Numbers that, times a scale, replace weights."""
+    """A kind of number. Quantised weights are numbers of this kind, times a scale."""
 
     dtype: str  # of the numbers
     least: int

@@ -2,16 +2,16 @@
 
 A matrix of packed integers has these tensors instead of X.weight:
 
-    X.weight_packed        words i32, of eight 4-bit numbers plus 8 or four 8-bit numbers plus 128,
-                           which are adjacent along the inputs
+    X.weight_packed        i32 words. Each packs adjacent inputs: eight 4-bit numbers, stored
+                           plus 8, or four 8-bit numbers, stored plus 128
     X.weight_shape         the shape [O, I]
     X.weight_scale         the scales [O, groups], or one scale
     X.weight_zero_point    optional: the zero points plus 8, packed along the outputs
     X.weight_g_idx         optional: the group of each input
 
-For 4-bit floats, X.weight_packed holds bytes (see `fp4`). The tensors show everything except the
-block size of float8 weights. Otherwise, the config is only checked for forms that are not
-supported.
+For 4-bit floats, X.weight_packed holds bytes (see `fp4`). Names, dtypes and shapes of the tensors
+show how they are quantised. To load weights, only the block size of float8 weights is taken from
+the config. The config is also checked for settings that are not supported.
 """
 
 from collections.abc import Mapping
@@ -108,7 +108,7 @@ def _is_supported(weights: Any) -> TypeGuard[Mapping[str, Any]]:
 def _floats(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor:
-    """Return the matrix `plain` of 4-bit floats, and remove its tensors from `tensors`."""
+    """Return the matrix of 4-bit floats named `plain`. Remove its parts from `tensors`."""
     packed, scale, named = (f"{plain}_{end}" for end in ("packed", "scale", "global_scale"))
     words, scales = tensors.pop(packed), take(tensors, folder, scale, packed)
     tensors.pop(plain.removesuffix("weight") + "input_global_scale", None)
@@ -121,7 +121,7 @@ def _floats(
 def _integers(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor | ScaledTensor:
-    """Return the matrix `plain` of packed integers, and remove its tensors from `tensors`."""
+    """Return the matrix of packed integers named `plain`. Remove its parts from `tensors`."""
     packed, scale, zero, order = (
         f"{plain}_{end}" for end in ("packed", "scale", "zero_point", "g_idx")
     )
@@ -153,12 +153,12 @@ def _integers(
 
 
 def _bytes(num_in: int, words: np.ndarray) -> np.ndarray:
-    """Unpack words i32 of four 8-bit numbers plus 128; return the numbers i8[O, `num_in`]."""
+    """Unpack i32 words of four 8-bit numbers, stored plus 128, to numbers i8[O, `num_in`]."""
     return (np.ascontiguousarray(words).view(np.uint8)[:, :num_in] ^ 0x80).view(np.int8)
 
 
 def _without_zero_points(files: TensorFiles) -> TensorFiles:
-    """Return `files` without the zero points of 8-bit integers, which must be 0."""
+    """Return `files` without the zero points of 8-bit integers. Refuse zero points other than 0."""
     tensors = dict(files.tensors)
     for name, tensor in files.tensors.items():
         if name.endswith(".weight_zero_point"):

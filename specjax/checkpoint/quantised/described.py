@@ -42,7 +42,7 @@ def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorF
 
 
 def tensor(dtype: Any, *shape: int, values: Any = None) -> Described:
-    """Return a `Described` tensor of this shape; or with the shape of `values`, if they are set."""
+    """Return a `Described` tensor with `values`, or with zeros of this shape without `values`."""
     if values is None:
         return Described(np.dtype(dtype), shape)
     array = np.asarray(values, dtype)

@@ -15,16 +15,16 @@ from specjax.checkpoint.stored_tensor import Readable
 class Format(Protocol):
     """A format of quantised weights.
 
-    Its fields hold what only the config shows, and not the tensors of a checkpoint.
+    The fields of a format hold settings that are read from a checkpoint's config.
     """
 
     described: ClassVar[str]  # for errors: what is supported
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
-        """Return the format that a config's `quantization_config` describes.
+        """Return the format that `config`, a `quantization_config`, describes.
 
-        None if it describes another format, or one that is not supported.
+        Return None if `config` describes another format, or uses unsupported settings.
         """
         ...
 
@@ -116,8 +116,8 @@ def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> 
 def group_size(depth: int, count: int, likely: int | None = None) -> int | None:
     """Return the number of inputs in a group, if `depth` inputs have `count` groups.
 
-    The result is `likely` if groups of this size, with a smaller last group, give this count.
-    Otherwise, all groups are equal. The result is None if `depth` is not divisible by `count`.
+    The result is `likely` if groups of `likely` inputs, and perhaps a smaller last group, give this
+    count. Otherwise, all groups have the same size. The result is None if that is impossible.
     """
     if count == 1:
         return depth

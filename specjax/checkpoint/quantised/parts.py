@@ -25,7 +25,8 @@ def part_of(tensor: Any, cut: Cut | None, device: int) -> Any:
     """Return the part of a quantised tensor that device number `device` takes.
 
     If `cut` is None, the tensor itself is returned. The result is None if the tensor is not
-    quantised, or if kernels do not support such parts. It is None for all devices or for none.
+    quantised, or if no kernel can read its parts. For one tensor and cut, either all devices get a
+    part, or all get None.
     """
     make = PARTS.get(type(tensor))
     if make is None or cut is None:
@@ -97,7 +98,7 @@ class PackedPart(PackedTensor):
 
     @cached_property
     def used_zeros(self) -> np.ndarray | None:
-        """See `PackedTensor`. The result is None for all parts of a matrix or for none."""
+        """See `PackedTensor`. Either all parts of a matrix have zero points, or none has."""
         zeros = self.whole.used_zeros
         return None if zeros is None else self.cut_groups(zeros)
 

@@ -1,8 +1,8 @@
 """Plain matrices that are quantised when they are read.
 
-A row of a matrix, or a group of its inputs, gets the scale with which its largest number is the
-largest one of the kind of numbers. Weights are divided by their scale and rounded to the nearest
-number, as compressed-tensors does without calibration. The results have the form of its tensors.
+Each row of a matrix, or each group of inputs in a row, has a scale. `nearest` computes the scales,
+and rounds weights to numbers, as compressed-tensors does without calibration. The numbers and
+scales are stored like those of compressed-tensors.
 """
 
 import functools
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(eq=False)
 class Rounded:
-    """A plain matrix [..., O, I], with the bits and the errors of its rounding."""
+    """A plain matrix [..., O, I] that is rounded to numbers of the kind `bits` when it is read."""
 
     name: str
     source: Readable
@@ -77,7 +77,7 @@ class Rounded:
             return self._round()
 
     def _read_scales(self) -> np.ndarray:
-        """Return the scales. They are kept from the reading of the numbers."""
+        """Return the scales. If the numbers were read before, nothing is computed again."""
         with self._lock:
             if self._scales is None:
                 self._round()
@@ -106,13 +106,13 @@ class RoundedFiles(NamedTuple):
     plain: tuple[str, ...]  # names of matrices of projections that stay as they are
 
     def without(self, names: Iterable[str], files: TensorFiles) -> "RoundedFiles":
-        """Return the checkpoint with the plain matrices `names` of `files`."""
+        """Return the checkpoint with the matrices `names` unquantised, taken from `files`."""
         tensors = {**self.files.tensors, **{name: files.tensors[name] for name in names}}
         left = {name: one for name, one in self.matrices.items() if name not in {*names}}
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return words about what was quantised, and how exactly."""
+        """Return a text with the numbers of quantised and plain matrices, and the worst error."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"
@@ -126,9 +126,10 @@ class RoundedFiles(NamedTuple):
 def round_matrices(
     files: TensorFiles, names: Iterable[str], quantization: str, dtype: np.dtype
 ) -> RoundedFiles:
-    """Return `files`; the matrices `names` in them are quantised when they are read.
+    """Return `files` with the matrices `names` replaced by matrices that are quantised when read.
 
-    Matrices whose inputs are not a multiple of the groups stay as they are.
+    With groups, a matrix stays as it is if it has more than two axes, or if its number of inputs
+    is not a multiple of the group size.
 
     Args:
         quantization: a key of `BITS`.
@@ -147,7 +148,7 @@ def round_matrices(
 
 
 def _scales_dtype(dtype: Any) -> str:
-    """Return the dtype of the scales of groups."""
+    """Return the dtype of group scales for weights of `dtype`."""
     name = np.dtype(dtype).name
     return name if name in _KEPT else "float32"
 

@@ -94,8 +94,8 @@ class ScalesSpec(TensorSpec):
     def block(self) -> Block:
         """The rows and columns of the matrix that share a scale.
 
-        The tensors may have blocks of more rows. The matrix's blocks are small enough to lie within
-        one tensor, one of its blocks, and one part of a head.
+        A block never crosses the border between two merged tensors, between two blocks of a
+        tensor, or between two parts of a head. So it may have fewer rows than a tensor's blocks.
         """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))
