@@ -37,7 +37,7 @@ Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """The methods of `specjax.engine.port.Programs` that timing needs, and two to set the state."""
+    """What `measure_rounds` needs of the programs: running them, and making artificial requests."""
 
     def fill(self) -> None:
         """Replace the state with `filled(state)`, in which each slot has an artificial request."""

@@ -10,8 +10,8 @@ CALLER = -1  # the owner of the first turn
 class Turn:
     """A lock whose owner is a number. At first, the owner is `CALLER`.
 
-    An owner may take the lock twice, and give it back twice. So if Ctrl-C interrupts an owner, it
-    can simply take the lock again.
+    It is harmless to take the lock when one already has it, or to give it back when one has not. So
+    if Ctrl-C interrupts an owner, the owner can simply take the lock again.
     """
 
     def __init__(self):
