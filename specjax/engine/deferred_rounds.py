@@ -27,9 +27,8 @@ class DeferredRounds:
         """Run `Observe` before the step `plan`, if there are deferred rounds that cannot wait.
 
         Deferred rounds can wait if `plan` is a round without drafts for the same requests, and if
-        fewer rounds than `Programs.max_deferred` are deferred. Then count `plan` as a deferred
-        round, if it is a round without drafts and deferring is possible at all. `packed` is the
-        packed plan.
+        fewer rounds than `Programs.max_deferred` are deferred. Afterwards, count `plan` as deferred
+        if it is a round without drafts and `max_deferred` is not 0. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

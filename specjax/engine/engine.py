@@ -314,7 +314,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Pass the time of chunks or of a round to the repertoire, and a round to the policy.
+        """Tell the repertoire how long chunks or a round took. Tell the policy a round's outcome.
 
         `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """
@@ -337,7 +337,7 @@ class Engine:
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.
 
-        If no request is suspected, move all requests to another engine, or drop all requests.
+        If no request may have caused the failure, move all requests to another engine or drop them.
         """
         suspects = {
             sequence: None

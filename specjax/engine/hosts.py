@@ -27,7 +27,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # secon
 
 
 class HostsError(RuntimeError):
-    """A process of the engine has ended, failed or does not answer. The message names it."""
+    """A process has ended, failed or does not answer. The message names the process."""
 
 
 class Hosts:
@@ -161,7 +161,7 @@ class Hosts:
                 self.fail(str(self.error))
 
     def fail(self, why: str) -> None:
-        """Set `error`, and tell the peers that this process has failed. It cannot run any more."""
+        """Set `error`, and tell the peers that this process has failed."""
         if self.error is None:
             self.error = HostsError(f"this LLM has failed: {why}; start all processes again")
         self._say_last("failed", why)
@@ -189,7 +189,7 @@ class Hosts:
         """Wait until `is_done()`.
 
         Raises:
-            HostsError: a process is lost, or, if `has_limit`, it takes longer than
+            HostsError: a process is lost; or, if `has_limit`, the wait takes longer than
                 `distributed_timeout_seconds`.
         """
         end = time.monotonic() + self._seconds
@@ -215,8 +215,8 @@ class Hosts:
     def explain(self, error: Exception) -> Exception:
         """Return the error to raise after a device's `error`.
 
-        If a process is lost, this is the `HostsError` that names it. Otherwise, it is `error`
-        itself, and the peers are told that this process has failed.
+        If a process is lost, return the `HostsError` that names the process. Otherwise, tell the
+        peers that this process has failed, and return `error` itself.
         """
         end = time.monotonic() + ANSWER_SECONDS
         while self.error is None and time.monotonic() < end:  # a thread may be about to notice it

@@ -1,4 +1,4 @@
-"""Describes chunks and rounds that were launched, and whose results the host has not read yet."""
+"""Describes chunks and rounds in flight: the host has launched them, but not read the results."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ from specjax.host.speculation.rounds import Round
 
 @dataclass
 class InFlight:
-    """Chunks or a round that were launched, and whose results the host has not read yet."""
+    """Chunks or a round in flight: the host has launched them, but not read the results yet."""
 
     plan: Part
     variant: Variant

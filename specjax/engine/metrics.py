@@ -39,8 +39,8 @@ class Metrics:
             is its smallest length.
         accepted_tokens_per_context: number of accepted draft tokens by the same buckets.
         drafts_per_source: number of drafts by their source. Sources on the host are "suffix",
-            "corpus" and "history". The drafter is a source, too, with the name of the method; with
-            the method "suffix", the drafter's name is "ngram". Empty without sources on the host.
+            "corpus" and "history". The drafter is a source, too, and has the name of the
+            method ("ngram" for the method "suffix"). Empty without sources on the host.
         draft_tokens_per_source: number of draft tokens by source.
         accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.
@@ -167,7 +167,7 @@ class Compilations(NamedTuple):
 class Recorder:
     """Counts steps and their results, and adds up times.
 
-    `is_trained` says that the drafter is a trained one. If hardly any of its drafts are accepted, a
+    `is_trained` means that the drafter was trained. If hardly any of its drafts are accepted, a
     warning is logged.
     """
 

@@ -196,8 +196,8 @@ class Repertoire:
         """Record how much time a plan lost because faster programs are not compiled yet.
 
         There may be faster programs for another shape, `plan.better_shape`, or for the split round
-        `plan.wish`. Each is None if there are no faster programs of its kind. Programs are compiled
-        in the background once their absence has cost too much time.
+        `plan.wish`. Either may be None. Programs are compiled in the background once their absence
+        has cost too much time.
         """
         if isinstance(plan, DecodePlan) and plan.wish is not None:
             self._note_wish(plan.wish, variant, milliseconds)

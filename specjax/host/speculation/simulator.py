@@ -142,7 +142,7 @@ class Outcome:
     """The outcome of a simulated run.
 
     Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
-    number of tokens per expected millisecond, so its loss may be negative.
+    number of tokens per expected millisecond, so its regret may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.

@@ -190,7 +190,7 @@ class StepCost:
     def _elsewhere(self, row: "_Row") -> float:
         """Return the prior mean of log(served time / known time) for the batch size of `row`.
 
-        It is estimated from the times of all other batch sizes.
+        The mean is estimated from the times of all other batch sizes.
         """
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
