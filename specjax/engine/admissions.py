@@ -1,6 +1,6 @@
 """Packs newly admitted requests into an array, which the device unpacks as `AdmitInputs`.
 
-`device/requests.py` declares the fields that are packed for a request.
+`device/requests.py` declares the fields of a request.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return the row of `AdmitInputs` for a sequence. Lists in it are not padded yet."""
+    """Return one sequence's row of `AdmitInputs`. Its lists, such as stop ids, are not padded."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(
@@ -64,15 +64,12 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """Return a `kind` (such as `Requests`) for one request.
-
-    Its fields are values instead of arrays.
-    """
+    """Make an object of the dataclass `kind`. Its fields are one request's values, not arrays."""
     return kind(**values)
 
 
 def _is_value(node: Any) -> bool:
-    """Return whether `node` is a field's value (possibly a list), not a dataclass of fields."""
+    """Return whether `node` is a value or a list of values, and not a dataclass."""
     return not isinstance(node, AdmitInputs | Requests | Sampling | Edits)
 
 

@@ -22,10 +22,10 @@ _WATCHER: ContextVar[Callable[[int, int], None] | None] = ContextVar("watcher", 
 
 @contextmanager
 def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Let engines call `tell` while they compile in the block, instead of showing progress.
+    """Call `tell` instead of showing progress when an engine compiles in this `with` block.
 
-    Engines call `tell(num_ready, num_total)` about twice a second, in the thread that waits for the
-    programs.
+    An engine calls `tell(num_ready, num_total)` about twice a second, in the thread that waits for
+    the programs.
     """
     token = _WATCHER.set(tell)
     try:

@@ -154,7 +154,7 @@ class CompiledPrograms:
 
     @property
     def waits_at_conditionals(self) -> bool:
-        """See `Programs`. In a CUDA graph, conditionals run without the host."""
+        """See `Programs`. The host never waits if `collectives` is "graph" (CUDA graphs)."""
         is_divided = self._placement.num_devices > 1
         is_on_gpu = self._placement.device.platform == "gpu"
         return is_divided and is_on_gpu and self._config.collectives != "graph"
@@ -282,8 +282,8 @@ class CompiledPrograms:
 def _state_maker(placement: Placement, *sizes: Any) -> Callable[[], EngineState]:
     """Return a function that makes an engine's empty state on the devices of `placement`.
 
-    `sizes` are the arguments of `empty_state`. A single program makes all arrays. Compiling one
-    program per array shape would take longer.
+    The function calls `empty_state(*sizes)`. One program makes all arrays of the state, because
+    compiling a program per array shape would take longer.
     """
     make = partial(empty_state, *sizes)
     if placement.num_devices == 1:

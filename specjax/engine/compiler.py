@@ -191,7 +191,7 @@ class Compiler:
                 self._changed.notify_all()
 
     def _next(self, line: _Line) -> tuple[Any] | None:
-        """Return the next key of `line` in a tuple of one, or None if the thread should end."""
+        """Take the next key from the queue `line`. Return (key,), or None to end the thread."""
         with self._changed:
             while line.keys:
                 if self._is_closed or is_leaving():
@@ -207,7 +207,7 @@ class Compiler:
             return None
 
     def _has_room(self, line: _Line) -> bool:
-        """Return whether compiling may use more memory maps. If it may not, empty `line.keys`."""
+        """Return whether enough memory maps are free to compile. If not, empty the queue `line`."""
         used = maps_in_use()
         if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True

@@ -13,9 +13,9 @@ from specjax.host.plans import PrefillPlan
 class DeferredRounds:
     """Counts deferred rounds: rounds without drafts that the drafter has not observed yet.
 
-    All deferred rounds have the same requests. Before another step, the drafter must observe them
-    in the program `Observe`, because this step may draft, or reuse pages that the requests have
-    freed.
+    All deferred rounds have the same requests. The program `Observe` lets the drafter observe all
+    deferred rounds. It must run before a step that drafts, and before a step with other requests,
+    because new requests may reuse the pages of requests that have ended.
     """
 
     def __init__(self, programs: Programs, layout: Layout):
@@ -24,11 +24,11 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run `Observe` for the deferred rounds, unless the drafter may observe them after `plan`.
+        """Run `Observe` before the step `plan`, if there are deferred rounds that cannot wait.
 
-        It may do so if `plan` is a round without drafts for the same requests, and if fewer rounds
-        than `Programs.max_deferred` are deferred. Afterwards, `plan` itself is counted as a
-        deferred round if the drafter may observe it later. `packed` is the packed plan.
+        Deferred rounds can wait if `plan` is a round without drafts for the same requests, and if
+        fewer rounds than `Programs.max_deferred` are deferred. Afterwards, count `plan` as deferred
+        if it is a round without drafts and `max_deferred` is not 0. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
@@ -44,7 +44,7 @@ class DeferredRounds:
             self._programs.run(Observe(len(last)), last)
 
     def _has_rows_of(self, packed: np.ndarray) -> bool:
-        """Return whether a packed round has the same requests in the same rows as `_last`."""
+        """Return whether a round has the requests of the last deferred round, row by row."""
         if self._last is None:
             return False
         views = self._layout.packing(DecodeInputs).views

@@ -166,7 +166,7 @@ class Engine:
         return self.repertoire.number_of(processors)
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile what `requests` need, such as programs with logits processors, if it is new."""
+        """Compile the programs that `requests` need and that are not compiled yet."""
         refuse_fork(self._pid)
         requests = list(requests)
         # A step whose requests have no grammars runs without masks.
@@ -314,7 +314,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Let the policy learn from a round, and the repertoire of shapes from chunks or a round.
+        """Tell the repertoire how long chunks or a round took. Tell the policy a round's outcome.
 
         `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """
@@ -337,7 +337,7 @@ class Engine:
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.
 
-        If no request may have caused it, all requests are moved to another engine or dropped.
+        If no request may have caused the failure, move all requests to another engine or drop them.
         """
         suspects = {
             sequence: None
@@ -428,8 +428,8 @@ class Engine:
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
         """Return the times of rounds for each K in `ks`.
 
-        In exact mode, all rounds have one shape, so nothing is measured. In other modes, `has_all`
-        says whether to measure every shape, which clears the prefix cache, or only the largest.
+        In exact mode, all rounds have one shape, and no time is measured. In other modes, `has_all`
+        means to clear the prefix cache and measure all shapes, not only the largest shape.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -273,14 +273,14 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Return whether a value's class is from our sources, Python or NumPy."""
+    """Return whether specjax's packages, Python or NumPy define a value's class."""
     return type(value).__module__.partition(".")[0] in (*SOURCES, "builtins", "numpy")
 
 
 def _is_patched(module: str) -> bool:
     """Return whether a function of `module` was replaced by code that digests do not cover.
 
-    Return False if no program contains code of the module.
+    Modules whose code is in no compiled program are not checked: for these, return False.
     """
     if not module.startswith(TRACED):
         return False

@@ -26,7 +26,7 @@ from specjax.engine.tracing import Program
 class Follower:
     """Runs the calls that process 0 sends, until process 0 closes its LLM.
 
-    A message names the method that it calls.
+    Each message has the name of a `Follower` method, and the arguments for it.
 
     Attributes:
         programs: the programs of this process.

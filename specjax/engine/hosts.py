@@ -2,7 +2,7 @@
 
 Process 0 leads: it has the scheduler and the public interface. The other processes follow: they run
 the same programs in the same order. `jax.distributed` connects the devices. Process 0 also has a
-socket to each other process, for the calls and the packed arrays that it mirrors.
+socket to each other process, through which it sends calls and their packed arrays.
 """
 
 import atexit
@@ -27,7 +27,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # secon
 
 
 class HostsError(RuntimeError):
-    """A process of the engine has ended, failed or does not answer. The message names it."""
+    """A process has ended, failed or does not answer. The message names the process."""
 
 
 class Hosts:
@@ -161,7 +161,7 @@ class Hosts:
                 self.fail(str(self.error))
 
     def fail(self, why: str) -> None:
-        """Tell the peers that this process has failed, and disconnect. Nothing can run any more."""
+        """Set `error`, and tell the peers that this process has failed."""
         if self.error is None:
             self.error = HostsError(f"this LLM has failed: {why}; start all processes again")
         self._say_last("failed", why)
@@ -189,7 +189,7 @@ class Hosts:
         """Wait until `is_done()`.
 
         Raises:
-            HostsError: a process is lost, or, if `has_limit`, it takes longer than
+            HostsError: a process is lost; or, if `has_limit`, the wait takes longer than
                 `distributed_timeout_seconds`.
         """
         end = time.monotonic() + self._seconds
@@ -200,7 +200,7 @@ class Hosts:
             time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
-        """Set `error` after a time limit. It names the processes that do not answer."""
+        """Set `error` after a time limit. If a process does not answer, the error names it."""
         self._answers.clear()
         self.send("ping")
         end = time.monotonic() + ANSWER_SECONDS
@@ -215,8 +215,8 @@ class Hosts:
     def explain(self, error: Exception) -> Exception:
         """Return the error to raise after a device's `error`.
 
-        If a process is lost, this is the `HostsError` that names it. Otherwise, it is `error`
-        itself, and the peers are told that this process has failed.
+        If a process is lost, return the `HostsError` that names the process. Otherwise, tell the
+        peers that this process has failed, and return `error` itself.
         """
         end = time.monotonic() + ANSWER_SECONDS
         while self.error is None and time.monotonic() < end:  # a thread may be about to notice it
@@ -244,11 +244,11 @@ class Hosts:
         self._threads = [_started(wait)]
 
     def _disconnect(self) -> None:
-        """Disconnect from JAX, and then from process 0.
+        """Shut down `jax.distributed` in this process, and close the socket to process 0.
 
-        Process 0 waits for this before it exits. If it exited first, JAX would end this process.
-        With `jax_enable_recoverability`, processes leave JAX one by one. Without it, they wait for
-        each other at their exit, so they do not leave here.
+        Process 0 exits only after all other processes have disconnected, because JAX would end
+        this process if process 0 exited first. Without `jax_enable_recoverability`, only the
+        socket is closed: JAX itself then makes all processes wait for each other at exit.
         """
         with self._leaving:
             config: Any = jax.config
@@ -296,7 +296,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _set_options(connection: Connection, seconds: int) -> None:
-    """Send small messages at once, notice hosts that vanish, and limit the time of a send."""
+    """Set socket options: no delay for small messages, keepalive, and a time limit of a send."""
     with _socket_of(connection) as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Describes chunks and rounds that were launched, and whose results the host has not read yet."""
+"""Describes chunks and rounds in flight: the host has launched them, but not read the results."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ from specjax.host.speculation.rounds import Round
 
 @dataclass
 class InFlight:
-    """Chunks or a round that were launched, and whose results the host has not read yet."""
+    """Chunks or a round in flight: the host has launched them, but not read the results yet."""
 
     plan: Part
     variant: Variant
@@ -38,12 +38,13 @@ class InFlight:
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
         """Return the outcome of a round, after its tokens were appended to its sequences.
 
-        If `rest` is set, its tokens must not have been appended yet.
+        If the program also ran the sequences of `rest`, which did not draft, the tokens of these
+        sequences must be appended after this call.
 
         Args:
             num_kept: the number of tokens that each sequence gained.
-            milliseconds: the time of the round; None if unknown. It is left out of the outcome if
-                the round had fewer drafts than its shape, since it is not the time of this K.
+            milliseconds: the time of the round; None if unknown. If the round had fewer drafts
+                than its shape, the outcome has no time, since the program ran with a larger K.
             chunk_ms: the milliseconds of the chunks before the round.
         """
         plan = self.plan
@@ -101,10 +102,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set the end times of programs that ended before a later program was launched.
+    """Set `done` of each program, if it is known that the program ended before a later launch.
 
-    On a CPU, a program may already have ended when its launch returns. Then all earlier programs
-    had ended before this launch.
+    On a CPU, a launch may return only after the program has ended. In this case, all earlier
+    programs had ended before the launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

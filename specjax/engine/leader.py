@@ -30,9 +30,10 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Named(NamedTuple):
-    """The name of a program in messages: its number.
+    """Names a program in messages by a number.
 
-    `program` is the program itself in the first message with this number. Later, it is None.
+    The first message with this number also contains the program. In later messages, `program` is
+    None.
     """
 
     number: int
@@ -40,9 +41,9 @@ class Named(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The name, in messages, of a result that all processes have kept.
+    """Names in messages the result of program `number`, or leaf `leaf` of this result.
 
-    It means the result of program `number`, or leaf `leaf` of this result.
+    Every process has kept its own part of the result.
     """
 
     number: int
@@ -206,7 +207,7 @@ class LeaderPrograms:
             self._heard.clear()
 
     def run(self, program: Program, *arguments: Any) -> Any:
-        """See `Programs`. The others launch the program at the same time."""
+        """See `Programs`. All other processes launch the program at the same time."""
         self._hosts.check()
         if program not in self.ready:
             self.compile_ahead([program], show_progress=False)
@@ -232,8 +233,7 @@ class LeaderPrograms:
     def _sent(self, argument: Any) -> Any:
         """Return the form in which an argument is sent to the other processes.
 
-        An array of the host is sent as it is. For a result of another program, its `Result` is
-        sent.
+        A NumPy array is sent as it is. In place of another program's result, a `Result` is sent.
         """
         if argument is None or isinstance(argument, np.ndarray):
             return argument
@@ -246,10 +246,7 @@ class LeaderPrograms:
         raise AssertionError("an argument is not a result of a program")
 
     def _forget(self, argument: Any) -> None:
-        """Forget the program result that `argument` is or is part of.
-
-        The other processes do the same.
-        """
+        """Forget a program's result if `argument` is this result or an array in it."""
         if argument is not None and not isinstance(argument, np.ndarray):
             for number, result in list(self._open.items()):
                 if argument is result or any(argument is x for x in jax.tree.leaves(result)):
@@ -327,13 +324,13 @@ class LeaderPrograms:
 
 
 def _hear_by(leader: weakref.ref[LeaderPrograms], *message: Any) -> None:
-    """Pass a message to `leader`, unless it was freed."""
+    """Pass a message to the `LeaderPrograms`, unless it was freed."""
     if (found := leader()) is not None:
         found._hear(*message)
 
 
 class Awaited:
-    """A program's outputs for the host. Reading them fails instead of waiting forever."""
+    """A program's outputs for the host. If a process is lost, reading them is a `HostsError`."""
 
     def __init__(self, array: jax.Array, hosts: Hosts):
         self._array: Any = array

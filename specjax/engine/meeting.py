@@ -2,8 +2,8 @@
 
 First, all processes wait until every process has started. Then `jax.distributed` connects their
 devices. Last, each other process connects to process 0 with a socket. Messages on these sockets are
-pickled. So each connection begins with a proof by both ends that they know a random key, which the
-devices have exchanged before.
+pickled, and reading a pickle can run arbitrary code. So first, both ends of a connection prove that
+they know a random key, which process 0 has broadcast to the devices.
 """
 
 import secrets
@@ -45,10 +45,10 @@ class Meeting(NamedTuple):
 
     @classmethod
     def take(cls, options: dict[str, Any]) -> "Meeting":
-        """Remove the fields from `options`, check them, and return them.
+        """Remove the options of a `Meeting` from `options`, check them, and return the `Meeting`.
 
         Raises:
-            ValueError: a field is invalid.
+            ValueError: an option is invalid.
         """
         found = cls(**{name: options.pop(name) for name in cls._fields})
         rank, address = found.node_rank, found.master_addr

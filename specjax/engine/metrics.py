@@ -38,9 +38,9 @@ class Metrics:
         drafts_per_context: number of drafts by bucket of the request's length. The key of a bucket
             is its smallest length.
         accepted_tokens_per_context: number of accepted draft tokens by the same buckets.
-        drafts_per_source: number of drafts by their source. A source is "suffix", "corpus" or
-            "history" on the host; or the drafter, by the name of its method ("ngram" for "suffix").
-            Empty without drafts from the host.
+        drafts_per_source: number of drafts by their source. Sources on the host are "suffix",
+            "corpus" and "history". The drafter is a source, too, and has the name of the
+            method ("ngram" for the method "suffix"). Empty without sources on the host.
         draft_tokens_per_source: number of draft tokens by source.
         accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.
@@ -167,7 +167,7 @@ class Compilations(NamedTuple):
 class Recorder:
     """Counts steps and their results, and adds up times.
 
-    `is_trained` says that the drafter is a trained one. If hardly any of its drafts are accepted, a
+    `is_trained` means that the drafter was trained. If hardly any of its drafts are accepted, a
     warning is logged.
     """
 
@@ -185,7 +185,7 @@ class Recorder:
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
-        """Add the time that the block takes to the time called `what`."""
+        """Measure how long the `with` block takes, and add this to the time called `what`."""
         start = time.perf_counter()
         yield
         self._seconds[what] += time.perf_counter() - start

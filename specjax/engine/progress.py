@@ -55,7 +55,7 @@ def progress(
     verbose: bool,
     draws: bool = True,
 ) -> Iterator[Callable[[], None]]:
-    """Show how `samples` grow. Yield a function that the block calls after every step.
+    """Show how `samples` grow. The `with` block must call the yielded function after every step.
 
     Args:
         use_tqdm: whether to show progress, or a class with the arguments of tqdm.

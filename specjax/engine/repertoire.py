@@ -193,11 +193,11 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Record the time of a plan, and which missing programs would have been faster.
+        """Record how much time a plan lost because faster programs are not compiled yet.
 
-        These are the programs for `plan.better_shape`, the shape that fits best, and for the split
-        round `plan.wish`. Each may be None, if nothing is missing. A program is compiled in the
-        background once its absence has cost too much time.
+        There may be faster programs for another shape, `plan.better_shape`, or for the split round
+        `plan.wish`. Either may be None. Programs are compiled in the background once their absence
+        has cost too much time.
         """
         if isinstance(plan, DecodePlan) and plan.wish is not None:
             self._note_wish(plan.wish, variant, milliseconds)

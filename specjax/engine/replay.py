@@ -1,7 +1,7 @@
 """Measures the times of rounds.
 
-`measure_rounds` times rounds of every shape, with artificial requests. This needs an engine whose
-shapes are all compiled and that has no requests. The artificial requests have random tokens and a
+`measure_rounds` times rounds of every shape, with artificial requests. All shapes must be
+compiled, and the engine must have no requests. The artificial requests have random tokens and a
 given length of context. If the pool has too few pages, they share pages. `time_padding` times
 rounds of padding rows, which is possible at any time.
 """
@@ -37,7 +37,7 @@ Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """The methods of `specjax.engine.port.Programs` that timing needs, and two to set the state."""
+    """Runs programs for `measure_rounds`, and gives every slot an artificial request."""
 
     def fill(self) -> None:
         """Replace the state with `filled(state)`, in which each slot has an artificial request."""

@@ -28,7 +28,7 @@ class RoundClock:
     def restart(self) -> None:
         """Treat the times of all steps planned so far as unknown.
 
-        It is called after a measurement, which ran while these steps were in flight.
+        Call this after measuring the time of a shape, because measuring delays the steps in flight.
         """
         self._timed_from = self.start = time.perf_counter()
 

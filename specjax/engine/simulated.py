@@ -1,9 +1,9 @@
 """A simulated device, which computes no model: `LLM(..., device="simulated")`.
 
-It serves to measure the time of everything else. The token at a position is the same in all
-requests, and all drafts are accepted. Limits and stop tokens end a text as usual. Grammars replace
-tokens that they do not allow. All other sampling parameters have no effect, and all
-log-probabilities are 0. Weights are loaded, but not used.
+With it, one can measure the time of everything except the model. The token at a position is the
+same in all requests, and all drafts are accepted. Limits and stop tokens end a text as usual.
+Grammars replace tokens that they do not allow. All other sampling parameters have no effect, and
+all log-probabilities are 0. Weights are loaded, but not used.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -163,7 +163,7 @@ class SimulatedPrograms:
         """See `Programs`."""
 
     def renew(self) -> None:
-        """See `Programs`. Padding rows use the last entry of each array."""
+        """See `Programs`. Arrays have one entry per slot, and a last one for padding rows."""
         count = self._layout.num_slots + 1
         self._lengths = np.zeros(count, np.int32)  # tokens whose keys and values are cached
         self._limits = np.zeros(count, np.int32)
@@ -251,10 +251,10 @@ class SimulatedPrograms:
         return self._packed(variant, 0, counts, num_drafts, tokens)
 
     def _following(self, places: np.ndarray, count: int, masks: np.ndarray | None) -> np.ndarray:
-        """Return the tokens i32[B, count] at the positions after `places` i[B].
+        """Return the tokens i32[B, count] at the `count` positions after each position in `places`.
 
-        `masks` i32[B, count, words] are grammar masks. The first allowed token replaces a token
-        that is not allowed.
+        `masks` i32[B, count, words] are grammar masks. If a mask forbids a token, the first token
+        that the mask allows is returned instead.
         """
         places = places[:, None] + 1 + np.arange(count)
         tokens = self._text[places.clip(0, len(self._text) - 1)]
@@ -293,5 +293,5 @@ class SimulatedPrograms:
 
 
 def _nothing(program: Program, inputs: Any, *handed: Any) -> Any:
-    """Compute nothing, and return the last argument after `inputs`; None if there are none."""
+    """Compute nothing. Return the last argument; None if there are only `program` and `inputs`."""
     return handed[-1] if handed else None

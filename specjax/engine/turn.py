@@ -10,8 +10,8 @@ CALLER = -1  # the owner of the first turn
 class Turn:
     """A lock whose owner is a number. At first, the owner is `CALLER`.
 
-    An owner may take the lock twice, and give it back twice. So if Ctrl-C interrupts an owner, it
-    can simply take the lock again.
+    Nothing happens if an owner that has the lock takes it again, or if an owner that does not have
+    the lock gives it back. So after Ctrl-C, an owner can simply take the lock again.
     """
 
     def __init__(self):

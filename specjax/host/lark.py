@@ -81,9 +81,10 @@ class LarkWriter:
 
 
 def structural_tags(given: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
-    """Return a grammar of texts in which every trigger is the beginning of a structure.
+    """Return a grammar of free text with structures, as in vLLM's option `structural_tag`.
 
-    A structure consists of a beginning, JSON of a schema, and an end.
+    A structure consists of a beginning, JSON of a schema, and an end. A trigger is the first
+    part of one or more beginnings. Wherever the text has a trigger, a structure must start.
 
     Args:
         given: a checked `StructuredOutputs.structural_tag`.

@@ -19,12 +19,14 @@ def load_of(
 ) -> DecodeLoad:
     """Return the load of a round of the sequences `ready`.
 
-    A policy that does not weigh requests gets only their number and the token budget.
+    If `policy.weighs_requests` is False, the load has only the number of sequences and the token
+    budget.
 
     Args:
         max_tokens: the step's token budget.
         shapes: the shapes whose programs are compiled.
-        splits: the same for split rounds; None if the round may not be split.
+        splits: the shapes of split rounds whose programs are compiled; None if the round may not
+            be split.
     """
     if not policy.weighs_requests:
         return DecodeLoad(len(ready), 0, max_tokens)

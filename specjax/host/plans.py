@@ -110,7 +110,7 @@ class StepPlan:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Record the end of a step in flight that could give each sequence at most `max_tokens`."""
+    """Record the end of a round or of chunks with up to `max_tokens` tokens per sequence."""
     for sequence in sequences:  # a method's calls would take longer
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

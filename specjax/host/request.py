@@ -11,7 +11,7 @@ from specjax.sampling_params import SamplingParams
 
 
 def free_numbers(first: int, taken: Container[Hashable], count: int) -> list[int]:
-    """Return the first `count` integers from `first` on that, as texts, are not in `taken`."""
+    """Return the first `count` integers n >= `first` for which `str(n)` is not in `taken`."""
     free = (number for number in itertools.count(first) if str(number) not in taken)
     return list(itertools.islice(free, count))
 

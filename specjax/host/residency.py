@@ -20,8 +20,8 @@ class Residency:
         snapshot_points: numbers of pages after which to take a snapshot, ascending.
         branch_points: numbers of pages after which other sequences may continue.
         window_page: index, in the page table, of the page that holds the last token before the next
-            row to run. Window pages before it have been freed, except pages that tokens in it or
-            after it attend to.
+            row to run. Earlier window pages have been freed, unless tokens from this page on attend
+            to them.
         is_on_device: whether a chunk of the sequence has been planned since its admission.
         last_step: number of the last step that ran the sequence.
     """

@@ -103,9 +103,9 @@ class WindowPages:
 
         Args:
             slot: the request's slot.
-            page: index of the page of the request's next token.
-            points: indices of pages at whose ends a later request may start from the prefix cache.
-                A freed page stays cached only if such a request would read it.
+            page: index of the page that holds the last token before the request's next row.
+            points: numbers of leading pages after which a later request may continue from the
+                prefix cache. A freed page stays cached only if such a request would read it.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

@@ -58,7 +58,7 @@ class OwnText:
         self._room = MAX_NEW_TOKENS
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """See `Source`. A long prompt has drafts only after several rounds have indexed it."""
+        """See `Source`. Indexing a long prompt takes several rounds, which get no drafts."""
         index = self._indexes.get(sample)
         if index is None:
             index = self._indexes[sample] = TextIndex()

@@ -86,7 +86,7 @@ class TextIndex:
         self._last = t, u, v, w, x, y, z
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append a whole text, and `END`."""
+        """Append a whole text, and then the token `END`, which marks the end of a text."""
         self.extend(tokens)
         self.extend((END,))
         self._last = _NO_TOKENS
@@ -113,8 +113,8 @@ class TextIndex:
         It has `num_in_flight` expected tokens, followed by at most `count` drafts. Without drafts,
         `NOTHING` is returned. For each length of a match, a continuation is built from the
         occurrences with at least this length: repeatedly, their most frequent next token is
-        appended. The continuation with the largest score is returned. If scores are equal, the
-        longest match counts.
+        appended. The continuation with the largest score is returned. If scores are equal, it is
+        the continuation of the longest match.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING
@@ -129,9 +129,10 @@ class TextIndex:
         return best
 
     def _matches(self, last: list[int]) -> list[tuple[int, int]]:
-        """Return a pair (index after it, length of the match) for each occurrence, latest first.
+        """Return earlier occurrences of the `last` tokens of a text, the latest occurrence first.
 
-        The last 8 tokens are looked up first. Only if they do not occur, 4 or 2 are looked up.
+        An occurrence is a pair (index of the next token, number of equal tokens before it). The
+        last 8 tokens are looked up first. Only if they do not occur, 4 or 2 tokens are looked up.
         """
         text, first = self._tokens, self._first
         size = len(text)

@@ -72,7 +72,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape can run. `time()` measures and returns milliseconds."""
+        """Note that rounds of this shape can run. `time()` measures the milliseconds of one."""
         ...
 
     def observe(self, outcome: Round) -> None:

@@ -38,9 +38,9 @@ class Split(NamedTuple):
 
 
 class SplitWish(NamedTuple):
-    """A split round that would be faster than the chosen one, but whose program is not ready.
+    """A split round that would be faster than the chosen round, but whose program is not ready.
 
-    `gain` is the fraction of the time per token that it would save.
+    `gain` is the fraction of the time per token that the split round would save.
     """
 
     shape: SplitShape
@@ -94,8 +94,8 @@ class Round:
         ms: milliseconds of the round; None if unknown.
         chunk_ms: milliseconds of prefill chunks since the previous step; None for the part of a
             split round that does not draft.
-        is_joined: whether the chunks and the round were one program. If so, `chunk_ms` is the time
-            of both.
+        is_joined: whether chunks and the round ran as one program. If so, `chunk_ms` includes the
+            time of the round.
         requests: the outcome for each request; None if it is unknown.
         others: batch size, including padding, of the requests that did not draft in the same
             program; 0 without such requests.

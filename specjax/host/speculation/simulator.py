@@ -2,8 +2,8 @@
 
 Requests decode together in rounds, which are padded to the batch sizes that an engine compiles.
 Each request has its own log-odds of acceptance, and rounds' times have noise. A policy that knows
-requests may split rounds (see `split`). The policy is compared to an oracle. It knows the times and
-rates, and takes the best K in every round. It never splits rounds.
+requests may split rounds (see `split`). The policy is compared to an oracle, which knows the
+times and rates. The oracle takes the best K in every round, and never splits rounds.
 """
 
 import math
@@ -142,7 +142,7 @@ class Outcome:
     """The outcome of a simulated run.
 
     Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
-    number of tokens per expected millisecond, so its loss may be negative.
+    number of tokens per expected millisecond, so its regret may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.

@@ -2,16 +2,16 @@
 
 In a round that is not split, all requests have the same number of rows. So if one request drafts,
 all other requests run as many rows. A split round of n requests has two parts: m requests draft K
-tokens each, and the other n - m requests run one row each. The target runs over all rows at once.
-While the program for this is not compiled, the two parts may run one after the other.
+tokens each, and the other n - m requests run one row each. One program runs the target over all
+rows at once. Until this program is compiled, the two parts may run one after the other.
 
     tokens = n + expected number of accepted drafts of the m requests
     ms     = time of m (K + 1) + (n - m) rows in the target, and of K drafts for m requests
 
 The time is not known before a split round of this shape has run. It is first estimated as the time
-of an unsplit round with the same numbers of requests and of rows. Such a round would have fewer
-drafts per request, so the time of the missing passes of the drafter is added. Then the times of
-served split rounds correct the estimate, separately for each shape.
+of an unsplit round with the same numbers of requests and of rows. In such a round, requests have
+fewer drafts, so the drafter runs fewer times. The time of the missing runs is added. Later, the
+times of served split rounds correct the estimate, separately for each shape.
 """
 
 import math
@@ -166,7 +166,7 @@ class Splitter:
 
 
 def _order(gains: Any, k: int) -> Any:
-    """Return the indices of requests, by falling expected number of accepted ones of k drafts."""
+    """Return the indices of requests. Requests that gain most from k drafts come first."""
     return np.argsort(-gains[:, k], kind="stable")
 
 

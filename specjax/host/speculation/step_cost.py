@@ -188,10 +188,9 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the prior mean of the log ratio that all Ks of a batch size share.
+        """Return the prior mean of log(served time / known time) for the batch size of `row`.
 
-        The ratio is a served time divided by the known time. The mean is estimated from all batch
-        sizes except the batch size of `row`.
+        The mean is estimated from the times of all other batch sizes.
         """
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
@@ -243,8 +242,8 @@ class _Row:
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
 
-        `elsewhere` is the prior mean of the log ratio that all Ks share. The time of a K that was
-        never served is kept between the served times of smaller Ks and of larger Ks.
+        `elsewhere` is the prior mean of log(served time / known time) for this batch size. The time
+        of a K that was never served is kept between the served times of smaller and larger Ks.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
@@ -270,10 +269,10 @@ class _Row:
         return result
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K, given the times `prior` before any round of this row.
+        """Return the estimated time of each K. `prior` has the estimates without this row's rounds.
 
-        The mean ratio of served times to `prior` scales all times, so that a K that was never
-        served changes as well.
+        The mean ratio of served times to `prior` scales all times, so that the time of a K that was
+        never served changes as well.
         """
         known = zip(self.served, self.levels, prior, self.points, strict=True)
         moves = (_weight(len(n)) * (level - math.log(ms / own)) for n, level, ms, own in known)
