@@ -92,7 +92,7 @@ class QuantisedArray:
     def parts(self) -> tuple[Any, ...]:
         """See `Origin`.
 
-        For array 0 of a weight, these are the parts of the whole weight. Other arrays have none.
+        Array 0 of a weight lists the parts of the whole weight, and the other arrays list none.
         """
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
