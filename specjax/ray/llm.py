@@ -41,9 +41,9 @@ class RayLLM:
     """Replicas of an LLM, each in a Ray actor (worker), that share requests.
 
     A request goes to the worker with the fewest unfinished samples. If a worker dies, a new worker
-    with the current weights replaces it. Its requests continue on other workers, after the tokens
-    that they already have and with the same seeds. The worker that runs a request does not affect
-    its tokens, except by rounding: batches of different sizes may round differently.
+    with the current weights replaces it. The requests of the dead worker continue on other workers,
+    with the same seeds. The worker that runs a request does not affect the request's tokens, except
+    by rounding: batches of different sizes may round differently.
 
     Args:
         model: a folder or hub id that every worker can load.
@@ -104,7 +104,7 @@ class RayLLM:
         Args:
             prompts: as for `LLM.generate`.
             sampling_params: parameters for all prompts, or a list with one per prompt; None for the
-                checkpoint's.
+                checkpoint's parameters.
 
         Raises:
             ValueError: a prompt or parameter cannot be served; raised before generation starts.
@@ -166,8 +166,8 @@ class RayLLM:
         """Replace the target's weights of all workers, or of none; see `RolloutEngine`.
 
         The weights are put in the object store once for all workers. A worker replaces its weights
-        between two steps, and its unfinished requests continue with the new weights. The result is
-        the slowest worker's.
+        between two steps, and its unfinished requests continue with the new weights. The result
+        of the slowest worker is returned.
         """
         return self._pool.update_weights(weights, version, drafter=drafter)
 

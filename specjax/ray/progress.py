@@ -8,7 +8,7 @@ from specjax.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Progress:
-    """The output of a request so far. Workers send only new tokens.
+    """The output of a request so far, joined from outputs with only new tokens.
 
     If the worker of a request dies, another worker runs the request. A request with one sample and
     without prompt log-probabilities continues after its last token. Other requests start again, and
@@ -33,9 +33,9 @@ class Progress:
         return self.output is not None and self.output.finished
 
     def begin(self) -> CompletionOutput | None:
-        """Start on a worker. Return the sample so far, which the worker continues.
+        """Prepare for a worker that begins to run the request.
 
-        Return None if the worker starts from the prompt.
+        Return the sample that the worker continues, or None if it starts from the prompt.
         """
         self._running = self.output if self._can_continue else None
         return None if self._running is None else self._running.outputs[0]
@@ -46,7 +46,7 @@ class Progress:
         Return the whole output if it has grown. Otherwise, return None.
 
         Raises:
-            RuntimeError: a worker that started again gave other tokens than the worker before it.
+            RuntimeError: a worker started from the prompt, and gave other tokens than before.
         """
         self._running = now = _joined(self._running, added)
         if self.output is not None:

@@ -18,7 +18,7 @@ from specjax.text.prompts import Prompt
 class RayWorker:
     """An `AsyncLLM` in a Ray actor.
 
-    If building it failed, every call raises `NotBuilt` with the error.
+    If building the `AsyncLLM` failed, every call raises `NotBuilt` with the error.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RayWorker:
     ) -> tuple[WeightUpdate, int]:
         """Replace the weights; return the result and the drafter's new version.
 
-        `method` is always "update_weights", which `WorkerPool.update` passes.
+        `method` is not used, because `WorkerPool.update` always passes "update_weights".
         """
         self._check()
         update = await asyncio.to_thread(self._update_weights, weights, version, drafter)

@@ -109,9 +109,10 @@ class OnlineDistiller:
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
-        """Train on the target's features of these rollouts, and update the engine's drafter.
+        """Train on the target's features of rollouts, and update the engine's drafter.
 
-        The rollouts in memory are also used. The current target recomputes their features.
+        Rollouts of earlier refits that are in memory are also used. The current target computes the
+        features of all rollouts.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
@@ -153,7 +154,7 @@ class OnlineDistiller:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the drafter, optimiser, rollouts in memory and target's weights.
 
-        The checkpoint is written atomically. The checkpoint before it in `directory` is kept.
+        The checkpoint is written atomically. `directory` keeps the newest two checkpoints.
         """
         self._take_over()
         arrays = self._arrays()
@@ -281,7 +282,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON items.
+    """Return the arrays, in a tree like `own`, and the JSON items of the newest checkpoint.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

@@ -17,10 +17,10 @@ from specjax.rl.weights import read_update, stage_drafter, stage_target
 def check_folders(engine: Engine, *given: Weights) -> None:
     """Check that weights can be read by the engine's other processes, if there are any.
 
-    They must be given as a folder, which each process reads. None is also accepted.
+    The other processes can only read weights from a folder. None, for no weights, is also accepted.
 
     Raises:
-        ValueError: there are other processes, and weights are not given as a folder.
+        ValueError: there are other processes, and weights are neither a folder nor None.
     """
     count = engine.engines[0].programs.num_processes
     for weights in given:
@@ -34,11 +34,11 @@ def check_folders(engine: Engine, *given: Weights) -> None:
 def stage_elsewhere(engine: Engine, weights: Weights, drafter: Weights) -> None:
     """Let the engine's other processes, if any, read and check new weights.
 
-    `weights` are for the target, and `drafter` for the drafter. If one is None, the old weights are
-    kept.
+    `weights` are new weights of the target, and `drafter` new weights of the drafter. None keeps
+    the old weights.
 
     Raises:
-        HostsError: a process cannot use its folder. Nothing has changed.
+        HostsError: a process cannot use its copy of a folder. No weights have changed.
     """
     programs = engine.engines[0].programs
     if programs.num_processes > 1:

@@ -256,8 +256,8 @@ class RolloutEngine:
 
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
-                paths; a mapping from Hugging Face names to arrays, whose layout conversion is
-                compiled at the first update; pairs (name, array); or a folder (see `read_weights`).
+                paths; pairs (name, array) or a mapping, with Hugging Face names; or a folder (see
+                `read_weights`). For these names, the first update compiles layout conversions.
                 Floating-point arrays are cast to the engine's dtypes. If the engine's weights are
                 quantised, plain weights are rounded to the same formats. Buffers such as
                 `e_score_correction_bias` may be absent, and then keep their values. With an MTP
@@ -365,7 +365,7 @@ class RolloutEngine:
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """Return `weights.checksum` of the target. Equal arrays have equal checksums."""
+        """Return a checksum of the target's weights. Equal weights have equal checksums."""
         with self._turns:
             return checksum(self._engine.params.target)
 

@@ -29,7 +29,8 @@ class VersionAcceptance:
         acceptance_rate_per_pos: for each draft position, the number of accepted drafts divided by
             the number of drafts. The rate includes drafts after a rejected draft, which are never
             accepted.
-        k_histogram: the number of rounds for each K.
+        k_histogram: the number of rounds for each K. A round with K = 4 has at most 4 drafts per
+            request.
     """
 
     version: int
@@ -43,14 +44,14 @@ class VersionAcceptance:
     def acceptance_length(self, k: int) -> float:
         """Return the acceptance length to expect if each round had `k` drafts.
 
-        Unlike `mean_acceptance_length`, it can be compared between periods whose rounds had
-        different K.
+        Unlike `mean_acceptance_length`, the result can be compared between periods whose rounds had
+        different numbers of drafts.
         """
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 
     @property
     def mean_k(self) -> float:
-        """Mean K over all rounds."""
+        """The mean of K (see `k_histogram`) over all rounds."""
         num_rounds = sum(self.k_histogram.values())
         return sum(k * n for k, n in self.k_histogram.items()) / num_rounds if num_rounds else 0.0
 
@@ -63,12 +64,12 @@ class Freshness:
         self._closed: list[VersionAcceptance] = []
 
     def close(self, mark: Mark) -> None:
-        """End the current period. `mark` is taken at its end, before the weights change."""
+        """End the current period. `mark` has the engine's counters before the weights change."""
         self._closed.append(_since(self._start, mark))
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return the draft acceptance of all periods. `mark` is taken now, in the current one."""
+        """Return the draft acceptance of all periods. `mark` has the engine's current counters."""
         return [*self._closed, _since(self._start, mark)]
 
 

@@ -62,7 +62,7 @@ class Loop:
         """Queue requests, and yield each rollout when it finishes.
 
         `label` identifies the call for `abort`. Each rollout is added to `history` when it
-        finishes, so that others can be drafted from it.
+        finishes, so that unfinished rollouts can be drafted from it.
 
         Raises:
             RolloutError: the device failed, or the engine can run no more steps. The error is
@@ -274,8 +274,8 @@ class Loop:
     def _advance(self, move: Callable[[], Any]) -> None:
         """Call `move`, a method of the engine that runs steps or reads their results.
 
-        If `move` raises an error, all unfinished requests are dropped. The error is recorded as
-        their failure, and raised again.
+        If `move` raises an error, all unfinished requests are dropped, and the error is recorded
+        for each of them. The error is then raised again.
         """
         before = list(self.engine.unfinished_ids)
         try:

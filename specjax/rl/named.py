@@ -85,11 +85,11 @@ def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def variable_paths(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path. A flax nnx variable is a leaf, too.
+    """Return the leaves of a tree by path. A flax nnx variable counts as a leaf.
 
-    If all paths end in ".value", this suffix is removed. They do in an nnx.State that was saved and
-    restored as mappings. The suffix ".values", which some arrays of an engine have, is always
-    removed.
+    If all paths end in ".value", this suffix is removed. An nnx.State that was saved and restored
+    as mappings has such paths. The suffix ".values", which the paths of some of an engine's arrays
+    have, is always removed.
     """
 
     def is_variable(node: Any) -> bool:

@@ -113,7 +113,8 @@ class ArrayRule:
         layout: a function that converts an array to the checkpoint's layout, in which projections
             are [out, in].
         stacked: the array's axes along which tensors are stacked, as for scanned layers or experts.
-        is_optional: whether a state may lack the array. For example, a tied head has no array.
+        is_optional: whether a model may lack the array. For example, a model whose output head is
+            tied to the embedding has no array for the head.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Updates the weights of an `AsyncLLM` that serves requests, and counts their versions."""
+"""Updates the weights of an `AsyncLLM` that serves requests, and records the versions."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class OnlineWeights:
         is_torn: whether the weights mix two versions, because an update failed half-way.
 
     Args:
-        on_tear: called on the engine's thread when the first arrays are replaced.
+        on_tear: called on the engine's thread before each array of the target is replaced.
     """
 
     def __init__(self, llm: AsyncLLM, on_tear: Callable[[], Any] = lambda: None):
@@ -44,16 +44,16 @@ class OnlineWeights:
     def update(
         self, weights: Weights, version: int | None = None, *, drafter: Weights = None
     ) -> WeightUpdate:
-        """Replace the weights from the next step on, and wait until this is done.
+        """Replace the weights from the next step on, and wait until they are replaced.
 
         Unfinished requests continue: their cache is recomputed, and their next tokens come from the
         new weights. Calls must not overlap.
 
         Args:
-            weights: as for `RolloutEngine.update_weights`; None to replace only the drafter's.
+            weights: as for `RolloutEngine.update_weights`; None to update only the drafter.
             version: the target's new version, above the current version; None for the next integer.
-            drafter: weights of the drafter, as for `RolloutEngine.update_drafter`; None to keep
-                those that it has, unless `weights` include them.
+            drafter: weights of the drafter, as for `RolloutEngine.update_drafter`. If None, the
+                drafter is updated only if `weights` include the weights of an MTP drafter.
 
         Raises:
             ValueError: the weights do not fit, cannot be read or are not finite, or the version is

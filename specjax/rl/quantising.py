@@ -1,7 +1,7 @@
 """Quantises a trainer's plain weights for an engine whose weights are quantised.
 
-Each quantised weight of the engine is made from one plain weight. Its new numbers and scales have
-the shapes and dtypes of the old ones.
+Each quantised weight of the engine is made from one plain weight. The new arrays have the shapes
+and dtypes of the old arrays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class Origin(Protocol):
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """The name of the weight and its relative error, if `copy` has quantised it; else None."""
+        """The name and relative error of the weight that `copy` has quantised, if any."""
         ...
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -63,9 +63,9 @@ class Quantising:
         return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
 
     def make(self, number: int, sharding: Sharding) -> jax.Array:
-        """Return array `number` of the quantised weight. Each can be returned once.
+        """Return array `number` of the quantised weight. Each array can be returned once.
 
-        The call for array 0 quantises the weight, so it must be the first.
+        The call for array 0 quantises the weight, so this call must be the first.
         """
         leaves, tree = jax.tree.flatten(self.form)
         if number == 0:
@@ -90,7 +90,10 @@ class QuantisedArray:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """See `Origin`. Array 0 of a weight has the parts of all its arrays, the others none."""
+        """See `Origin`.
+
+        Array 0 of a weight lists the parts of the whole weight, and the other arrays list none.
+        """
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
 
@@ -106,7 +109,7 @@ class QuantisedArray:
 
 
 def plain_shapes(current: Any) -> Any:
-    """Return the tree `current` with each quantised weight replaced by the shape of a plain one.
+    """Return the tree `current`, but with the shape of a plain weight for each quantised weight.
 
     The shapes have the dtype float32. Other weights and arrays are unchanged.
     """
@@ -136,7 +139,8 @@ def quantising(sources: Any, current: Any) -> list[Origin | None]:
 def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
     """Return the `Origin` of each array of a quantised weight; None for arrays to keep.
 
-    `old` is the engine's weight, `name` its path, and `plain` has the `Origin` of the new weight.
+    `old` is the engine's weight, `name` is the path of the weight, and `plain` is the new plain
+    weight, with an `Origin` instead of its array.
     """
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
     return Quantising(name, plain, form, _is_divided(old)).sources
@@ -168,8 +172,8 @@ def all_sources(
 ) -> list[Origin | None]:
     """Return the `Origin` of each array of an engine's `params`; None for arrays to keep.
 
-    `target` and `own` are as for `replace_weights`. If the output head is new, so is the drafter's
-    quantised copy of it (`Params.head`).
+    `target` and `own` are as for `replace_weights`. If the drafter has a quantised copy of the
+    output head (`Params.head`), a new head also replaces the copy.
     """
 
     def new(sources: Any, current: Any) -> tuple[list[Origin | None], Any]:
@@ -211,8 +215,8 @@ def _stays(leaf: Any) -> bool:
 def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Any:
     """Return a jitted function that quantises a plain weight.
 
-    Its arguments are the plain weight and the arrays to keep. It returns the arrays of the
-    quantised weight, and the relative error.
+    The function takes the plain weight and the arrays to keep. It returns the arrays of the
+    quantised weight, and the relative error of the quantised weight.
     """
 
     def local(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -52,7 +52,7 @@ class WorkerPool:
         model, options: the arguments of every worker's engine.
         num_workers: the number of workers.
         ray_options: the Ray options of each worker's actor.
-        size_name: the user's name for `num_workers`.
+        size_name: what to call the number of workers in error messages.
 
     Raises:
         ValueError: the cluster is too small for the workers.
@@ -322,7 +322,7 @@ class WorkerPool:
     def deaths(self) -> tuple[type[Exception], ...]:
         """The exceptions after which a worker has to be replaced.
 
-        They mean that its process died, that its answer was lost, or that its device failed.
+        Each means that the worker's process died, its answer was lost, or its device failed.
         """
         found = self._ray.exceptions
         return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError, WorkerFailed

@@ -119,7 +119,7 @@ class RayRollouts:
 
         Leaving the iteration aborts the remaining rollouts. Other methods may be called during the
         iteration. After an update of weights, all further tokens come from the new weights. After
-        `sleep`, call `wake_up` before continuing the iteration; otherwise it raises a RuntimeError.
+        `sleep`, call `wake_up` before continuing; otherwise the iteration raises a RuntimeError.
         """
         groups = self._continue(prompts, sampling_params)
         return (rollout for _, rollouts in groups for rollout in rollouts)

@@ -37,7 +37,8 @@ class Rollout:
         sample_index: the index of this sample among the samples of the prompt.
         error: the error if only this rollout failed, else None.
         quantization: the kinds of quantised numbers in the target's weights, such as "fp8" or
-            "fp8, int4"; None if they are plain. The quantised model gives all log-probabilities.
+            "fp8, int4"; None if no weight is quantised. All log-probabilities come from the
+            quantised model.
     """
 
     prompt_token_ids: np.ndarray
@@ -136,7 +137,7 @@ class RolloutBatch(Sequence[Rollout]):
 
     @property
     def quantization(self) -> str | None:
-        """See `Rollout`. If rollouts come from different engines, the kinds of all are named."""
+        """All values of `Rollout.quantization`, joined by commas; None if all are None."""
         return ", ".join(sorted({one.quantization for one in self if one.quantization})) or None
 
     @property
@@ -190,8 +191,8 @@ class Score(NamedTuple):
     """The target's scores of a prompt with P tokens and a completion with T tokens.
 
     L = P + T - 1 is the number of scored positions. A log-probability is -inf if top-k, top-p or
-    min-p excludes the token. This can happen to a sampled token that was just above the threshold,
-    because scoring may round differently.
+    min-p excludes the token. This can happen even to a sampled token, because scoring and
+    generation may round probabilities differently.
     """
 
     logprobs: np.ndarray  # f32[T], for the completion's tokens; see `Rollout.logprobs`

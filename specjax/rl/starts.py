@@ -68,7 +68,7 @@ class StartMaker:
         Return None if `sample` has no tokens to score.
 
         Raises:
-            ValueError: `sample` is of another kind, or some of its tokens cannot be scored.
+            ValueError: `sample` is not a rollout or a pair, or some of its tokens cannot be scored.
         """
         if isinstance(sample, Rollout):
             params = sample.params if params is None else params

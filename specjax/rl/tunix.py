@@ -55,7 +55,7 @@ class TunixRollout:
     Args:
         rollout_actor: the model being trained, whose weights the engine starts with.
         tokenizer: a tokenizer with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
-        mesh: Tunix's mesh for rollouts, which must be one device.
+        mesh: Tunix's mesh for rollouts. Its only device must be the engine's device.
         rollout_config: Tunix's `RolloutConfig` for training, or a mapping from modes to configs. By
             default, its maximum prompt and output lengths determine `max_model_len`, and its
             `data_type` determines `dtype`.
@@ -63,7 +63,7 @@ class TunixRollout:
         speculative_config: as for `RolloutEngine`.
         names: rules that map the actor's parameters to names of the checkpoint; see `hf_named`.
             None for Tunix's Llama3, Qwen2 and Qwen3, whose rules are known, and for a
-            `PolicyModule`, which has the engine's paths.
+            `PolicyModule`, whose parameters need no rules.
         lora_scale: alpha / rank of the actor's LoRA adapters, which are merged at every update.
         options: as for `RolloutEngine`.
 
@@ -117,9 +117,9 @@ class TunixRollout:
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Continue each prompt; return Tunix's `RolloutOutput`, in the order of the prompts.
 
-        Prompts are padded to `max_prompt_length` and never truncated. If a prompt is longer, the
-        width becomes the next power of two, as in Tunix's samplers. Outputs include their
-        end-of-sequence token.
+        The result has the prompts, padded to `max_prompt_length` tokens. If a prompt is longer, all
+        prompts are padded to the next power of two, as in Tunix's samplers. Outputs include the
+        end-of-sequence token, if any.
 
         Args:
             kwargs: further fields of `SamplingParams`.
@@ -175,8 +175,8 @@ class TunixRollout:
     ) -> jax.Array:
         """Return log-probabilities f32[B, T] of completions under the engine's weights.
 
-        The engine recomputes them with the training temperature, but without truncation such as
-        top-k. They are 0 at padding.
+        The engine recomputes the log-probabilities with the training temperature, but without
+        truncation such as top-k. Padding has a log-probability of 0.
 
         Args:
             prompt_tokens: i32[B, P], padded on the left.
@@ -267,10 +267,9 @@ class TunixRollout:
         return tokens[:1] == (self.pad_id(),)
 
     def _seed(self, seed: Any) -> int:
-        """Return a seed for the next call.
+        """Return a seed for the next call, derived from `seed` and the number of calls.
 
-        It is derived from `seed`, a JAX key or an integer, or from the engine's seed if `seed` is
-        None.
+        `seed` is a JAX key, an integer, or None for the engine's seed.
         """
         if seed is None:
             words = [folded_seed(self._root_seed)]

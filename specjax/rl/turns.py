@@ -8,7 +8,7 @@ from specjax.engine.process import refuse_fork
 
 
 class Turns:
-    """A fair lock: a thread that releases it and wants it back lets waiting threads go first.
+    """A fair lock: no thread can take the lock twice in a row while another thread waits for it.
 
     The gate is a second lock. A thread must acquire the gate before it acquires the lock. While a
     thread waits for the lock, it holds the gate, so that no other thread can overtake it.

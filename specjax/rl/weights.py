@@ -1,7 +1,7 @@
 """Updates an engine's weights; all arrays are validated before the first array is copied.
 
-A trainer's arrays are read and never kept, so that the trainer may donate them afterwards. The
-module `named` lists the forms that weights may have.
+A trainer's arrays are read and never kept, so that the trainer may donate them afterwards. See
+`Weights` in `specjax.rl.named` for the forms that weights may have.
 """
 
 import re
@@ -77,9 +77,9 @@ def replace_weights(
 ) -> None:
     """Replace weights between two steps, one array at a time.
 
-    `target` has the target's new arrays, and `own` has the drafter's; None keeps the old arrays.
-    `tear` is called whenever a new array of the target has been made. The weights mix two versions
-    from then until the last array is replaced.
+    `target` builds the target's new arrays, and `own` the drafter's new arrays; None keeps the old
+    arrays. `tear` is called before each array of the target is replaced. The target's arrays mix
+    two versions until the last array is replaced.
     """
     num_target = len(jax.tree.leaves(engine.params.target))
     sources = all_sources(engine.params, engine.drafter, target, own)
@@ -110,7 +110,7 @@ class WeightUpdate(NamedTuple):
 
     @classmethod
     def of(cls, version: int, sources: Sequence[Origin | None], seconds: float) -> "WeightUpdate":
-        """Return the result of an update from these sources."""
+        """Return the result of an update whose arrays were built by `sources`."""
         parts = [part for source in sources if source for part in source.parts]
         num_bytes = sum(part.size * part.dtype.itemsize for part in parts)
         num_arrays = sum(bool(source and source.parts) for source in sources)
@@ -122,7 +122,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
     """Return an `Origin` for each of a target's arrays; see `stage`.
 
     Raises:
-        ValueError: the weights do not fit, or have two different values for a tied embedding.
+        ValueError: the weights do not fit, or an output head differs from its tied embedding.
     """
     sources = stage(
         given, current, partial(named_specs, target), "weights", partial(is_unused, target)
@@ -161,10 +161,10 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Orig
 def read_update(
     weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the new arrays by name: the target's, and the drafter's or None.
+    """Return the target's new arrays by name, and the drafter's new arrays by name or None.
 
-    The drafter's are None if the drafter keeps its arrays. This is so if `drafter_weights` is None
-    and `weights` do not include an MTP drafter. `params` are the engine's weights.
+    None means that the drafter keeps its arrays: `drafter_weights` is None, and `weights` do not
+    include the weights of an MTP drafter. `params` are the engine's weights.
 
     Raises:
         ValueError: weights cannot be read, or are not finite.
@@ -192,7 +192,7 @@ def next_version(current: int, version: Any) -> int:
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Return whether the weights `given` for the target also have the weights of an MTP drafter."""
+    """Return whether `drafter` is an MTP drafter with weights among the target's new weights."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
     return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 
@@ -216,10 +216,10 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[Origin | None]:
-    """Return an `Origin` for each leaf of `current`, in the same order; None for leaves that stay.
+    """Return an `Origin` for each leaf of `current`, in the same order.
 
-    Quantised weights are made of plain ones. Buffers that are not given keep their values, and the
-    log names them once.
+    Quantised weights are made from plain weights. For their i32 arrays, which do not change, the
+    result has None. Buffers that `given` lacks keep their values, and their names are logged once.
 
     Args:
         given: arrays by path in the tree or by Hugging Face name; see `read_named`.
@@ -342,7 +342,7 @@ def _check(
 
 
 def _hints(faults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return remedies for the common mistakes that names and dtypes in `faults` reveal."""
+    """Return remedies for common mistakes that are visible in the names and dtypes of `faults`."""
     found = {
         "these are LoRA adapters; merge them into the weights first (peft: merge_and_unload() of a "
         "copy of the model; flax: hf_named with lora_scale)": any(

@@ -1,9 +1,9 @@
 """The training loss of heads that draft several tokens in one forward pass.
 
-The inputs of the pass are the last known token and mask tokens, one row for each. A block is such a
-group of rows. In training, a document has many blocks, each of which starts at a random token of
-the answer. The drafts of a block are the tokens after this token. All blocks of a document share
-the features that the target computed for the document.
+The forward pass has one row for the last known token, and one row for each of several mask tokens.
+Such a group of rows is a block. In training, a document has many blocks, each of which starts at a
+random token of the answer. The drafts of a block predict the tokens after this random token. All
+blocks of a document share the features that the target computed for the document.
 """
 
 import math
@@ -110,7 +110,7 @@ def p_eagle_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a P-EAGLE head; see `BlockLogits`.
 
-    The first draft comes from the row before the block's start, and the others from mask rows.
+    The first draft is predicted in the row before the block's start, other drafts in mask rows.
     """
     own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
     context = ContextRows.of(size, length)

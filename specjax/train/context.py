@@ -20,7 +20,7 @@ class _Attending:
 
     @property
     def attends(self) -> bool:
-        """True: gradients pass through attention, so no row may skip it. See `Rows.attends`."""
+        """True, since training uses the output of attention in all rows. See `Rows.attends`."""
         return True
 
 
@@ -50,8 +50,9 @@ class CausalRows(_Attending):
 class UnrolledRows(_Attending):
     """Causal rows at one step of an unrolled chain of drafts (EAGLE-3's training-time test).
 
-    Step 0 has the verified rows. As at inference, a row attends to the verified rows up to its own
-    position. In later steps it also attends to its own drafts, but not to the drafts of other rows.
+    The rows of step 0 are the tokens of the sequences. Row t of a later step is a draft after token
+    t. As at inference, this row attends to the rows 0 to t of step 0, and to row t of each later
+    step so far.
 
     The cache is a tuple that collects the keys and values of each step, and starts as ().
     """

@@ -62,9 +62,9 @@ def read_documents(
 def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Yield a dict for each document in files or folders.
 
-    Each row of a .jsonl file is a document. It has "question" and "answer", or "text" (a document
-    without a prompt), or the token ids of a prompt and a regenerated answer. Any other file is one
-    document. In a folder, all .jsonl, .txt and .py files below it are read.
+    Each row of a .jsonl file is a document. A row has "question" and "answer"; "text", which is an
+    answer without a prompt; or "prompt_token_ids" and "output_token_ids". Any other file is one
+    document without a prompt. In folders, all .jsonl, .txt and .py files are read, at any depth.
 
     A dict has the keys "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
 
@@ -174,8 +174,8 @@ def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray,
 def window(document: Document, length: int) -> slice:
     """Return the slice of a document that is kept for a row of `length` tokens.
 
-    The beginning of the prompt is dropped first, but never its last token. The end of the answer is
-    dropped next.
+    First, the beginning of the prompt is dropped, but never the last token of the prompt. Next, the
+    end of the answer is dropped.
     """
     excess = max(0, len(document.tokens) - length)
     start = min(excess, max(0, document.num_prompt - 1))

@@ -48,7 +48,7 @@ class FeatureSet:
         The documents are truncated or padded to `length` tokens.
 
         Raises:
-            ValueError: no document has an answer within `length`.
+            ValueError: no tokens of answers remain after truncation.
         """
 
         @jax.jit
@@ -94,7 +94,7 @@ class FeatureSet:
         document are freed before the features of the next document are computed.
 
         Raises:
-            ValueError: no document has an answer within `length`.
+            ValueError: no tokens of answers remain after this cut.
         """
         windows = [window(document, length) for document in documents]
         tokens, is_answer = padded_rows(

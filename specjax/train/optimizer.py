@@ -11,8 +11,8 @@ def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransf
     """Return Muon (Jordan 2024) for arrays labelled "muon", and AdamW for those labelled "adamw".
 
     The learning rate rises to `peak` over 1/25 of `steps`, then falls linearly to 2 % of `peak`.
-    Muon's updates are scaled to AdamW's RMS, so that both use the same rate (Liu et al. 2025,
-    eq. 4).
+    Muon's updates are scaled to AdamW's RMS, so that Muon and AdamW can use the same learning rate
+    (Liu et al. 2025, eq. 4).
     """
     warmup = steps // 25 + 1
     schedule = optax.join_schedules(
