@@ -10,8 +10,8 @@ The noise g_v is counter-based: it is a function of the request's seed, the stre
 (for example the token's position) and v. It does not depend on the row, the batch, or the number of
 other tokens drawn.
 
-In plain JAX, the noise is computed inside a conditional, where XLA launches a kernel for every
-small array. The Triton version reads the logits once, and launches two kernels.
+In plain JAX, XLA launches many small kernels to compute the noise. The Triton version reads the
+logits once, and launches two kernels.
 """
 
 import jax
