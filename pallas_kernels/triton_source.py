@@ -209,7 +209,7 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Return the value `name`, broadcast from shape `old` to `new`; its axes become `at`."""
+        """Return the value `name`, broadcast from `old` to `new`; axis i of `old` is axis at[i]."""
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")

@@ -75,8 +75,8 @@ def within_blocks(
 ) -> ScaledMatmulTuning:
     """Return `config`, with a smaller tile depth if a tile would cross a border between blocks.
 
-    If the tile depth is divided by n, `unroll` is multiplied by n. So the same number of inputs is
-    loaded together.
+    If the tile depth is divided by n, `unroll` is multiplied by n, so that the program loads as much
+    at a time.
 
     Raises:
         UnsupportedError: the tiles would have a depth below `MIN_DEPTH`.
@@ -174,7 +174,7 @@ def _kernel(
     is_scaled_after = block[1] >= depth
 
     def scales_of(tile):
-        """Return a scale for each output of the program, for the inputs of this tile of the depth.
+        """Return a scale for each of the program's outputs, for the inputs in one tile.
 
         The scales are 0 past the last input.
         """

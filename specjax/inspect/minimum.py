@@ -5,8 +5,8 @@
     observe = W_o + S_d B T
     step = verify + draft + observe
 
-After verification, the drafter observes the step's rows: it adds them to its cache. If a later
-program does this, the step only stores the rows' features, and observe = F B.
+After verification, the drafter observes the step's rows, which means that it adds them to its
+cache. If a later program does this, the step only stores the rows' features, and observe = F B.
 
 The sizes of a step are:
 
@@ -208,7 +208,7 @@ def _head_bytes(params: Any) -> int:
 def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
     """Return the bytes of the weights that a forward pass over `num_rows` rows reads.
 
-    The pass reads all weights except an untied embedding and experts that no row uses.
+    The pass reads all weights except an untied embedding, and experts that no row can use.
     """
     size = _size(params) - _size(params.embedding) - _size(params.lm_head) + _head_bytes(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -219,7 +219,7 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
     """Return the number of bytes that a forward pass over `num_rows` rows reads of a weight.
 
-    If the weight has a matrix for each expert, only the experts that rows can use are read.
+    If the weight has an array for each expert, only the experts that rows can use are read.
     """
     experts = getattr(target, "experts", None)
     is_of_experts = {*names[-2:]} & {"gate_up", "down"} and len(leaf.shape) == 3

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 
 
 def prepare_inputs(x, weights, cache, where, *, config, interpret):
-    """Return the new tokens' `Inputs`, and the cache with their raw inputs, k and e^g.
+    """Return the new tokens' `Inputs`, and the cache with the new tokens' raw inputs, k and e^g.
 
     `where` is (layer, slots, positions).
     """
