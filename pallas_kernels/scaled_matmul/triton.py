@@ -75,8 +75,8 @@ def within_blocks(
 ) -> ScaledMatmulTuning:
     """Return `config`, with a smaller tile depth if a tile would cross a border between blocks.
 
-    If the tile depth is divided by n, `unroll` is multiplied by n, so that the program loads as much
-    at a time.
+    If the tile depth is divided by n, `unroll` is multiplied by n, so that equally many inputs are
+    loaded at a time.
 
     Raises:
         UnsupportedError: the tiles would have a depth below `MIN_DEPTH`.
