@@ -31,9 +31,10 @@ def run(
 ) -> Any:
     """Run the implementation of the operation `op` that `kernels` names, and return its result.
 
-    `implementations` maps names, among them "reference", to functions of `args` and `kwargs`. With
-    "auto", the reference runs if the kernel does not support the arguments; this is logged once. If
-    the device cannot run the named kernel, the reference runs, and one warning is issued.
+    `implementations` maps names to functions, which are called with `args` and `kwargs`. One name
+    is "reference". With "auto", the reference runs if the chosen kernel does not support the
+    arguments; this is logged once. If `kernels` names a kernel that the device cannot run, the
+    reference runs, and one warning is issued.
 
     Raises:
         ValueError: `kernels` is unknown or `op` has no such implementation.

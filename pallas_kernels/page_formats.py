@@ -58,10 +58,11 @@ def why_no_kernel(pool: Any, capability: tuple[int, int] | None) -> str | None:
 
 
 def check_scales(pool: Any, scales: Any, name: str, parts: tuple[int, ...]) -> None:
-    """Check the scales of a pool [L, pages, page_size, *parts, ...].
+    """Check the scales of a pool [L, pages, page_size, ...].
 
-    `name` is the pool's name in errors. `parts` are the sizes of the axes whose indices have
-    separate scales. Scales of tokens are f32[L, pages, page_size, *parts], and scales of layers are
+    `name` is the pool's name in errors. A token's entry has parts with separate scales: keys and
+    values of each head, or a latent and the rotated part of a key. `parts` is the shape of these
+    scales. Scales of tokens are f32[L, pages, page_size, *parts], and scales of layers are
     f32[L, parts[0]].
 
     Raises:

@@ -20,7 +20,7 @@ def token_scales(x: jax.Array, stored: PageFormat) -> jax.Array:
 def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax.Array:
     """Return x f32 divided by `scales`, rounded to the nearest number of the format.
 
-    Numbers beyond the largest one become that number, with their sign.
+    Quotients outside the format's range are clipped.
     """
     x = jnp.clip(x / scales, -stored.largest, stored.largest)
     if jnp.issubdtype(stored.dtype, jnp.integer):  # whose conversion drops the fraction
@@ -29,18 +29,18 @@ def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax
 
 
 def zero_of(dtype: Any) -> float | int:
-    """Return 0 in the type of an array's `dtype`, as kernels need it for masked elements."""
+    """Return the value of masked elements in arrays of `dtype`: 0.0 for floats, 0 for integers."""
     return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
 def as_stored(
     x: jax.Array, dtype: Any, layer_scales: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return x [..., n] in the form in which a pool of `dtype` stores it, and its new scales.
+    """Return x [..., n] as a pool of `dtype` stores it, and the scales of x's tokens.
 
-    If the pool's format has scales of tokens, the new scales f32[...] are computed from x. In all
-    other cases, the new scales are None. If the format has scales of layers, x is divided by
-    `layer_scales`, which can be broadcast to [...], or stored unscaled if they are None.
+    If the pool's format has scales of tokens, they are f32[...], and are computed from x. For other
+    pools, the second result is None. If the format has scales of layers, x is divided by
+    `layer_scales`, which can be broadcast to [...]. If `layer_scales` is None, x is not divided.
     """
     stored = page_format(dtype)
     if stored is None:

@@ -242,8 +242,8 @@ def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Arr
 def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
 
-    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. In
-    bf16, the assembly moves the bits to their places, where they mean 2^-126 times the number.
+    The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. For
+    bf16, the assembly moves the bits to a bf16 number's places, and multiplies by 2^126.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
         low, high = (e2m1(part).astype(dtype) for part in _halves(x))
@@ -390,8 +390,8 @@ def launch(
 def _compiled(source: str, name: str) -> Any:
     """Return the function `name` of the module text `source`.
 
-    Triton reads the function's text from `linecache`. Compiled code contains the file's name, so
-    this name is the same in every process, as compilation caches require.
+    Triton reads the text from `linecache`, under the name of a file that does not exist. The name
+    contains a digest of the text, so it is the same in every process, as compilation caches need.
     """
     file = f"<{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file

@@ -179,7 +179,7 @@ class _Writer:
     def block(
         self, jaxpr: Any, arguments: Sequence[str], results: Sequence[str], skip: int
     ) -> None:
-        """Write a block that assigns a jaxpr's outputs, except the first `skip`, to `results`."""
+        """Write a block that drops a jaxpr's first `skip` outputs, and names the rest `results`."""
         self.depth += 1
         made = self.translate(jaxpr, arguments)[skip:]
         self.line(f"{', '.join(results)} = {', '.join(made)}" if results else "pass")
@@ -196,8 +196,8 @@ class _Writer:
     ) -> list[str]:
         """Write a loop; return the names of its results.
 
-        The inputs of `body` are `consts`, the index, the loop's end (only if `skip` is 2), then the
-        carry. The first `skip` outputs of `body` are dropped.
+        The inputs of `body` are `consts`, the index, the loop's end (only if `skip` is 2), and the
+        carry. The outputs of `body` are `skip` values, which are dropped, and the new carry.
         """
         results, i = [self.new_name() for _ in carry], self.new_name()
         for result, initial in zip(results, carry, strict=True):
@@ -209,7 +209,7 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Return the value `name`, broadcast from shape `old` to `new`; its axes become `at`."""
+        """Return the value `name`, broadcast from `old` to `new`; axis i of `old` is axis at[i]."""
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")

@@ -10,8 +10,8 @@ The noise g_v is counter-based: it is a function of the request's seed, the stre
 (for example the token's position) and v. It does not depend on the row, the batch, or the number of
 other tokens drawn.
 
-In plain JAX, the noise is computed inside a conditional, where XLA launches a kernel for every
-small array. The Triton version reads the logits once, and launches two kernels.
+In plain JAX, XLA launches many small kernels to compute the noise. The Triton version reads the
+logits once, and launches two kernels.
 """
 
 import jax
@@ -47,9 +47,9 @@ def draw_tokens(
         temperature: f32[B]; 0 for the argmax. Other values are raised to at least MIN_TEMPERATURE.
         seeds: u32[B], a seed per request.
         stream: selects one of the independent sources of noise under a seed.
-        counters: arrays i32[B], which also key the noise. They hold the values for each request's
-            first row. In every further row of a request, the first array's value is one higher,
-            like a token's position. The other values are the same in all rows of a request.
+        counters: arrays i32[B] with numbers per request that also key the noise, for example the
+            position of the first row. Row t of a request uses the first array's number plus t, and
+            the other arrays' numbers unchanged.
         token_ids: i32[V], the columns' token ids, which are distinct. The noise is keyed by these
             ids, and the returned tokens are such ids. None if the ids are the column numbers.
         vocab_size: size of the full vocabulary; needed with `token_ids`.

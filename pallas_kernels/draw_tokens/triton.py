@@ -25,7 +25,9 @@ PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class DrawTuning:
-    """Tuning of the first kernel: tokens per tile (a multiple of 64), and warps per program.
+    """Tuning of the kernel that finds the best token of every tile.
+
+    The fields are the number of tokens per tile (a multiple of 64), and of warps per program.
 
     By default, a row of 128k tokens has 32 tiles, so a few rows fill the GPU.
     """

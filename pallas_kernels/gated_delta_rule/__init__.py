@@ -37,10 +37,11 @@ also the maximum number of pending tokens. The readers and writers of a ring det
 
 - Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. The
   convolution reads the W - 1 tokens before the new tokens, while up to M new tokens are written.
-- k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
+- k and e^g, 2 M columns: one kernel writes up to M new tokens, before another kernel reads up to M
   pending tokens, which precede the new tokens.
-- u, M columns: only one program reads and writes a column's rows, and it owns these rows of the
-  state. It reads all pending tokens before it writes the first new token.
+- u, M columns: a new token may overwrite a pending token. Each program owns some rows of the state,
+  and no other program uses these rows of u. The program reads all pending tokens before it writes
+  the first new token.
 
 Rejected tokens of earlier steps are at positions that the new tokens overwrite, or that a later
 step overwrites before any step reads them.

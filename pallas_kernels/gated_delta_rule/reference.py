@@ -109,10 +109,10 @@ def _read_pending(
 ) -> tuple[jax.Array, ...]:
     """Return q, k, v, e^g, beta and u of the M tokens before the new tokens.
 
-    M is the maximum number of pending tokens. e^g and beta are [B, M, H_v]; the others have one
-    more axis. For pending tokens, e^g, k and u come from the rings. q, v and beta are zero, because
-    pending tokens need no output and their u is known. The other tokens have e^g = 1, and zeros
-    otherwise, which leave every state unchanged.
+    M is the maximum number of pending tokens. e^g and beta are [B, M, H_v]; the other arrays have
+    one more axis. For pending tokens, e^g, k and u come from the rings. q, v and beta are zero,
+    because a pending token needs no output and its u is known. If fewer than M tokens are pending,
+    the earlier ones of the M tokens have e^g = 1 and zeros, which leave every state unchanged.
     """
     heads, max_pending = cache.heads, cache.max_pending
     places = starts[:, None] + jnp.arange(-max_pending, 0)[None]

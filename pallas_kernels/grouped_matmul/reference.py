@@ -29,11 +29,11 @@ def from_to(
     x: jax.Array,
     products: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Gather rows of x, multiply them by their groups' matrices, and scatter the products.
+    """Gather the rows x[sources], call `products`, and scatter its result.
 
-    `products` takes rows that are sorted by group, and returns their products. Its argument is
-    x[sources], and its n-th product becomes row targets[n] of the result. If `sources` is None, its
-    argument is x. If `targets` is None, its products are returned in their order.
+    `products` is a function that takes rows sorted by group, and returns the rows' products. The
+    n-th product becomes row targets[n] of the result. If `sources` is None, the rows of x are
+    already sorted. If `targets` is None, the products are not moved.
     """
     out = products(x if sources is None else x[sources])
     if targets is None:
@@ -95,9 +95,9 @@ _products.defvjp(_forward, _backward)
 
 
 class _Block(NamedTuple):
-    """A block of `BLOCK_ROWS` consecutive rows. Rows of `group` come first, then rows of others.
+    """A block of `BLOCK_ROWS` consecutive rows, which starts with rows of `group`.
 
-    The last block of a group extends past the group's end.
+    The last block of a group extends past the group's end, into later groups or padding.
     """
 
     group: jax.Array  # i32[]

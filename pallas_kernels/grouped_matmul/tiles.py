@@ -1,4 +1,4 @@
-"""What all kernels of grouped products share: their grid, and the rows of each program.
+"""The grid that all kernels of grouped products use, and the code that finds a program's rows.
 
 A program computes a tile of the result: a block of rows of one group, and a block of columns. The
 number of blocks of rows is known only on the device, so the grid has the maximum number. A program
@@ -42,11 +42,11 @@ class Tile(NamedTuple):
 
 
 def fitting(configs: Any, num_rows: int, num_groups: int) -> Any:
-    """Return the value of `configs` that fits `num_rows` rows in `num_groups` groups.
+    """Return the value of `configs` for `num_rows` rows in `num_groups` groups.
 
-    The keys of `configs` are limits in ascending order. The result belongs to the first limit that
-    is at least twice the average number of rows per group. The factor of two lets the rows of a
-    popular group fit in one block. The key None is last, and fits all sizes.
+    The keys of `configs` are maximum numbers of rows per group, in ascending order. The last key is
+    None, for any number. The function uses the first key that is at least twice the average number
+    of rows per group. The factor of two lets the rows of a popular group fit in one block.
     """
     fits = [
         max_rows
@@ -76,8 +76,9 @@ def multiply_tiles(
         group_sizes: see `grouped_matmul`, which also explains `sources` and `targets`.
 
     Raises:
-        UnsupportedError: there are too many groups, or an array has more than 2^31 numbers in at
-            most 2^32 bytes. Triton's signed 32-bit offsets are too small for such an array.
+        UnsupportedError: there are too many groups, or an array of 8-bit numbers has between 2^31
+            and 2^32 numbers. Pallas uses 32-bit offsets for such an array, which Triton treats as
+            signed.
     """
     x, num_groups = operands[0], len(group_sizes)
     num_rows = x.shape[0] if sources is None else sources.shape[0]

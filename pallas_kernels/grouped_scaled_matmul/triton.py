@@ -114,9 +114,9 @@ def product_kernel(
     is_scaled_after = block[1] >= depth
 
     def scales_of(i):
-        """Return the scales of the tile's columns in step i of the loop over the depth.
+        """Return a scale for each column of the tile, for step i of the loop over x's columns.
 
-        They are 0 past the depth.
+        The scales are 0 after the last step.
         """
         at = jax.lax.div(i * config.block_depth, jnp.int32(block[1]))
         of_columns = jax.lax.div(tile.columns, jnp.int32(block[0]))

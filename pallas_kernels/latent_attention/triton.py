@@ -245,10 +245,10 @@ def _attention_kernel(
 
 
 def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
-    """Write the outputs of rows, or the partial results for one split of their context.
+    """Write the outputs of rows or, if there are several `out_refs`, partial results.
 
-    Partial results are written if there are several `out_refs`. They are the sums of latents before
-    the division, the maximum score, and the sum of weights.
+    A partial result is for one part of a row's context. It consists of the weighted sum of the
+    latents, the maximum score, and the sum of the weights.
     """
     request, row, split = where
     rows = row[:, None]
@@ -265,10 +265,10 @@ def _store(out_refs, where, latent, exists, out, maximum, total, dtype):
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, combined from the results [rank] for parts of its context.
+    """Combine the partial results [rank] for all parts of a row's context; write the row's output.
 
-    A part's result is weighted by 2^(m - M), where m is the part's maximum score, and M is the
-    maximum of all parts. Scores are multiplied by log2(e).
+    A partial result is weighted by 2^(m - M), where m is the part's maximum score, and M is the
+    maximum of all parts. These scores already have a factor of log2(e).
     """
     row, request = pl.program_id(0), pl.program_id(1)
     num_splits, rank = partial_ref.shape[2:]

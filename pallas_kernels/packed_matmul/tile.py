@@ -63,7 +63,7 @@ def multiply_packed(
         return of_groups(scales_ref, run, 0.0)
 
     def numbers_of(run):
-        """Return the numbers [columns, half] in the lower and the upper bits, minus zero points."""
+        """Return two arrays: the run's numbers in lower and in upper bits, minus zero points."""
         byte = (first_run + run) * half + jnp.arange(half)[None]
         mask = is_column[:, None] & (byte < num_bytes)
         stored = load(values_ref.at[(*tile.group, outputs[:, None], byte)], mask=mask, other=0)
@@ -76,7 +76,7 @@ def multiply_packed(
         return parts[0] - first, parts[1] - (others[0] if others else first)
 
     def products_of(run, scales):
-        """Return the products with each group of the run."""
+        """Return the products of x with a run, as a list with one product for each scale."""
         products, parts = [], numbers_of(run)
         for i, (start, part) in enumerate(zip((0, half), parts, strict=True)):
             k = (first_run + run) * 2 * half + start + jnp.arange(half)[None]

@@ -254,10 +254,10 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """Write one row of the output, combined from the results [D] for parts of its context.
+    """Combine the partial results [D] for all parts of a row's context; write the row's output.
 
-    A part's result is weighted by 2^(m - M), where m is the part's maximum score, and M is the
-    maximum of all parts. Scores are multiplied by log2(e).
+    A partial result is weighted by 2^(m - M), where m is the part's maximum score, and M is the
+    maximum of all parts. These scores already have a factor of log2(e).
     """
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]

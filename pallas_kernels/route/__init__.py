@@ -6,8 +6,8 @@ not for the weights (DeepSeek-V3, section 2.1.2). The weights are
 
     w_c = scaling s_c, or scaling s_c / sum_c s_c if the rule normalises
 
-Ties go to the lower expert. Entry n C + c is the c-th expert of row n. To find the rows of each
-expert, the entries are sorted by expert.
+Ties go to the lower expert. The pair of row n and its c-th expert is called entry n C + c. To find
+the rows of each expert, the entries are sorted by expert.
 """
 
 import jax
@@ -33,8 +33,8 @@ def route(
 ) -> Routes:
     """Return the routes of all rows; scores are f32.
 
-    The kernel is a single program. For many rows, and for rules with groups, the reference runs,
-    regardless of `kernels`.
+    The kernel is a single program. The reference runs, regardless of `kernels`, if there are many
+    rows, or if the rule excludes groups of experts.
 
     Args:
         logits: [N, E].

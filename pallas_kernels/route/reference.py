@@ -9,8 +9,8 @@ import jax.numpy as jnp
 class Rule(NamedTuple):
     """The rule that chooses and weights experts, as Python values.
 
-    If there are groups, experts are chosen only from the best groups. A group is ranked by the sum
-    of its two best scores.
+    Experts may be divided into groups. A row then chooses experts only from its best groups. Groups
+    are ranked by the sum of the two best scores in each group.
     """
 
     is_sigmoid: bool = False  # whether scores are sigmoids of the logits, or else their softmax
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The routes of N rows. Entry n C + c is row n's c-th best expert."""
+    """The routes of N rows. Entry n C + c is the pair of row n and its c-th best expert."""
 
     weights: jax.Array  # f32[N, C]
     experts: jax.Array  # i32[N, C], the best first

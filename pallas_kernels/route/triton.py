@@ -1,10 +1,10 @@
 """A Triton kernel for routes, which is a single program.
 
-A row is held by only one warp if this is possible. Scores are mapped to sortable integers, called
-keys. To choose an expert, the kernel takes the maximum key of a row. It then replaces this key by
-one of the lowest keys, which encodes the rank of the choice. No sort is needed: a row chooses an
-expert at most once, so an entry's place within its expert is the number of earlier rows that chose
-the same expert.
+If possible, all scores of a row are in the registers of one warp. Scores are mapped to sortable
+integers, called keys. To choose an expert, the kernel finds the maximum key of a row. It replaces
+the i-th maximum by `LOWEST` + i, which is below the keys of all scores. So the expert is not chosen
+twice, and its rank is known. No sort is needed: a row chooses an expert at most once, so an entry's
+place within its expert is the number of earlier rows that chose the same expert.
 """
 
 from collections.abc import Callable
@@ -156,7 +156,7 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
 def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     """Reduce x [pieces, N, LANES] over the first and last axes, and return the result [N, 1].
 
-    These two axes are the experts: a piece has LANES of them.
+    The experts are divided into pieces of LANES experts.
     """
     return reduce(reduce(x, axis=0), axis=1, keepdims=True)
 
@@ -164,10 +164,10 @@ def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return how many rows chose each expert: among all rows, and among the rows before each row.
 
-    The counts are [pieces, 1, LANES] and [pieces, N, LANES] (see `_over_experts`). Each expert has
-    words of 32 bits, with one bit for each row that chose the expert, and counts are numbers of
-    bits that are 1. A word is a sum over rows. A cumulative sum would take longer, because all
-    warps would exchange their rows.
+    The counts are [pieces, 1, LANES] and [pieces, N, LANES] (see `_over_experts`). For each expert,
+    words of 32 bits have one bit per row, which is 1 if the row chose the expert. A count is the
+    number of these bits that are 1. A cumulative sum over rows would take longer, because the warps
+    would exchange rows.
     """
     sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
@@ -181,8 +181,8 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 def _sortable(x: jax.Array) -> jax.Array:
     """Map floats x f32 to keys i32 that have the same order.
 
-    The lowest keys encode ranks (see the module). The results are above these keys, and stay above
-    them if their low 16 bits are replaced.
+    All these keys are above the keys that mark chosen experts. This holds even after the low 16
+    bits of a key are replaced.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)

@@ -1,6 +1,7 @@
-"""The scaled product on tensor cores. A program computes a tile, over all or a part of the depth.
+"""The scaled product on tensor cores.
 
-A program widens numbers in registers, multiplies a tile of the matrix, and applies the tile's
+A program computes a tile of the result, over the whole depth (all inputs) or a part of the depth.
+The program widens numbers in registers, multiplies a tile of the matrix, and applies the tile's
 scales to the product. If several programs share the depth, XLA sums their results in order.
 """
 
@@ -74,7 +75,8 @@ def within_blocks(
 ) -> ScaledMatmulTuning:
     """Return `config`, with a smaller tile depth if a tile would cross a border between blocks.
 
-    `unroll` grows by the same factor, so that a step covers the same depth.
+    If the tile depth is divided by n, `unroll` is multiplied by n, so that equally many inputs are
+    loaded at a time.
 
     Raises:
         UnsupportedError: the tiles would have a depth below `MIN_DEPTH`.
@@ -172,7 +174,10 @@ def _kernel(
     is_scaled_after = block[1] >= depth
 
     def scales_of(tile):
-        """Return the scales of the tile's columns for a tile of the depth; 0 past the depth."""
+        """Return a scale for each of the program's outputs, for the inputs in one tile.
+
+        The scales are 0 past the last input.
+        """
         at = jax.lax.div((first_tile + tile) * config.block_depth, jnp.int32(block[1]))
         places = jax.lax.div(outputs, jnp.int32(block[0])), jnp.broadcast_to(at, outputs.shape)
         mask = is_column & (at < scales_ref.shape[1])

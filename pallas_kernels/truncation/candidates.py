@@ -1,6 +1,7 @@
-"""The candidates of a row: the logits that the row's threshold may keep.
+"""The candidates of a row.
 
-They are the logits that are not below a known lower bound of the threshold.
+A row's threshold is the smallest logit that truncation keeps. Candidates are the logits that are
+not below a known lower bound of the threshold.
 """
 
 from functools import reduce
@@ -34,12 +35,11 @@ class RowCandidates(NamedTuple):
         return jnp.sum(counts), jnp.max(counts) <= self.room
 
     def places(self, lane: jax.Array, *, unrolls: bool) -> tuple[jax.Array, jax.Array]:
-        """Return the places of the candidates `lane`, and whether each of them exists.
+        """Return the places of some candidates, and whether each candidate exists.
 
         Args:
-            lane: the candidates' numbers, counted tile by tile.
-            unrolls: whether to load the counts of all tiles before using them, which takes
-                registers.
+            lane: the numbers of these candidates, counted tile by tile.
+            unrolls: whether to load the counts of all tiles at once, which takes registers.
         """
 
         def pass_tile(carry, tile):

@@ -118,7 +118,8 @@ def compile_functions(
     Args:
         resources: whether ptxas reports registers, spills and shared memory of every kernel.
         timeout: the maximum seconds for all requests together.
-        kept: if given, functions of its folder are not compiled again, and others are added to it.
+        kept: a folder of compiled functions. A function in this folder is not compiled again, and
+            any other function is added to the folder. None to compile all functions.
 
     Raises:
         ValueError: see `check_tools`.
@@ -195,7 +196,7 @@ def compile_for(
     """Compile `jitted` for the GPUs of `mesh` (see `mesh_of`) and for the shapes of `args`.
 
     `dump` is the folder that `configure` was called with. `options` are XLA's compiler options,
-    such as {"xla_gpu_enable_triton_gemm": False}. If `kept` has the function, return that one.
+    such as {"xla_gpu_enable_triton_gemm": False}. A function that is in `kept` is not compiled.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec

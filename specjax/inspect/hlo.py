@@ -121,8 +121,8 @@ def launches(
 ) -> list[Launch]:
     """Return every kernel of a module with its traffic, in launch order.
 
-    A kernel reads parameters of the module, or results of other kernels. It belongs to the highest
-    layer that such an input belongs to.
+    A kernel that reads a parameter of a layer, or the result of a layer's kernel, belongs to this
+    layer. If there are several such layers, the kernel belongs to the highest one.
 
     Args:
         load_of: a function that takes a scope, and returns the context that the scope's Pallas

@@ -62,7 +62,10 @@ class Instruction:
 
     @property
     def pallas_name(self) -> str | None:
-        """The name of a Pallas kernel: the part of op_name before the primitive."""
+        """The name of a Pallas kernel, which precedes the primitive's name in `op_name`.
+
+        None for other instructions.
+        """
         if not self.target.startswith(PALLAS_TARGETS):
             return None
         return (["", *self.source.split("/")])[-2]

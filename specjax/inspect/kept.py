@@ -34,8 +34,8 @@ class Kept:
 
     Attributes:
         recompiles: whether to compile every function again, and replace its file in the folder.
-        used: one pair for each function that was found in the folder. The pair has the arguments
-            with which `compile_functions` would compile the function, and its report.
+        used: a pair (arguments, report) for each function that was found in the folder. Without
+            the folder, `compile_functions` would compile the function with these arguments.
     """
 
     folder: Path

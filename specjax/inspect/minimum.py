@@ -5,7 +5,8 @@
     observe = W_o + S_d B T
     step = verify + draft + observe
 
-If a later program observes the step's rows, the step only stores them, and observe = F B.
+After verification, the drafter observes the step's rows, which means that it adds them to its
+cache. If a later program does this, the step only stores the rows' features, and observe = F B.
 
 The sizes of a step are:
 
@@ -25,19 +26,19 @@ The numbers of bytes are:
 - S: the target's keys and values, per token and layer;
 - S_d: the drafter's cache, per token;
 - R: the target's recurrent states, per request, which are read and written once;
-- F: the features of a row.
+- F: the features of a row: the target's hidden states that the drafter reads.
 
 Some models differ from these formulas:
 
 - A layer with a window reads only the last tokens of the context.
 - If a row uses k experts of a mixture, at most B T k experts are read, or B k in a pass that drafts
   one token.
-- If the observed rows of a head give its first draft, W_o has all weights of the head, and
-  observing also reads the context.
+- Some heads compute the first draft when they observe. Then W_o has all weights of the head except
+  the embedding and the output head, and observing also reads the context.
 - A draft model counts like a target in each pass, and observes nothing.
 
-Activations are not counted, except in `Moved.with_activations`. It includes the embedded rows, and
-new keys and values that are read back.
+Activations are not counted, except in `report.Moved.with_activations`. This number includes the
+embedded rows, and new keys and values that are read back.
 """
 
 import math
@@ -104,7 +105,7 @@ def minimum_bytes(
 
     The leaves of `params` and `drafter_params` are arrays or shapes. `page_format` is the format of
     the target's and the drafter's 8-bit pages; None for pages of `dtype`. `is_deferred` says
-    whether the drafter's caches get the step's tokens by a later program.
+    whether a later program adds the step's tokens to the drafter's cache.
     """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
@@ -141,8 +142,8 @@ def _model_bytes(
 ) -> int:
     """Return the bytes that a draft model moves when it drafts k tokens, one token per pass.
 
-    Its recurrent states are read in each of the k passes. They are written only once, after
-    verification, because they include only accepted tokens. `cache_bytes` is the result of
+    The model's recurrent states are read in each of the k passes. The states are written only once,
+    after verification, because they include only accepted tokens. `cache_bytes` is the result of
     `_cache_bytes`.
     """
     new, read, state = cache_bytes
@@ -205,9 +206,9 @@ def _head_bytes(params: Any) -> int:
 
 
 def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
-    """Return the bytes of the weights that `num_rows` rows read.
+    """Return the bytes of the weights that a forward pass over `num_rows` rows reads.
 
-    They are all weights except an untied embedding and experts that no row uses.
+    The pass reads all weights except an untied embedding, and experts that no row can use.
     """
     size = _size(params) - _size(params.embedding) - _size(params.lm_head) + _head_bytes(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -216,9 +217,9 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 
 
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
-    """Return the bytes of a weight that are read.
+    """Return the number of bytes that a forward pass over `num_rows` rows reads of a weight.
 
-    Of the experts' matrices and scales, only the experts that rows can use are read.
+    If the weight has an array for each expert, only the experts that rows can use are read.
     """
     experts = getattr(target, "experts", None)
     is_of_experts = {*names[-2:]} & {"gate_up", "down"} and len(leaf.shape) == 3
@@ -229,7 +230,7 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any, token: int) -> int:
-    """Return the bytes of the weights that observing reads.
+    """Return the bytes of the weights that a drafter reads to observe rows (see the module).
 
     `token` is the number of bytes per token in the drafter's cache.
     """

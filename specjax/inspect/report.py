@@ -127,7 +127,7 @@ class StepRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an engine has a variant of this step without optional work; see `Variant`."""
+        """Whether the step is compiled without optional work, see `Variant.is_plain`."""
         return self.tensor_parallel_size > 1 and self.collectives != "graph"
 
     @property
@@ -183,7 +183,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program in which the drafter observes the rows of earlier steps, which had no drafts."""
+    """The program that adds the rows of earlier steps without drafts to the drafter's cache."""
 
     num_steps: int  # maximum number of steps that are observed
     num_launches: int

@@ -64,7 +64,7 @@ class Resources:
 
     @property
     def kernel(self) -> str:
-        """The name without the number that XLA appends."""
+        """The kernel's name without the number that XLA appends."""
         return re.sub(r"_+\d+$", "", self.name)
 
     @property

@@ -60,15 +60,15 @@ def decode_step(
     mesh: Mesh | None = None,
     **others: Any,
 ) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return a round as (jitted function, arguments, static arguments), for `compile_functions`.
+    """Build a decode step for `batch` requests of `context` tokens, with k drafts per request.
 
-    The round has `batch` requests of `context` tokens, with k drafts per request. The engine's
-    caches are just large enough for them.
+    The engine's caches are just large enough for these requests. Return a jitted function, its
+    arguments and its static arguments, as `compile_functions` expects them.
 
     Args:
         models: the arguments of `open_parts`, except the number of devices.
-        make_program: the function that makes the round's program. `make_program(batch, k)` returns
-            a program that takes parameters, state and packed inputs.
+        make_program: a function that takes `batch` and k, and returns the program to build. The
+            program takes parameters, state and packed inputs.
         mesh: the devices over which the model is divided; None for one device.
         others: further arguments of `fit_engine`.
     """
@@ -87,23 +87,26 @@ def decode_step(
 
 
 def plain_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return a round as `decode_step` does, but without optional work (see `Variant.is_plain`)."""
+    """Build the decode step without the work that `Variant.is_plain` leaves out.
+
+    The arguments and results are as in `decode_step`.
+    """
     plain = Variant(is_plain=True)
     return decode_step(*described, **further, make_program=lambda b, k: Decode(b, k, plain))
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return the program in which the drafter observes earlier rounds that had no drafts.
+    """Build the program that adds the rows of steps without drafts to the drafter's cache.
 
-    The arguments and the form of the result are as in `decode_step`.
+    The arguments and results are as in `decode_step`.
     """
     return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
-    """Return the maximum number of rounds that the drafter can observe together in a later program.
+    """Return the maximum number of steps that one call of `observe_step`'s program covers.
 
-    Return 0 if the round has drafts (k > 0), or if the drafter must observe each round at once.
+    Return 0 if every step updates the drafter's cache itself. Steps with drafts (k > 0) do so.
     """
     return 0 if k else _static(parts, config).model.max_deferred(batch)
 
@@ -183,7 +186,8 @@ def with_layers(target: Model, num_layers: int) -> Model:
 def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
     """Return the drafter for a target that has only its first `num_layers` layers.
 
-    Instead of the input of a layer that is left out, the drafter reads the last layer's output.
+    Some drafters read the inputs of some of the target's layers. If such a layer is missing, the
+    drafter reads the output of the last layer instead.
     """
     layers = tuple(min(i, num_layers) for i in drafter.aux_layers)
     if layers == drafter.aux_layers:
@@ -200,10 +204,10 @@ def fit_engine(
     page_size: int = 16,
     kv_cache_dtype: str = "auto",
 ) -> EngineConfig:
-    """Return the config of an engine with just enough room for `batch` requests and a round.
+    """Return the config of an engine with just enough pages for a step of `batch` requests.
 
-    Each request has `context` tokens, and the round has `k` drafts per request. The drafter's pages
-    have the same dtype as the target's.
+    Each request has `context` tokens, and the step has `k` drafts per request. The drafter's pages
+    have the same dtype as the target's pages.
 
     Raises:
         ValueError: sizes are not positive, or the context is above the model's maximum.

@@ -30,10 +30,9 @@ class BatchRow(NamedTuple):
     def is_live(self, num_slots):
         """Return whether this is a request rather than padding.
 
-        The conditions on the start and the layer are always true. They make the compiler load all
-        scalars together, before a branch on this result. Otherwise, the compiler would move the
-        load of a scalar into the only side of the branch that needs it. The program would then wait
-        for memory a second time.
+        For a request, the conditions on `start` and `layer` are always true. They only make the
+        compiler load these scalars together with the others. Without the conditions, the compiler
+        would load them after a branch on the result, and the program would wait for memory twice.
         """
         is_request = (self.count > 0) & (self.start >= 0) & (self.layer >= 0)
         return is_request & (self.slot >= 0) & (self.slot < num_slots)

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 
 
 def prepare_inputs(x, weights, cache, where, *, config, interpret):
-    """Return the new tokens' `Inputs`, and the cache with their raw inputs, k and e^g.
+    """Return the new tokens' `Inputs`, and the cache with the new tokens' raw inputs, k and e^g.
 
     `where` is (layer, slots, positions).
     """
@@ -105,9 +105,10 @@ def _column(ring, row, t):
 
 
 def _load_raw(x_ref, ring_ref, row, t, kind):
-    """Load token t's raw inputs in the channels `kind` from x and also from the ring; return both.
+    """Return the raw inputs of token t in the channels `kind`, as read from x and from the ring.
 
-    `_pick_raw` then selects one of the two: a token t >= 0 is in x, a token t < 0 is in the ring.
+    New tokens (t >= 0) are only in x, and earlier tokens (t < 0) are only in the ring. `_pick_raw`
+    selects the valid result.
     """
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)

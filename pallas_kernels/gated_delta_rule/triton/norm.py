@@ -32,8 +32,8 @@ def run_norm(out, x, norm, heads, *, eps, config, interpret):
 def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
     """Compute `reference.gated_norm` with the same roundings.
 
-    No other code is compiled into this kernel, so the roundings do not depend on the number of
-    tokens.
+    The kernel has no other operations that the compiler could fuse with the norm. So the roundings
+    are the same for any number of tokens.
     """
     num_heads, value_dim = out_ref.shape[2:]
     part, row, t = (pl.program_id(i) for i in range(3))

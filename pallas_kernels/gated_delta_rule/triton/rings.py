@@ -37,7 +37,7 @@ class Rings(NamedTuple):
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Return the states after including the tokens from position `first` up to the new tokens.
+        """Return the states with the pending tokens, which begin at position `first`, folded in.
 
         `tokens` is the number of tokens that are loaded at a time.
         """
