@@ -110,7 +110,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The names of target tensors that the module has copies of, by the name of the copy."""
+        """A map from the name of a module's tensor to the name of the target tensor it copies."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

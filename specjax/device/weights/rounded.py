@@ -18,9 +18,10 @@ _PLAIN = {"router", "shared_gate"}
 
 
 def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:
-    """Return `files`, with projections replaced by tensors that are quantised when they are read.
+    """Return `files` with projections that are quantised when they are read, as `RoundedFiles`.
 
-    Weights that cannot have such numbers stay unquantised.
+    A projection stays plain if its inputs are not a multiple of the group of inputs with one scale,
+    or if the engine has no form for the quantised numbers.
 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.
