@@ -143,7 +143,7 @@ def own_part(x: Any) -> Any:
 
 
 def with_other_parts(own: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the whole array, whose part in this process is `own`, without a copy.
+    """Return the whole array without a copy. `own` is the part in this process.
 
     `sharding` is the sharding of the whole array. The other processes make the same call with their
     parts.

@@ -72,7 +72,7 @@ class CacheKind(Protocol):
     def row_size(self) -> int:
         """The number of intermediate values per row in one layer.
 
-        Memory planning adds it to a fixed multiple of the model's width.
+        Memory planning adds this number to a fixed multiple of the model's width.
         """
         ...
 
@@ -158,7 +158,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0: the multiple of the model's width includes queries, keys and values."""
+        """0: memory planning already has room for queries, keys and values; see `CacheKind`."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Pages:

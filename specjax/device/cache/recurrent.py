@@ -80,7 +80,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0: the multiple of the model's width includes the inputs; see `CacheKind`."""
+        """0: memory planning already has room for the inputs; see `CacheKind`."""
         return 0
 
     @property

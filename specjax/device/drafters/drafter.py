@@ -338,14 +338,14 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the output head of drafts: the target's head, or a draft model's embedding.
+        """Return the head that gives draft logits: the target's, or a draft model's embedding.
 
         Return None if `params` lack it. Do not call this for a drafter with a separate head.
         """
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` with `params.head`, if set, in the place of the head in `head_of`."""
+        """Replace the head that `head_of` returns by `params.head`, if set; return new `params`."""
         ...
 
     def draft(

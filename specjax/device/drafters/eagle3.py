@@ -185,7 +185,7 @@ class Eagle3Head(ShapedHead):
         return logits if own.target_ids is not None else target.vocabulary.part(logits)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if drafts use the same ids."""
+        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
         return params.target_ids
 
 

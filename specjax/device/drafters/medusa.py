@@ -119,7 +119,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if drafts use the same ids."""
+        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:

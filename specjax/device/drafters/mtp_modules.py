@@ -63,7 +63,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """A map from the name of a module's tensor to the name of the target tensor it copies."""
+        """Names of the modules' copies of target tensors, mapped to the names of the originals."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":

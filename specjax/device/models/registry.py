@@ -227,7 +227,7 @@ def stored_specs(folder: Path, model: Model, quantization: str | None = None) ->
 
 
 def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
-    """Return the files of a plain checkpoint that `quantization` quantises; see `rounded`.
+    """Return a plain checkpoint's files, quantised when they are read; see `rounded`.
 
     Raises:
         ValueError: the checkpoint is quantised.

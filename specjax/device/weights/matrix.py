@@ -41,7 +41,7 @@ class Matrix(Weight):
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """Return this device's result for rows x [..., in], which `total` turns into the product.
 
-        It is a partial sum if each device holds only some of the inputs.
+        The result is a partial sum if each device holds only some of the inputs.
         """
         raise NotImplementedError
 

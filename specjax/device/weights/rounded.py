@@ -18,10 +18,10 @@ _PLAIN = {"router", "shared_gate"}
 
 
 def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:
-    """Return `files` with projections that are quantised when they are read, as `RoundedFiles`.
+    """Return `files` as `RoundedFiles`: projections are quantised when they are read.
 
-    A projection stays plain if its inputs are not a multiple of the group of inputs with one scale,
-    or if the engine has no form for the quantised numbers.
+    A projection stays plain if its inputs cannot be divided into groups with one scale each, or if
+    its class of weights has no form with the quantised numbers.
 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.

@@ -149,8 +149,8 @@ def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
     """Return the `ScaledLatentUp` that is stored as `tensor`, with `TensorSpec`s for arrays.
 
     `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
-    needs blocks of rows with one scale whose size is a multiple of `MIN_ROWS`. If a head cannot be
-    divided into such blocks, `x` itself is returned.
+    needs scales that are shared by a multiple of `MIN_ROWS` rows. If a head's rows cannot be divided
+    into blocks of such a size, `x` itself is returned.
     """
     spec: Any = x.values
     num_rows, depth = spec.file_shapes[0]
