@@ -149,8 +149,8 @@ def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
     """Return the `ScaledLatentUp` that is stored as `tensor`, with `TensorSpec`s for arrays.
 
     `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
-    needs scales that are shared by a multiple of `MIN_ROWS` rows. If a head's rows cannot be divided
-    into blocks of such a size, `x` itself is returned.
+    needs scales that are shared by a multiple of `MIN_ROWS` rows. If the rows of a head cannot be
+    divided into blocks of such a size, `x` itself is returned.
     """
     spec: Any = x.values
     num_rows, depth = spec.file_shapes[0]
