@@ -1,11 +1,11 @@
 """Deferred observation: the drafter observes several rounds without drafts in one program.
 
 After a round, a drafter observes the target's features (hidden states) for the round's rows, and
-updates its cache. If a round has no drafts, no result of this update is needed soon. Reading the
-drafter's weights takes as long for one row as for many. So `defer` only keeps the features. Later
-another program, `observe_deferred`, updates the drafter with the features of several rounds. The
-host runs that program before any other use of the drafter's cache, and before the buffer of kept
-rows is full.
+updates its cache. While rounds have no drafts, nothing reads this cache, so updates can wait. One
+update with the rows of several rounds is faster than several updates, because the drafter's weights
+are read only once. So `defer` only keeps the features. Later another program, `observe_deferred`,
+updates the drafter with the features of several rounds. The host runs that program before any other
+use of the drafter's cache, and before the buffer of kept rows is full.
 """
 
 from dataclasses import replace
@@ -30,7 +30,8 @@ def defer(
 ) -> EngineState:
     """Return the engine's state after keeping a round's features for `observe_deferred`.
 
-    The round has no drafts. Call this function before the requests' progress is updated.
+    The round has no drafts. Call this function before the round's tokens are added to
+    `EngineState.lengths`.
 
     Args:
         slots: i32[B], the slot of each request in the round.

@@ -28,7 +28,7 @@ class Extras(IntFlag):
 def extras_of_step(extras: jax.Array, variant: Variant) -> jax.Array:
     """Return a step's bits of `Extras`, i32[]. All rows of `extras` i32[B] are equal.
 
-    In a plain variant, the bits are the constant 0, so XLA removes all conditionals on them.
+    If `variant.is_plain`, the bits are the constant 0, so XLA removes all conditionals on them.
     """
     return jnp.int32(0) if variant.is_plain else extras[0]
 

@@ -100,6 +100,7 @@ class StepModel(NamedTuple):
 def page_tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
     """Return a list of page tables i32[B, P].
 
-    The first page table is for layers without separate pages. One more follows for each window.
+    The first page table is for layers that share one set of pages. The others are for the layers
+    with each of `model.windows`, which have separate pages.
     """
     return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)

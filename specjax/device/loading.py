@@ -66,8 +66,8 @@ def load_params(
 ) -> Any:
     """Return the tree `specs` with an array in `dtype` in the place of each `TensorSpec`.
 
-    Quantised weights are an exception if a class of weights can multiply them: they keep the
-    numbers and scales that the files store (see `as_stored`).
+    Quantised weights keep the numbers and scales that the files store, if a class of weights can
+    multiply rows by such numbers. If not, they are unpacked to `dtype` (see `as_stored`).
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 

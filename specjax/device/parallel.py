@@ -63,8 +63,8 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
 def shapes_of(specs: Any, dtype: Any) -> Any:
     """Return the shapes of the arrays that a tree of `TensorSpec`s describes.
 
-    `is_divided` is true for the shape of an array that is divided over devices. `dtype` is the
-    dtype of arrays whose specs have no dtype.
+    The function `is_divided` recognises the shape of an array that is divided over devices. `dtype`
+    is the dtype of arrays whose specs have no dtype.
     """
 
     def shape(spec: TensorSpec) -> jax.ShapeDtypeStruct:

@@ -133,7 +133,7 @@ def own_part(x: Any) -> Any:
     """Return this process's part of an array, without a copy.
 
     The part of a `DIVIDED` array is [devices of this process, ...]. A NumPy array is returned
-    itself, and so is an array that is only on devices of this process.
+    unchanged, and so is an array that is only on devices of this process.
     """
     if getattr(x, "is_fully_addressable", True):
         return x
@@ -143,9 +143,10 @@ def own_part(x: Any) -> Any:
 
 
 def with_other_parts(own: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the array with this sharding, without a copy. `own` is this process's part of it.
+    """Return the whole array without a copy. `own` is the part in this process.
 
-    The other processes make the same call with their parts.
+    `sharding` is the sharding of the whole array. The other processes make the same call with their
+    parts.
     """
     if sharding.is_fully_addressable:
         return own

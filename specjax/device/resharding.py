@@ -121,6 +121,6 @@ def move(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _rows(index: Any, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the range of the first axis in an index; all other axes are whole."""
+    """Return the range that `index` selects on the first axis."""
     start, stop, _ = index[0].indices(shape[0]) if shape else (0, 1, 1)
     return start, stop

@@ -50,7 +50,8 @@ def through_edits(
 ) -> Any:
     """Return `use(edit(logits))` if `has_edits` bool[] is true, else `use(logits)`.
 
-    `use` runs inside the conditional, which then need not return an array as large as the logits.
+    `use` runs in both branches of a conditional, so that the conditional returns the result of
+    `use`, which may be smaller than the logits.
     If `edit` is None, the result is `use(logits)`, and `has_edits` is not used.
     """
     if edit is None:

@@ -41,8 +41,8 @@ def replace_drafts(
     """Return `draft`, with drafts from the path of each request whose tokens agree with the path.
 
     A path agrees if its tokens up to the request's last token equal the request's own tokens. The
-    path's next tokens then are the drafts. Their distributions are one-hot. Requests without such a
-    path, or whose path has ended, keep their drafts.
+    path's next tokens then are the drafts, with one-hot distributions. A request keeps the drafts
+    in `draft` if its path does not agree or has no next token.
     """
     k, width = draft.tokens.shape[1], suggestions.tokens.shape[1]
     if not k:

@@ -32,8 +32,8 @@ class CacheKind(Protocol):
     """One kind of cache, as a hashable value that holds no arrays.
 
     Its methods take and return the cache's arrays, whose first axis is the layer. Three methods run
-    a layer; their argument `inputs` holds the layer's projections of the rows. In serving, `cached`
-    is called. In training, `causal` or `unrolled` is usually called. These two have gradients, and
+    a layer: `cached` in serving, and usually `causal` or `unrolled` in training. Their argument
+    `inputs` holds the layer's projections of the rows. `causal` and `unrolled` have gradients, and
     do not take the cache's arrays.
     """
 
@@ -72,7 +72,7 @@ class CacheKind(Protocol):
     def row_size(self) -> int:
         """The number of intermediate values per row in one layer.
 
-        Memory planning adds it to a fixed multiple of the model's width.
+        Memory planning adds this number to a fixed multiple of the model's width.
         """
         ...
 
@@ -112,10 +112,10 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Return the output of one more drafting step in training, and `kept` with its entry.
+        """Run one more drafting step in training; return its output, and `kept` for the next step.
 
-        A drafting step makes one more draft after every row of the sequences. `kept` holds the
-        entries of the previous steps; it is () at first.
+        A drafting step makes one more draft after every row of the sequences. `kept` holds an
+        entry for each previous step, and is () at first. The returned `kept` has one more entry.
         """
         ...
 
@@ -140,14 +140,14 @@ class PagesOnly:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Shape of the scales of a token's entry, for formats with scales of tokens."""
+        """Shape of the scales of a token's entry, for page formats in which tokens have scales."""
         raise NotImplementedError
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """Which scales of a checkpoint are used for the two `layer_scales` of a layer.
+        """The checkpoint's scales that become the two `layer_scales` of a layer.
 
-        "k" are the scales of keys, and "v" are the scales of values.
+        "k" means the scale of keys, and "v" means the scale of values.
         """
         return "k", "v"
 
@@ -158,7 +158,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0, because queries, keys and values are about as wide as the model."""
+        """0: memory planning already has room for queries, keys and values; see `CacheKind`."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Pages:

@@ -24,7 +24,7 @@ PRODUCTS_PER_NUMBER = 150
 
 
 class ProjectedLatents(NamedTuple):
-    """Projected queries and latents of N rows, and the weights that are applied next."""
+    """Projected queries and latents of N rows, and the weights to compute keys and values."""
 
     q: jax.Array  # [N, H (D_n + D_r)]
     latent: jax.Array  # [N, R + D_r], the latent, then the key part shared by all heads
@@ -49,8 +49,8 @@ class LatentAttention(PagesOnly):
     Scales of tokens have the shape [layers, pages, page_size, 2], for c and for r.
 
     Cached rows usually take the absorbed form: W_k is applied to the queries and W_v to the output,
-    so that latents need not be expanded. Wide prefill chunks take the plain form, in which
-    recomputing keys and values takes fewer operations.
+    so that latents need not be expanded. Wide prefill chunks take the plain form: keys and values
+    are recomputed from latents. This takes fewer operations if a chunk has many rows.
     """
 
     num_layers: int
@@ -106,8 +106,8 @@ class LatentAttention(PagesOnly):
     def row_size(self) -> int:
         """The number of intermediate values per row in the plain form.
 
-        They are the queries, the keys and values in two layouts, and the f32 outputs before and
-        after a block is added. The absorbed form has fewer.
+        They are queries, keys and values in two layouts, and f32 outputs. The outputs exist twice
+        while a block of the context is added to them. The absorbed form has fewer values.
         """
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 
@@ -152,12 +152,12 @@ class LatentAttention(PagesOnly):
     def unrolled(
         self, length: int, kept: tuple, inputs: ProjectedLatents
     ) -> tuple[jax.Array, tuple]:
-        """Return the output [N, H, D_v] of one more drafting step, and `kept` with its entry.
+        """Run one more drafting step; return its output [N, H, D_v], and `kept` for the next step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. The rows of step 0
-        are the tokens of the sequences. Row t of a later step is one more draft after token t. It
-        attends to rows 0 to t of step 0, and to row t of every later step up to its own, in one
-        softmax.
+        are the tokens of the sequences. Row t of a later step is one more draft after token t. This
+        row attends to rows 0 to t of step 0, and to row t of steps 1, 2, ... up to this step, in
+        one softmax.
         """
         q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
         kept = (*kept, (k, v))

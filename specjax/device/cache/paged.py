@@ -124,12 +124,12 @@ class PagedAttention(PagesOnly):
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
-        """Return the output [N, H, D_h] of one more drafting step, and `kept` with its entry.
+        """Run one more drafting step; return its output [N, H, D_h], and `kept` for the next step.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. The rows of step 0
-        are the tokens of the sequences. Row t of a later step is one more draft after token t. It
-        attends to rows 0 to t of step 0, and to row t of every later step up to its own, in one
-        softmax.
+        are the tokens of the sequences. Row t of a later step is one more draft after token t. This
+        row attends to rows 0 to t of step 0, and to row t of steps 1, 2, ... up to this step, in
+        one softmax.
         """
         q, k, v = self.split(inputs)
         kept = (*kept, (k, v))

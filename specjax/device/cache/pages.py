@@ -9,10 +9,11 @@ from pallas_kernels.page_formats import PageFormat
 
 
 class Pages(NamedTuple):
-    """The pages of L layers, and the scales of their numbers.
+    """The pages of L layers, and the scales of quantised pages.
 
-    The shape of `scales` follows from the format: [L, pages, page_size, ...] if tokens have scales,
-    [L, parts] if layers have scales. It is None if pages hold plain numbers, or all scales are 1.
+    `scales` is [L, pages, page_size, ...] for page formats in which tokens have scales, and
+    [L, parts] for formats in which layers have scales. It is None if pages hold plain numbers, or
+    if all scales are 1.
     """
 
     values: jax.Array  # [L, pages, page_size, *token_shape]
@@ -30,13 +31,13 @@ def init_pages(
     """Create empty pages.
 
     Args:
-        places: the numbers of layers, of pages per layer, and of tokens per page.
+        places: the number of layers, of pages per layer, and of tokens per page.
         token_shape: shape of a token's entry.
         scale_shape: shape of the scales of a token's entry.
         dtype: dtype of plain numbers.
         stored: the format of 8-bit numbers; None for plain numbers.
-        layer_scales: scales of each layer, for formats with scales of layers; () if all are 1. A
-            layer has scale_shape[0] scales.
+        layer_scales: scale_shape[0] scales of each layer, for formats in which layers have scales;
+            () if all are 1.
     """
     if stored is None:
         return Pages(jnp.zeros((*places, *token_shape), dtype))

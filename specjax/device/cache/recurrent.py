@@ -26,7 +26,7 @@ from specjax.device.cache.rows import CachedRows
 
 
 class DeltaInputs(NamedTuple):
-    """The projections of N rows, and the weights of the rule."""
+    """The projections of N rows, and the weights of the gated delta rule."""
 
     x: jax.Array  # [N, C + H_v D_v + 2 H_v], q | k | v, output gate, write gate, decay
     weights: DeltaRuleWeights
@@ -80,7 +80,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0, because the inputs are about as wide as the model."""
+        """0: memory planning already has room for the inputs; see `CacheKind`."""
         return 0
 
     @property

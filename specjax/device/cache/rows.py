@@ -25,8 +25,8 @@ class CachedRows:
     afterwards.
 
     If `writes` is false, the rows' keys and values are already in the pages and are not written
-    again. Other requests may share the pages, and this program may round keys and values
-    differently. If `attends` is false, only keys and values are computed.
+    again. Other requests may share the pages, and this program may round the numbers differently
+    from the program that wrote them. If `attends` is false, only keys and values are computed.
 
     `windows` are the attention windows of layers that have separate pages. In their page tables, -1
     also marks pages that were freed because they are behind the window of every row.
@@ -97,10 +97,11 @@ class RowInputs(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JoinedRows:
-    """The rows (tokens) of prefill chunks and of a round, concatenated for one forward pass.
+    """The rows (tokens) of several parts of a step, concatenated for one forward pass.
 
-    `parts` are the rows of each. Attention and recurrent layers, which use the cache, run once per
-    part. All other layers run once. No part may read tokens that another part writes.
+    The parts are, for example, prefill chunks and a round. Attention and recurrent layers, which
+    use the cache, run once per part. All other layers run once. No part may read tokens that
+    another part writes.
     """
 
     parts: tuple[CachedRows, ...]

@@ -117,7 +117,7 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """What a method that extends DFlash adds to its head. This base class adds nothing."""
+    """The changes that an extension of DFlash makes to the head. This base class makes none."""
 
     embedding_scale: float = 1.0  # multiplies the block's embedded tokens
     is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the previous draft
@@ -144,7 +144,7 @@ class Refinement:
         return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
     def of_block(self, params: Any, hidden: jax.Array, logits: jax.Array) -> Any:
-        """Return the argument `block` of the method `logits`, for all drafts at once.
+        """Compute the input `block` of the method `logits`, for all drafts at once.
 
         Args:
             params: the weights that `specs` describes.
@@ -152,7 +152,7 @@ class Refinement:
             logits: f32[B, K, V_d] the logits of these rows before refinement.
 
         Returns:
-            A tree of arrays [B, K, ...]. The method `logits` gets a part [B, ...] for each draft.
+            A tree of arrays [B, K, ...]. For draft i, the method `logits` gets the slices [:, i].
         """
         return logits
 
@@ -160,15 +160,16 @@ class Refinement:
         """Return the refined logits f32[B, V_d] of one draft per request.
 
         `block` [B, ...] is the part of `of_block`'s result for these drafts. `previous` i32[B]
-        holds the token before each draft. The method is called only if `is_serial` is true.
+        holds the token before each draft. In serving, this method is called only if `is_serial` is
+        true.
         """
         return block
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
-        """Return all logits that training fits to the target's distributions.
+        """Return the arrays of logits that training fits to the target's distributions.
 
-        This base class returns only the refined logits. A method that needs good `logits`, too,
-        returns both.
+        This base class returns only `refined`. An extension that also uses unrefined `logits`, for
+        example to select candidates, returns both arrays.
         """
         return (refined,)
 
@@ -222,7 +223,7 @@ class DFlashHead(ShapedHead):
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
+        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:

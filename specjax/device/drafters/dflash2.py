@@ -137,13 +137,13 @@ class DFlash2(Refinement):
         return Residual(x, self._convolved(out, after, rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
-        """Return the taps [2, taps, N, D] of the two convolutions, computed from rows x [N, D]."""
+        """Return the weights b_i + c_ti [2, taps, N, D] of two convolutions for rows x [N, D]."""
         by_group = params.projection.multiply(x).reshape(len(x), 2, self.num_taps, -1)
         by_row = jnp.repeat(by_group, self.group_size, axis=-1).transpose(1, 2, 0, 3)
         return params.base[:, :, None] + by_row
 
     def _convolved(self, x: jax.Array, taps: jax.Array, rows: CachedRows) -> jax.Array:
-        """Return x [N, D] after a convolution with `taps` [taps, N, D] along each block's rows."""
+        """Return x [N, D], convolved along each block's rows with weights `taps` [taps, N, D]."""
         blocks = rows.by_request(x)
         out = taps[0] * x
         for i in range(1, self.num_taps):
@@ -180,7 +180,7 @@ class DFlash2(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the refinement of a DFlash2 config, and 1: row 1 of a block gives the first draft.
+    """Return the refinement that a config describes, and the index of the first draft's row: 1.
 
     `own` is the config's field `dflash_config`.
 

@@ -5,8 +5,8 @@ of K drafts runs the model K times: on the last token to make the first draft, t
 make the next draft. The last draft is not run.
 
 If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
-runs this draft and the last token in its first pass. A round without drafts also runs this pass,
-because the caches need its keys and values. It computes no logits.
+runs this draft and the last token in its first pass. A round without drafts also runs the first
+pass, which then writes keys and values to the caches but computes no logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -53,7 +53,7 @@ from specjax.device.verification import Draft
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelParams:
-    """The weights of a model, and the map between its tokens and the target's."""
+    """The weights of a model, and the map between the model's tokens and the target's."""
 
     model: Any
     tokens: TokenMap | None = None  # None if both vocabularies are equal
@@ -116,7 +116,7 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and for each request the number of tokens that they lack."""
+    """The drafter's caches, and the number of each request's tokens that the caches lack."""
 
     caches: tuple[Any, ...]  # one per cache kind of the model
     snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
@@ -138,11 +138,11 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `draft` fills the caches in every round; `observe` then only counts tokens."""
+        """False: `observe` reads no weights in a round, so deferring it would save no time."""
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return 1: the first pass of a round may run the previous round's last draft, too."""
+        """Return 1: a round may first run the last draft of the previous round, in one more row."""
         return 1
 
     def num_passes(self, k: int) -> int:

@@ -287,7 +287,7 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a request has a state that is not in its pages, and later rows cannot rebuild it.
+        """Whether requests have a state that neither their pages nor their last rows determine.
 
         If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's
         end is restored.
@@ -296,7 +296,7 @@ class Drafter(Protocol):
 
     @property
     def may_defer(self) -> bool:
-        """Whether the drafter can observe several rounds without drafts at once, after the last.
+        """Whether one call of `observe` can take the rows of several rounds without drafts.
 
         This saves time only if `observe` reads weights.
         """
@@ -316,9 +316,9 @@ class Drafter(Protocol):
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Return an empty state for the numbers of requests and pages in the target's `sizes`.
+        """Return an empty state. `sizes` are the sizes of the target's caches.
 
-        `dtype` is the model's dtype. Pages have `sizes.page_format` instead if it is set.
+        `dtype` is the model's dtype. If `sizes.page_format` is set, pages have that format instead.
         """
         ...
 
@@ -338,14 +338,14 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the shared head that makes drafts: the target's, or a draft model's embedding.
+        """Return the head that gives draft logits: the target's, or a draft model's embedding.
 
         Return None if `params` lack it. Do not call this for a drafter with a separate head.
         """
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` in which `params.head`, unless it is None, replaces the shared head."""
+        """Replace the head that `head_of` returns by `params.head`, if set; return new `params`."""
         ...
 
     def draft(
@@ -434,7 +434,7 @@ class Stateless(NotRecurrent):
         return params
 
     def observe(self, target: Model, params: Params, state: None, seen: Observation) -> None:
-        """Return None: there is no state, because drafting reads the history."""
+        """Return None: there is no state to update."""
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Markov(Refinement):
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
     """Return the correction that a config describes, and the index of the first draft's row.
 
-    The correction is a plain `Refinement` if the config has none. `own` is the config's field
-    `dflash_config`.
+    If the config describes no correction, the first result is a plain `Refinement`. `own` is the
+    config's field `dflash_config`.
 
     Raises:
         CheckpointError: the correction is not of kind "vanilla".

@@ -6,9 +6,9 @@
     logits = head norm(y)                         usually over a reduced vocabulary
 
 There may be more than three hidden states h, each a residual stream of the target. EAGLE-3.1 may
-apply a norm to each before fc. A head without them takes the target's normed output as g. For each
-draft after the first, g is the previous y, or norm(y) if `recycle_normed` is true. A head with the
-full vocabulary may use the target's output head.
+apply a norm to each h before fc. In a head without states h, g is the target's normed output. For
+each draft after the first, g is the previous y, or norm(y) if `recycle_normed` is true. A head with
+the full vocabulary may use the target's output head.
 """
 
 from collections.abc import Collection
@@ -185,7 +185,7 @@ class Eagle3Head(ShapedHead):
         return logits if own.target_ids is not None else target.vocabulary.part(logits)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
+        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
         return params.target_ids
 
 
@@ -363,11 +363,11 @@ def is_speculators(hf: HFConfig) -> bool:
 
 
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
-    """Return whether g is norm(y) of the previous row for each draft after the first, instead of y.
+    """Return whether each draft after the first reads norm(y) of the previous row, instead of y.
 
     The config's `norm_output` says this, except for heads of architecture "LlamaForCausalLMEagle3"
-    without norms of auxiliary states. For these, SpecForge used to set it because of the norm
-    before the output head, which all heads have.
+    without norms of auxiliary states. In their configs, SpecForge used `norm_output` for the norm
+    before the output head. All heads have that norm, so `norm_output` is ignored.
     """
     if "LlamaForCausalLMEagle3" in hf.get("architectures", []) and not has_aux_norms:
         return False

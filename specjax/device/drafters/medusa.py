@@ -62,7 +62,7 @@ class MedusaParams:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaHeads:
-    """The heads' sizes, and the names of their weights in both published layouts."""
+    """The heads' sizes, and the names of the heads' weights in the authors' or vLLM's layout."""
 
     num_heads: int
     num_blocks: int
@@ -76,9 +76,9 @@ class MedusaHeads:
     def specs(self, names: Collection[str] = ()) -> MedusaParams:
         """Return the weights as `TensorSpec`s.
 
-        `names` are the tensor names in the files. If they are the authors' names, the result has
-        these names, too. Otherwise, it has vLLM's names. Its field `target_ids` is None, because
-        `load` reads the token ids separately.
+        `names` are the tensor names in the files. The `TensorSpec`s have the authors' names if the
+        files have them, else vLLM's names. The field `target_ids` is None, because `load` reads
+        the token ids separately.
         """
         is_first, dim = f"0.{self.num_blocks}.weight" in names, self.hidden_size
 
@@ -119,7 +119,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if the ids are equal."""
+        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     @property
     def may_defer(self) -> bool:
-        """False: observing only copies a hidden state."""
+        """False: `observe` reads no weights, so deferring it would save no time."""
         return False
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:

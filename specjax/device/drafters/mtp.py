@@ -110,7 +110,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The names of target tensors that the module has copies of, by the name of the copy."""
+        """Names of the module's copies of target tensors, mapped to the names of the originals."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

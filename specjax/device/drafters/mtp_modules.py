@@ -63,7 +63,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The names of target tensors that the modules have copies of, by the name of the copy."""
+        """Names of the modules' copies of target tensors, mapped to the names of the originals."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
@@ -167,7 +167,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return Draft.stacked(drafts, probs, len(starts)), replace(state, kv=tuple(kv))
 
     def _run(self, target, params, number, context, first, tokens, inputs, kv):
-        """Run module `number` on `tokens` i32[B, T] with hidden `inputs` [B, T, D].
+        """Run module `number` on `tokens` i32[B, T] and hidden states `inputs` [B, T, D].
 
         The tokens of request b have positions from `first[b]` on. Return the output [B, T, D] and
         the module's new cache.
@@ -181,7 +181,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
         return out[:, :count], kv
 
     def _extend(self, target, params, number, tokens, inputs, rows, kv):
-        """Run module `number` on `rows` with `tokens` i32[B, T] and hidden `inputs` [B, T, D].
+        """Run module `number` on `rows` with `tokens` i32[B, T] and states `inputs` [B, T, D].
 
         `kv` is the module's cache. Return the output [B, T, D] and the new cache.
         """

@@ -30,7 +30,7 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     shapes are returned.
 
     Raises:
-        ValueError: all weights that one of these options is for are quantised already.
+        ValueError: one of these options is set, and all its weights are quantised already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -47,7 +47,7 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params`, whose `head` is a copy of the drafter's shared head in `head_dtype`.
+    """Return `params` with a `head`: a copy of the drafter's shared head, in `head_dtype`.
 
     `params` are returned unchanged if `head_dtype` is None, or if the drafter has a separate output
     head, which `narrow_drafter` quantises.

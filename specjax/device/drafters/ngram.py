@@ -57,7 +57,7 @@ def load(
 ) -> tuple[NGramDrafter, None]:
     """Return the drafter that `config` describes. It has no checkpoint and no parameters.
 
-    The method "suffix" also has this drafter. Its drafts are used if the host suggests none.
+    The method "suffix" also uses this drafter, for requests to which the host suggests no drafts.
     """
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max
     if min_size is None or max_size is None:  # only the method "ngram" has them

@@ -1,8 +1,8 @@
 """Decides which fields of a Hugging Face config are read, ignored, warned about or refused.
 
-The reference is the class in transformers for the config's model type. A field that this class
-reads is also read here. If it is not supported, a value that changes the model is an error. A field
-that this class ignores is of one of three kinds:
+The reference is the class in transformers for the config's model type. Most fields that this class
+reads are also read here. Any other field that the class reads is an error if its value changes the
+model. A field that the class ignores is of one of three kinds:
 
     harmless    it concerns tools, training, tokenizers or generation, and is ignored
     refused     it changes the mathematics of models of other types, and the config seems to
@@ -202,7 +202,7 @@ def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
     """Raise an error if the config says that weights are quantised by an unsupported method.
 
-    Supported are the methods that `read_format` reads, and those in `readable`.
+    The methods that `read_format` reads are supported, and so are the methods in `readable`.
 
     Raises:
         CheckpointError: a method is not supported. The message names the method and a remedy.
@@ -218,7 +218,10 @@ def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
 
 
 def check_plain(hf: HFConfig, quantization: str) -> None:
-    """Raise a ValueError if a checkpoint that is to be quantised is so already."""
+    """Raise a ValueError if a config says that the weights are quantised already.
+
+    The message says that `quantization` needs plain weights.
+    """
     name, given = quantisation(hf)
     if given:
         raise ValueError(

@@ -178,7 +178,7 @@ class Decoder:
 
     @property
     def inner_multiple(self) -> int:
-        """A divisor of the part of the experts' inner width that each device takes.
+        """The size of blocks of the experts' inner width that one device must hold as a whole.
 
         It is 1 if the width may be divided anywhere.
         """
@@ -208,7 +208,7 @@ class Decoder:
     def local_heads(self, shares: Mapping[str, Share]) -> dict[str, Any]:
         """Return one device's values of the fields that depend on the number of attention heads.
 
-        The result maps field names to values. `shares` is the property of this name.
+        The result maps field names to values. `shares` is the value of the property `shares`.
         """
         raise NotImplementedError
 

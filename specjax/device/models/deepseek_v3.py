@@ -57,7 +57,7 @@ class DeepSeek(Decoder):
     def head_shape(self) -> Llama:
         """See `Model.head_shape`.
 
-        The EAGLE head has grouped-query attention, so it does not use the sizes of latent
+        A new EAGLE head has grouped-query attention, so it does not use the sizes of latent
         attention. Its heads are 128 wide, and it has eight key heads. If these numbers do not
         divide the hidden size and the number of heads, smaller powers of two are used.
         """

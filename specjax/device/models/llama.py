@@ -121,9 +121,9 @@ class Llama(Decoder):
 
 
 def head_shape(target: Decoder, num_heads: int, num_kv_heads: int, head_dim: int) -> Llama:
-    """Return a decoder of one dense layer with the target's sizes and the given heads.
+    """Return a decoder of one dense layer, with these heads and otherwise the target's sizes.
 
-    Its rotary embedding is not scaled.
+    The rotary embedding of this decoder is not scaled.
     """
     return Llama(
         vocab_size=target.vocab_size,

@@ -160,11 +160,11 @@ def is_recurrent(model: Model) -> bool:
 
 
 def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
-    """Return the sizes of attention windows, in tokens, whose layers have separate pages.
+    """Return the sizes, in tokens, of attention windows that have separate pages.
 
-    Such pages are freed when all their tokens are behind the window. Windows of at least
-    `max_model_len` are left out, because no token is ever behind them. The tuple is empty in exact
-    mode, where requests keep their pages until they end.
+    A page of a window's layers is freed when all tokens in the page are behind the window. Windows
+    of at least `max_model_len` are left out, because no token is ever behind them. The tuple is
+    empty in exact mode, where requests keep their pages until they end.
     """
     if config.exact:
         return ()

@@ -131,8 +131,8 @@ def load_weights(
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
     The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
-    from the config's. `quantization` quantises a plain checkpoint; the log then has the largest
-    error of a matrix.
+    from the config's. If `quantization` is set, the weights of a plain checkpoint are quantised,
+    and the log also gives the largest relative error of a matrix.
     """
     stored, hf = open_checkpoint(folder), read_config(folder)
     files = find_scales(stored, hf, dtype)
@@ -216,8 +216,8 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
 def stored_specs(folder: Path, model: Model, quantization: str | None = None) -> Any:
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
-    They have the form that the folder stores (for example 4-bit numbers with scales), or that
-    `load_weights` gives them by `quantization`.
+    They describe the form in which the folder stores the weights, for example 4-bit numbers with
+    scales. If `quantization` is set, they describe the form to which it quantises the weights.
     """
     files = open_weights(folder, read_config(folder), np.dtype(np.float32))
     specs = named_specs(model, files.shapes())
@@ -227,7 +227,7 @@ def stored_specs(folder: Path, model: Model, quantization: str | None = None) ->
 
 
 def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
-    """Return the files of a plain checkpoint that `quantization` quantises; see `rounded`.
+    """Return a plain checkpoint's files, quantised when they are read; see `rounded`.
 
     Raises:
         ValueError: the checkpoint is quantised.
@@ -286,8 +286,8 @@ def named_specs(
         model: a model, or a part of a model.
         shapes: the shapes of the checkpoint's or the trainer's tensors, by name. They determine the
             layout of experts.
-        read: a function of `model` and the shapes by the model's own names, which returns
-            `TensorSpec`s with these names.
+        read: a function that takes `model`, and the shapes by the model's own names. It returns
+            `TensorSpec`s with the model's own names.
     """
     names = TensorNames.of(shapes)
     specs = read(model, {names.canonical(name): shape for name, shape in shapes.items()})

@@ -97,7 +97,7 @@ def is_within(name: str, beginnings: Iterable[str]) -> bool:
 def other_part(name: str) -> str | None:
     """Return the part of a multimodal checkpoint to which the tensor `name` belongs, like "vision".
 
-    None if the name has no prefix of a known part other than the text model.
+    None if the tensor belongs to the text model, or to a part that is not known.
     """
     rest = name.removeprefix("model.")
     return next((part for part, names in _OTHER_PARTS.items() if rest.startswith(names)), None)

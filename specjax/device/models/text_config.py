@@ -101,8 +101,8 @@ def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
     The `model_type` in this config names the model's family. The config includes the fields that
-    all parts share. Defaults of the model's own type are filled in where they differ from the
-    family's defaults.
+    all parts share. If a default of the model's own type differs from the family's default, the
+    config includes this default, too.
 
     Raises:
         CheckpointError: `text_config` is not an object.

@@ -48,7 +48,7 @@ def divided_as_stored(
 ) -> Any:
     """Return the divided weight `x` in the form in which the checkpoint stores its tensors `found`.
 
-    `make` does the same for a weight that is not divided; see `stored.STORED`.
+    `make` returns the stored form of a weight that is not divided; see `stored.STORED`.
     """
     spec: DividedSpec = x.values
     names = tuple(map(str, range(len(spec.local.names))))

@@ -11,7 +11,7 @@ from specjax.device.weights.weight import Weight, weight
 
 
 class LatentProjection(Weight):
-    """A matrix [R, D_n + D_v] for each of H heads, by which keys and values follow from latents.
+    """A matrix [R, D_n + D_v] for each of H heads, which turns latents into keys and values.
 
     R is the width of a latent. D_n is the width of a head's key without its rotated part, and D_v
     is the width of a head's value.

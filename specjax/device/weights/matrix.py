@@ -39,9 +39,9 @@ class Matrix(Weight):
         return self.total(self.multiply_part(x, dtype))
 
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Return the product before `Weight.total`.
+        """Return this device's result for rows x [..., in], which `total` turns into the product.
 
-        This is only a partial sum if the devices hold parts of the inputs.
+        The result is a partial sum if each device holds only some of the inputs.
         """
         raise NotImplementedError
 

@@ -39,7 +39,7 @@ class _NumbersSpec(_PackedSpec):
         return num_experts, num_out, BLOCK * -(-num_blocks // 2)
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. Blocks are joined in pairs; a single last block is joined with 0."""
+        """See `TensorSpec`. Blocks are packed in pairs; an odd last block is paired with zeros."""
         (stored,) = parts
         stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
         first, second = stored[:, :, ::2], stored[:, :, 1::2]
@@ -79,7 +79,7 @@ class _ExponentsSpec(_PackedSpec):
 def mxfp4_specs(spec: TensorSpec) -> Any:
     """Return `PackedExperts` with `TensorSpec`s in the places of arrays.
 
-    `spec` is the `MXFP4Spec` of the same experts, which would unpack them.
+    `spec` is the `MXFP4Spec` of the same experts. Loading `spec` itself would unpack the numbers.
     """
     (blocks, scales), shapes = spec.names, spec.file_shapes
     numbers: Any = _NumbersSpec((blocks,), shapes[:1], dtype="uint8")

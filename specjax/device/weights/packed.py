@@ -85,7 +85,10 @@ def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Spec(TensorSpec):
-    """The `TensorSpec` of an array of a `Packed`. `file_shapes` are the weights' [out, in]."""
+    """The `TensorSpec` of an array of a `Packed`.
+
+    `file_shapes` are the shapes [out, in] of the unpacked weights.
+    """
 
     form: PackedForm
 

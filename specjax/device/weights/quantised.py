@@ -1,4 +1,4 @@
-"""What matrices of quantised numbers share, in every storage format."""
+"""The base class of matrices of quantised numbers, for all storage formats."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

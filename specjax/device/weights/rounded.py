@@ -18,9 +18,10 @@ _PLAIN = {"router", "shared_gate"}
 
 
 def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:
-    """Return `files`, with projections replaced by tensors that are quantised when they are read.
+    """Return `files` as `RoundedFiles`: projections are quantised when they are read.
 
-    Weights that cannot have such numbers stay unquantised.
+    A projection stays plain if its inputs cannot be divided into groups with one scale each, or if
+    its class of weights has no form with the quantised numbers.
 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.

@@ -24,11 +24,11 @@ MIN_ROWS = 16  # of a block: see `batched_scaled_matmul.triton.MIN_DEPTH`
 @weight
 @dataclass(frozen=True)
 class ScaledLatentUp(LatentProjection):
-    """Two matrices for each of H heads, which give its keys and its values.
+    """Two matrices for each of H heads: one for the head's keys, and one for its values.
 
-    Products sum over the last axis, so that their inputs are adjacent in memory. This is D_n for
-    keys, which `absorb` multiplies by queries, and R for values, which `project` multiplies by sums
-    of latents.
+    Products sum over a matrix's last axis, along which numbers are adjacent in memory. `absorb`
+    multiplies queries by the keys' matrix, and sums over D_n. `project` multiplies sums of latents
+    by the values' matrix, and sums over R.
     """
 
     values: Any  # ([H, R, D_n], [H, D_v, R])
@@ -42,7 +42,7 @@ class ScaledLatentUp(LatentProjection):
         return self.values[1].shape[1]
 
     def expand(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `LatentProjection`. The weights are dequantised first: prompts have many rows."""
+        """See `LatentProjection`. The weights are dequantised first."""
         keys, values = self._dequantised(latents.dtype)
         return (
             jnp.einsum("...r,hrd->...hd", latents, keys),
@@ -148,8 +148,9 @@ class _ScalesSpec(_Spec):
 def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
     """Return the `ScaledLatentUp` that is stored as `tensor`, with `TensorSpec`s for arrays.
 
-    `x` is the same weight without quantisation. Sums in `absorb` run over the rows of keys. So `x`
-    itself is returned unless a multiple of `MIN_ROWS` rows of a head share a scale.
+    `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
+    needs scales that are shared by a multiple of `MIN_ROWS` rows. If the rows of a head cannot be
+    divided into blocks of such a size, `x` itself is returned.
     """
     spec: Any = x.values
     num_rows, depth = spec.file_shapes[0]

@@ -46,9 +46,10 @@ class StackedSpec(TensorSpec):
 
 
 def stacked(spec: TensorSpec, one: Any) -> Any:
-    """Return a tree of `StackedSpec`s for matrices that each have the tree of specs `one`.
+    """Return a tree like `one`, with a `StackedSpec` in the place of each spec.
 
-    `spec` is the `TensorSpec` of the stacked matrices without quantisation.
+    `one` is the tree of specs of one matrix. `spec` is the `TensorSpec` of the stacked matrices
+    without quantisation.
     """
     given = {name: getattr(spec, name) for name in ("names", "file_shapes", "num_stacked")}
     return jax.tree.map(lambda x: StackedSpec(**given, dtype=x.dtype, one=x), one)

@@ -55,7 +55,7 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs`, changed so that weights stay quantised if the files store them so.
+    """Return `specs`, changed so that weights that the files store quantised stay quantised.
 
     Weights that are stored unquantised, or in a form that must be unpacked, are unchanged.
 
@@ -103,10 +103,10 @@ def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> li
 
 
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
-    """Return a matrix of the tensors `found[i]`, for the adjacent numbers i in `at`.
+    """Return the matrix that merges some adjacent tensors, which have the same form.
 
-    These tensors have the same form. `spec` is the `TensorSpec` of the whole matrix without
-    quantisation, and `found` are all its tensors.
+    The tensors are `found[i]` for i in `at`. `found` holds all tensors of a larger matrix, and
+    `spec` is the `TensorSpec` of this larger matrix without quantisation.
     """
     own = slice(at[0], at[-1] + 1)
     given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}

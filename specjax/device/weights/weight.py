@@ -1,4 +1,4 @@
-"""The interface of all weights, and their place in trees of parameters."""
+"""The interface of all weights, and functions on trees of parameters that contain weights."""
 
 import math
 from collections.abc import Iterable

@@ -106,7 +106,7 @@ class MLP:
         """Return this device's part [N, D] of the output.
 
         If the weights are divided over devices, the output is the sum of all parts (see
-        `Weight.total`). Otherwise, this is the output.
+        `Weight.total`). Otherwise, the part is the whole output.
         """
         return self.down.multiply_part(activation(self.inner.multiply(x)))
 

@@ -30,9 +30,10 @@ class Rope:
 
         "default"    frequencies are not scaled
         "linear"     all frequencies are divided by `factor`
-        "llama3"     low frequencies are divided by `factor`, high frequencies are kept, and the
-                     change between both is linear in the frequency (Llama 3.1)
-        "yarn"       as "llama3", but the change is linear in the frequency's index (Peng et al.
+        "llama3"     low frequencies are divided by `factor`, and high frequencies are kept. For
+                     frequencies between these, the result is a weighted mean of the divided and
+                     the original frequency. The weight is linear in the frequency (Llama 3.1)
+        "yarn"       as "llama3", but the weight is linear in the frequency's index (Peng et al.
                      2023, section 3.2)
     """
 
@@ -93,9 +94,9 @@ class Rope:
         """Return the unscaled fraction of each frequency, between 0 and 1."""
 
         def index(rotations: float) -> float:
-            """Return the index of the frequency that rotates this often in the original length.
+            """Return the fractional index of the frequency with this number of rotations.
 
-            The index may lie between two integers.
+            The rotations are counted over the original context length.
             """
             wavelength = self.original_max_position / rotations
             return self.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))

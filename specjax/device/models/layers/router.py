@@ -1,7 +1,7 @@
 """Routers of a mixture of experts. A router chooses experts for each row, and their weights.
 
-It defines its parameters, its logits and a `Rule`. The kernel `route` applies the rule to the
-logits. A model only selects a router.
+A router defines its parameters, its logits and a `Rule`. The kernel `route` applies the rule to the
+logits. A model chooses one of the routers, and does not define routing itself.
 """
 
 from dataclasses import dataclass

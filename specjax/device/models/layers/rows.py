@@ -38,7 +38,7 @@ class Rows(Protocol):
             inputs: the layer's projections of the rows, as `kind` expects them.
 
         Returns:
-            The output [N, H, D_h], and the cache. If this class of rows stores rows in the cache,
-            the cache has the new rows.
+            The output [N, H, D_h], and the cache. Classes that store rows in the cache add these
+            rows to it.
         """
         ...
