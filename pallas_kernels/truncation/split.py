@@ -30,8 +30,9 @@ class SplitColumns:
     def smallest_of(self, keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
         """See `reference.AllColumns`.
 
-        The threshold is found digit by digit rather than bit by bit, because the devices wait for
-        each other in every exchange.
+        The devices find the key digit by digit, from the highest digit on. They exchange one sum
+        per digit, and wait for each other in every exchange. Bit by bit, there would be more
+        exchanges.
         """
         digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.uint32)[None]
 

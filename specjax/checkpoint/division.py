@@ -278,7 +278,8 @@ def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int
     Args:
         whole: the tree of the whole model's `TensorSpec`s.
         local: the tree of `TensorSpec`s of the model that each device runs.
-        shares: the share for each name of a section in `TensorSpec.cuts`.
+        shares: how each kind of axis is divided, such as attention heads; `TensorSpec.cuts` names
+            the kind for each axis.
         num_devices: the number of devices.
 
     Returns:

@@ -69,7 +69,7 @@ class EngineState:
         return replace(self, progress=written)
 
     def all_observed(self, slots: jax.Array) -> "EngineState":
-        """Return the state with all tokens of `slots` marked as observed."""
+        """Return the state after recording that the drafter has observed all tokens of `slots`."""
         lengths = self.lengths[slots]
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 

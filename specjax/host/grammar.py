@@ -239,10 +239,12 @@ class GrammarMatcher:
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Return masks of the tokens allowed at each position of a round, i32[len(drafts) + 1, W].
 
-        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]. No bit of a
-        row is set if no token of the model fits, or if llguidance's limits are used up. Rows after
-        a draft that is illegal or ends the output are never used; all their bits are set. A draft
-        of -1 means that there is no draft.
+        A mask has W words of 32 bits. In row i, bit v % 32 of word v // 32 is set if token v may
+        follow drafts[:i]. A draft of -1 means that there is no draft.
+
+        No bit of a row is set if no token of the model fits, or if llguidance's limits are used up.
+        After a draft that is illegal or ends the output, rows are never used, and all their bits
+        are set.
         """
         rows = np.full((len(drafts) + 1, len(self._vocabulary.text)), -1, np.int32)
         if self._has_ended:

@@ -183,7 +183,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program that adds the rows of earlier steps without drafts to the drafter's cache."""
+    """The program with which the drafter catches up on earlier steps.
+
+    These steps had no drafts (K = 0), so the drafter did not run in them. The program adds their
+    tokens to the drafter's cache.
+    """
 
     num_steps: int  # maximum number of steps that are observed
     num_launches: int

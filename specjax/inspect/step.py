@@ -31,7 +31,7 @@ AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 class Parts:
     """The models of a step. The leaves of `params` are shapes instead of arrays.
 
-    With several devices, the shape of a divided array has a first axis over the devices.
+    With several devices, a divided array has the shape [devices, ...]: a part for each device.
     """
 
     target: Model

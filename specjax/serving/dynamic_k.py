@@ -110,11 +110,12 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 def save_profile(engine: Engine, path: Path) -> None:
     """Write a profile of the times and rates that an engine's policy has learned.
 
-    Times and rates are averaged over replicas, weighted by the replicas' numbers of rounds.
+    The profile has times of rounds and acceptance rates. They are averaged over replicas, weighted
+    by the replicas' numbers of rounds.
 
     Raises:
-        ValueError: the policy does not learn times, the engine has the option `exact`, or the
-            folder of `path` does not exist.
+        ValueError: the policy does not learn times; or the engine has the option `exact`, with
+            which rounds of every K take the same time; or the folder of `path` does not exist.
     """
     replicas = engine.engines
     profiles = [one.scheduler.policy.learned() for one in replicas]

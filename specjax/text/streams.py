@@ -79,7 +79,7 @@ class Generation:
         return self._last().__await__()
 
     async def aclose(self) -> None:
-        """Abort the request if it has been iterated and has not finished."""
+        """Abort the request, if reading its outputs has begun and it has not finished."""
         await self._outputs.aclose()
 
     async def _last(self) -> RequestOutput:

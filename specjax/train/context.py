@@ -115,7 +115,7 @@ class BlockRows(_Attending):
         return (self.starts[..., None] + offsets).reshape(-1)
 
     def by_request(self, x: jax.Array) -> jax.Array:
-        """Reshape x [B N W, ...] to blocks [B N, W, ...]."""
+        """Reshape rows x [B N W, ...] to [B N, W, ...], with an entry for each block of W rows."""
         return x.reshape(-1, self.width, *x.shape[1:])
 
     def mix(self, kind: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:

@@ -87,10 +87,11 @@ def unrolled_loss(
     num_unrolled: int,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the cross-entropy to the target's distribution over an unrolled chain of drafts.
+    """Return a loss for a head that drafts several tokens, each from its own previous output.
 
-    Step j runs the head on its own previous output, like drafting, and has the weight decay^j (Li
-    et al. 2025, section 3.2, training-time test). Positions whose most likely token is not in the
+    Training drafts as serving does ("training-time test", Li et al. 2025, section 3.2). The loss is
+    the cross-entropy between the target's and the head's distributions, summed over drafts. Draft j
+    has the weight decay^j. Positions whose most likely token is not in the
     draft vocabulary are ignored.
     """
     params = frozen.join(trainable)

@@ -19,12 +19,13 @@ _ENDING_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPeer:
-    """A library that generates batches.
+    """Another library, such as transformers, that generates text for a batch of prompts.
 
     Args:
         packages: what must be installed.
         remedy: how to install it.
-        worker: the module to run, with the stdin and stdout that `transformers_worker` describes.
+        worker: the module to run. It reads a `Work` from stdin and writes results to stdout, as
+            `transformers_worker` does.
         settings: fields that are added to the JSON of the `Work`, which the worker reads.
     """
 

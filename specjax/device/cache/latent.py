@@ -92,10 +92,11 @@ class LatentAttention(PagesOnly):
     def plain_width(self) -> float:
         """The estimated number of rows in a chunk above which the plain form is faster.
 
-        It does not depend on the context's length, because the cost of both forms is proportional
-        to this length. For each token of the context, the plain form needs fewer operations per row
-        and head. But it also needs operations that do not depend on the number of rows: it projects
-        the token up, lays out its keys and values, and adds outputs in f32.
+        The plain form computes every head's keys and values from the latents; the absorbed form
+        attends to the latents themselves. For each token of the context, the plain form needs fewer
+        operations per row. But it first has to compute the token's keys and values, and this pays
+        off only in chunks of many rows. The length of the context does not matter, because the cost
+        of both forms is proportional to it.
         """
         made = self.nope_dim + self.value_dim
         moved = made + 2 * self._head_dim + 6 * self.value_dim

@@ -1,10 +1,11 @@
 """Attention over pages of latents in the plain form, for prefill chunks.
 
-The context is processed in blocks. For each block, every head's keys and values are computed from
-the latents, and all rows attend to the block. A pair of a query and a key then takes
-D_n + D_r + D_v products (more if the kernel pads them). The absorbed form takes 2 R + D_r products,
-because each head's key is as wide as a latent. The disadvantage of the plain form is that each
-chunk recomputes the keys and values of the whole context.
+The context is processed in blocks. For each block, the plain form first computes every head's keys
+and values from the latents. Then all rows attend to the block. The other form, which is called
+absorbed, uses the latents themselves as keys and values, so that every head's keys are as wide as a
+latent. The plain form therefore needs fewer products for each pair of a query and a key: about the
+width of a head's key and value. In return, each chunk recomputes the keys and values of the whole
+context.
 """
 
 import jax

@@ -59,7 +59,7 @@ class DraftModelParams:
     tokens: TokenMap | None = None  # None if both vocabularies are equal
 
     def as_own(self, tokens: jax.Array) -> jax.Array:
-        """Return the draft model's tokens for the target's `tokens`."""
+        """Translate token ids of the target's vocabulary to ids of the draft model's vocabulary."""
         return tokens if self.tokens is None else self.tokens.from_target[tokens]
 
 
