@@ -183,11 +183,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program with which the drafter catches up on earlier steps.
-
-    These steps had no drafts (K = 0), so the drafter did not run in them. The program adds their
-    tokens to the drafter's cache.
-    """
+    """The program in which the drafter reads the tokens of earlier steps with K = 0."""
 
     num_steps: int  # maximum number of steps that are observed
     num_launches: int
