@@ -92,7 +92,10 @@ BAD_SETS = [
         ({"speculative_config": NGRAM | {"with": given}}, [f"with={given!r}", "a list of suffix"])
         for given in ("suffix", ["oracle"], ["suffix"] * 2, [["suffix"]], None)
     ),
-    ({"speculative_config": NGRAM | {"sources": ["suffix"]}}, ["unknown keys ['sources']"]),
+    (
+        {"speculative_config": NGRAM | {"sources": ["suffix"], "with": ["suffix"]}},
+        ["both with and sources"],
+    ),
     ({"speculative_config": SUFFIX | {"with": ["suffix"]}}, ["must be left out"]),
     ({"speculative_config": SUFFIX | {"model": "a"}}, ["model='a'", "no checkpoint"]),
     (

@@ -42,6 +42,8 @@ class AnyPolicy(PolicyRule):
         )
         batches = sorted({batch for batch, _ in load.shapes})
         fitting = [batch for batch in batches if batch < n]
+        if len(self.choices) == 1:  # see `is_undisturbed`
+            return k
         if not k or load.splits is None or not fitting or chance(self.rng, 0.3):
             return k
         drafting = int(self.rng.choice(fitting))
