@@ -94,7 +94,7 @@ BAD_SETS = [
     ),
     (
         {"speculative_config": NGRAM | {"sources": ["suffix"], "with": ["suffix"]}},
-        ["both with and sources"],
+        ["with and sources", "leave one out"],
     ),
     ({"speculative_config": SUFFIX | {"with": ["suffix"]}}, ["must be left out"]),
     ({"speculative_config": SUFFIX | {"model": "a"}}, ["model='a'", "no checkpoint"]),
