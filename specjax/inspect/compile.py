@@ -231,7 +231,8 @@ def compile_for(
     thunks, found = _thunk_sequence(dumped), None
     if resources:
         ptx = [file for file in dumped if file.suffix == ".ptx"]
-        found = tuple(read_resources(ptx, thunks, said.read_text(), gpu.architecture))
+        read = read_resources(ptx, thunks, said.read_text(), gpu.architecture)
+        found = tuple(sorted(read, key=lambda one: one.name))  # threads dump kernels in any order
     kind = mesh.devices.flat[0].device_kind
     made = Compiled(kind, hlo, parse_thunks(thunks), memory, seconds, found)
     if kept and digest:
