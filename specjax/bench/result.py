@@ -177,7 +177,7 @@ class Details:
             times.
         dataset: name, path, number of requests per group, chat template and its variables, and how
             many rows were left out or repeated.
-        is_interrupted: whether the run ended early; figures cover what was measured.
+        is_interrupted: whether the run ended early. Then the figures cover only its beginning.
         rounds: the main figures of each repetition, under their keys at the top level.
         distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
             tokens_per_chunk; None if there are no measurements.

@@ -125,7 +125,7 @@ class ServeRun:
     def peer_server(self, name: str) -> Iterator[Endpoint]:
         """Yield the endpoint of a peer: its URL, or a server that runs within the block.
 
-        Requests to it have none of the --header values, which may be keys of another server.
+        --header is not sent to the peer, because its value may be another server's key.
         """
         if is_url(name):
             model = read_models(name, {}, option="--against")[0]["id"]

@@ -51,7 +51,7 @@ class ResponseFormat:
 
     Attributes:
         signs: texts. A model has this format if its chat template contains all of them.
-        template: the `response_template` by which responses are read.
+        template: the `response_template`, which says how to read responses.
         form: the form of calls, to make grammars that force them; None if there is no such grammar.
     """
 

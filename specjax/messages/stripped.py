@@ -9,8 +9,8 @@ class Stripped:
 
     Args:
         strips: whether to strip whitespace. If False, the text stays unchanged.
-        join: the text to put between two regions, each of which is stripped. If None, the regions
-            keep the whitespace between them.
+        join: the text to put between two regions. The regions themselves are stripped. If None, the
+            regions keep the whitespace between them.
     """
 
     def __init__(self, *, strips: bool = True, join: str | None = None):

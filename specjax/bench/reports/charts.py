@@ -10,7 +10,7 @@ from specjax.bench.result import Details, Speculation
 
 
 def acceptance_charts(found: Speculation) -> list[Chart]:
-    """Return what was accepted at each position, and the rounds and their times by K."""
+    """Return charts of acceptance by position, of rounds by K, and of the time of a round by K."""
     rates = {
         name: [(i + 1, rate) for i, rate in enumerate(one["rates_per_position"])]
         for name, one in acceptance(found).items()

@@ -1,4 +1,4 @@
-"""Stacks the arrays of equal matrices, such as those of a mixture's experts."""
+"""Stacks the arrays of equal matrices, such as the matrices of a mixture's experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
