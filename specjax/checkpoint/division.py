@@ -150,11 +150,6 @@ class Cut:
             x[start : start + count] = y[place : place + count]
             place += size
 
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of each device's part of a file tensor with this shape."""
-        size = sum(padded for _, _, padded in self._ranges(0))
-        return *shape[: self.axis], size, *shape[self.axis + 1 :]
-
     def _ranges(self, device: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start, count, size) for each section.
 
@@ -321,7 +316,7 @@ def _check_shapes(
 ) -> None:
     each = zip(whole.names, whole.file_shapes, local.file_shapes, cuts, strict=True)
     for name, shape, expected, cut in each:
-        found = shape if cut is None else cut.local_shape(shape)
+        found = shape if cut is None else cut.part_shape(shape)
         if found != expected:
             raise ValueError(
                 f"tensor_parallel_size={count}: the model that each device runs has {name} of the "
