@@ -35,6 +35,6 @@ def load_of(
         [sequence.rank for sequence in ready],
         [sequence.request.group for sequence in ready],
         lengths,
-        [sequence.max_drafts(max_k, sequence.min_length) for sequence in ready],
+        [s.max_drafts(max_k, n + s.num_in_flight) for s, n in zip(ready, lengths, strict=True)],
     )
     return DecodeLoad(len(ready), sum(lengths), max_tokens, requests, splits, shapes.decode)

@@ -284,7 +284,7 @@ class GoodputPolicy:
         return RequestRates.sums(rates, load.requests.limits)
 
     def _goodput(self, load: DecodeLoad, gains: Any) -> dict[int, float]:
-        accepted = gains.mean(axis=0).tolist()
+        accepted = (gains.sum(axis=0) / len(gains)).tolist()
         result = {}
         for k in self._choices:
             share = load.share(k)
