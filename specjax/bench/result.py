@@ -187,10 +187,10 @@ class Details:
         arrivals: the intended distribution of arrival times, and the p-value of a test whether the
             actual times follow this distribution.
         goodput: limits of latency, and how many requests meet the limits.
-        timeline: output tokens and running requests of each second. "k_histograms" counts at
-            several times how many rounds had each K until then.
-        num_compiles: programs that were compiled while requests waited for them; None if the
-            server does not report it.
+        timeline: output tokens and running requests of each second. "k_histograms" has samples of a
+            histogram: the number of rounds with each K since the start of the run.
+        num_compiles: programs that were compiled while requests waited for them; None if the server
+            does not report it.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.
