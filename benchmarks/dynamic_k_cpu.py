@@ -89,7 +89,8 @@ def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
 def measure_sweep(setup: Setup) -> list[dict[str, Any]]:
     """Return tables of the tokens per second of every policy at every batch size.
 
-    With the drafter's own acceptance, a table also compares K = 0 and no drafter.
+    If drafts are really verified, not synthetically, one more table compares an engine without
+    drafter to an engine that has a drafter and uses K = 0.
     """
     report, rates = bench(setup, None, show_progress=False), setup.synthetic_rates
     statics = [f"K={k}" for k in setup.ks]

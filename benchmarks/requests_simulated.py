@@ -3,9 +3,9 @@
     python benchmarks/requests_simulated.py
 
 tests/host/speculation/h100_rounds.py models the time of a round (Llama-3.1-8B, EAGLE-1 head), and
-says which of its numbers are measured. Requests never end. Each request accepts a draft, if it has
-accepted the drafts before, with a fixed probability. The policy starts with times that are wrong
-by 8 %, and the rounds' times have 3 % of noise.
+says which of its numbers are measured. Requests never end. If a request has accepted the previous
+drafts of a round, it accepts the next draft with a fixed probability. The policy starts with times
+that are wrong by 8 %, and the rounds' times have 3 % of noise.
 """
 
 import argparse

@@ -210,7 +210,11 @@ def compile_problem(make: Callable[[], Problem], dtype: str, setting: Setting) -
 def check(
     problem: Problem, programs: dict[str, Any], dtype: str, *, is_exact: bool
 ) -> dict[str, Any]:
-    """Return the errors of the kernel and the reference, and whether the kernel's bits repeat."""
+    """Return the errors of the kernel and the reference, and whether the kernel's bits repeat.
+
+    If `is_exact`, the kernel in bf16 must be as exact as in f32. Then the reference in bf16 is not
+    run.
+    """
     given = problem.state, problem.items[0]
     truth = programs["truth"](*jax.tree.map(_as_f32, given))
     run = programs["kernel"]

@@ -103,7 +103,9 @@ class Limits:
     size: float
 
     def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
-        """Yield a list of calls for each machine. A call is a list of blocks, in order.
+        """Yield lists of calls, each of which fits in the time of one machine.
+
+        A call is a list of blocks, in order.
 
         Args:
             sizes: the bytes of each checkpoint by name.

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/scaled.py --output FILE      on a card, within --seconds; a table last
 
-Each way is one program that multiplies by several matrices in turn, so that none is in the card's
-cache. The first product is compared with one in float32.
+A way to multiply is timed as one program, which multiplies by several matrices in turn, so that no
+matrix is in the card's cache. The program's first product is compared with a product in float32.
 """
 
 import argparse

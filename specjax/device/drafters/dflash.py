@@ -73,9 +73,9 @@ class DFlashParams:
 class AttentionMask:
     """The positions that a row of a block attends to ("sees") in a layer.
 
-    The first of them is `back` positions before the row, or before the block's first row if
-    `is_anchored`. The last is `ahead` positions after the row, or the end of the block if that is
-    earlier.
+    The first seen position is `back` positions before the row, or before the block's first row if
+    `is_anchored`. The last seen position is `ahead` positions after the row, but not after the end
+    of the block.
     """
 
     back: int | None = None  # None: all earlier positions are seen

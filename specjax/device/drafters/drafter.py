@@ -287,7 +287,7 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state that neither their pages nor their last rows determine.
+        """Whether requests have a state that cannot be computed from their pages and last rows.
 
         If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's
         end is restored.
@@ -308,7 +308,10 @@ class Drafter(Protocol):
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return the number of additional rows per request that a step needs to draft k tokens."""
+        """Return the number of input rows per request that drafting k tokens adds to a step.
+
+        The k + 1 rows that the target verifies are not counted.
+        """
         ...
 
     def num_passes(self, k: int) -> int:

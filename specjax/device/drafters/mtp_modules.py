@@ -63,7 +63,8 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Names of the modules' copies of target tensors, mapped to the names of the originals."""
+        """Copies of the target's tensors in the modules: the name of each copy and of its original.
+        """
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":

@@ -30,7 +30,8 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     shapes are returned.
 
     Raises:
-        ValueError: one of these options is set, and all its weights are quantised already.
+        ValueError: one of these options is set, but all weights that it is for are quantised
+            already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):

@@ -209,7 +209,10 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
 
 
 def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Open a checkpoint folder's weights; see `find_scales`."""
+    """Open a checkpoint folder's weights, with one tensor for each quantised matrix.
+
+    See `find_scales`.
+    """
     return find_scales(open_checkpoint(folder), hf, dtype)
 
 
