@@ -116,7 +116,7 @@ class Cut:
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return the same division of a coarser tensor, in which one row stands for `unit` rows.
+        """Return the same division of a coarser tensor, which has one row for every `unit` rows.
 
         For example, scales have one row for each block of `unit` rows of weights. `axis` is the
         divided axis of the coarser tensor. The property `unit` must be a multiple of the argument

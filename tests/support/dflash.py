@@ -1,4 +1,4 @@
-"""DFlash heads of random weights, and what transformers' model of them drafts."""
+"""Random DFlash heads, and the drafts that transformers' model of such a head makes."""
 
 import json
 from dataclasses import dataclass
@@ -54,8 +54,15 @@ def write_head(
     has_own=False,
     **edits,
 ):
-    """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
-    masks an embedding in another file. `add` adds tensors, and returns what drafts pass."""
+    """Write a head with random weights.
+
+    Args:
+        has_own: whether the head has an embedding, an output head for a smaller vocabulary, and a
+            mask embedding in another file.
+        add: a function that adds tensors of an extension. It returns the function `Files.refine`.
+        sees: see `Files`.
+        edits: fields that replace fields of the config.
+    """
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=dim,
         num_hidden_layers=len(kinds),
@@ -101,7 +108,7 @@ def write_head(
 
 @dataclass(frozen=True)
 class OracleBlock:
-    """A DFlash head over a whole context and one block."""
+    """Runs a DFlash head in transformers over a whole context and one block."""
 
     files: Files
     embedding: torch.Tensor
@@ -135,7 +142,10 @@ class OracleBlock:
         return found
 
     def masks(self, length, k):
-        """What rows of the block see of context and block, by kind of layer."""
+        """Return the attention mask of the block's rows over context and block, by kind of layer.
+
+        None means transformers' own masks.
+        """
         if self.files.sees is None:
             return None
         at = torch.arange(length + k + 1)
@@ -144,7 +154,7 @@ class OracleBlock:
 
 
 def oracle_of(target, files, **options):
-    """The oracle of a head, which may have an embedding and an output head of its own."""
+    """Return the oracle of a head. Weights that the head does not have are the target's."""
     shared = target.hf.get_input_embeddings().weight, target.hf.get_output_embeddings().weight
     names = "embed_tokens.weight", "lm_head.weight"
     both = [files.own.get(name, own) for name, own in zip(names, shared, strict=True)]

@@ -1,11 +1,11 @@
-"""A device in plain NumPy that plays a script and checks all that it reads.
+"""A simulated device in NumPy, which plays a `Script` and checks everything that it reads.
 
-It stands in for `CompiledPrograms`: takes the packed arrays that the programs of a step take, and
-gives what they give. In place of keys and values, a cell of its pool holds the digest of the tokens
-that they would depend on: up to its position for the target, and one further for the drafter. A
-round, or a chunk, looks at every cell below its start through its own page table, so that a page
-that is shared wrongly, stale, or overwritten is found when it is read. Which token follows a
-history, and what is drafted, a `Script` says. Methods of the port do what `Programs` says of them.
+It replaces `CompiledPrograms`: it takes the same packed arrays, and returns arrays of the same
+form. It has no keys and values. Instead, a cell of a pool holds a digest of the tokens on which
+they would depend: the tokens up to the cell's position for the target, and one token more for the
+drafter. Before a chunk or round, all cells before its start are read through its page table. So
+pages that are shared wrongly, outdated or overwritten are found. Methods without a docstring are
+described in `Programs`.
 """
 
 import zlib
@@ -33,12 +33,12 @@ MAX_DEFERRED_ROWS = 7
 
 
 class SimulatedPrograms:
-    """`Programs` on a device that is not there; as `make_programs` of an engine.
+    """`Programs` on a simulated device, to pass as an engine's `make_programs`.
 
     Args:
-        script: which tokens follow, and which are drafted.
-        tally: counts what happened.
-        rng: fills what is undefined on a device.
+        script: determines tokens and drafts.
+        tally: counts events.
+        rng: fills memory that is undefined on a device.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SimulatedPrograms:
 
     @property
     def params(self) -> Any:
-        """The weights; others make other tokens follow."""
+        """The weights. Tokens depend on them."""
         return self._params
 
     @params.setter
@@ -152,15 +152,15 @@ class SimulatedPrograms:
         return getattr(self, f"_{name}")(program, *inputs, *arguments[len(inputs) :])
 
     def wait_for(self, result: Any) -> None:
-        """Results are there when a program returns."""
+        """Return at once, because programs have results when they return."""
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """There is no other process."""
+        """Do nothing, because there is no other process."""
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """As if rows cost a tenth of what a round costs without any."""
+        """Return made-up times: 1 for a round, and 0.1 for each of its rows."""
         self.renew()
         return StepCost({b: {k: 1 + 0.1 * b * (k + 1) for k in ks} for b in batches})
 
@@ -171,7 +171,7 @@ class SimulatedPrograms:
         del self.slots
 
     def renew(self) -> None:
-        """Begin with empty slots, and pools that hold anything."""
+        """Empty all slots, and fill the pools with garbage."""
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
         sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
         self.pools = Pools(self.config, sizes, self._rng, self.tally)
@@ -321,7 +321,7 @@ class SimulatedPrograms:
     # --- rounds -----------------------------------------------------------------------------------
 
     def _rows(self, k, round_):
-        """Every row of a round that goes on, with its drafts and what will come of them."""
+        """Return the active rows of a round, with their drafts and accepted tokens."""
         rows = {}
         for number, slot in self._known(round_.slots):
             if not slot.is_active:
@@ -390,7 +390,7 @@ class SimulatedPrograms:
         return outputs.packed
 
     def _next(self, slot, more):
-        """The token that follows the slot's, and `more` of which nothing is kept."""
+        """Return the token after the slot's tokens and `more`. The slot is not changed."""
         digest = fold(int(slot.digests[len(slot.tokens)]), more)
         tokens = [*slot.tokens, *more]
         token = self.script.following(tokens, digest, slot.seed)
@@ -402,17 +402,17 @@ class SimulatedPrograms:
     # --- what it is given -------------------------------------------------------------------------
 
     def _tables(self, table):
-        """The page tables of a row."""
+        """Return the page tables of a row: the main table, and one for each window."""
         return table.reshape(self.layout.num_tables, -1)
 
     def _extras(self, inputs):
-        """What all requests of a step want together."""
+        """Return the `Extras` of all requests of a step together."""
         extras = inputs.extras
         assert (extras == extras[0]).all()
         return int(extras[0])
 
     def _known(self, slots):
-        """The rows that are no padding, with their slots."""
+        """Return pairs (row, slot) of all rows that are not padding."""
         real = [(row, int(slot)) for row, slot in enumerate(slots) if slot != len(self.slots)]
         assert all(0 <= slot < len(self.slots) for _, slot in real), f"slots {slots}"
         assert len({slot for _, slot in real}) == len(real), f"a slot is twice in {slots}"
@@ -438,7 +438,7 @@ class SimulatedPrograms:
         assert is_resumed == (len(slot.tokens) > slot.prompt_length)
 
     def _check_mask(self, masks, row, place, slot, length=None):
-        """The grammar's mask must be that after the first `length` tokens."""
+        """Check that the grammar's mask is the mask after the first `length` tokens."""
         if self.masked_slots is None:
             return
         if slot.number not in self.masked_slots():

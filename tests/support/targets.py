@@ -1,4 +1,4 @@
-"""Tiny targets as transformers saves them, and their MTP modules as they are published."""
+"""Tiny targets in transformers' layout, and their MTP modules in the published layout."""
 
 import json
 import shutil
@@ -199,7 +199,7 @@ def write_target(
 
 
 def write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
-    """As transformers' own modules hold their tensors."""
+    """Write a copy of `target` with the tensors of transformers' modules, which fuse experts."""
     shutil.copytree(target.folder, folder)
     rewrite(folder / "model.safetensors", lambda _: target.hf.state_dict())
     return TargetFiles(folder, target.hf)
@@ -243,7 +243,7 @@ def write_mtp(
 
 
 def _unfused(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors with a name for each expert's own."""
+    """Return the tensors, with separate tensors for each expert."""
     single = {}
     for name, tensor in tensors.items():
         prefix, _, last = name.rpartition(".experts.")

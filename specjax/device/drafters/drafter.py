@@ -308,10 +308,7 @@ class Drafter(Protocol):
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return the number of input rows per request that drafting k tokens adds to a step.
-
-        The k + 1 rows that the target verifies are not counted.
-        """
+        """Return the rows per request that drafting k tokens adds to the k + 1 verified rows."""
         ...
 
     def num_passes(self, k: int) -> int:

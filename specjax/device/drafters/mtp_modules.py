@@ -63,8 +63,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Copies of the target's tensors in the modules: the name of each copy and of its original.
-        """
+        """Copies of target tensors in the modules: the name of each copy and of its original."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
