@@ -332,7 +332,10 @@ def run_tail(
 
 
 def _acceptance(before: Metrics, after: Metrics, num_requests: int) -> float:
-    """Return the mean number of tokens per round of a request, without a request's first token."""
+    """Return the mean number of tokens per round of a request.
+
+    The first token of each request is not counted, because it comes from the prompt.
+    """
     num_tokens = after.num_generation_tokens - before.num_generation_tokens - num_requests
     return num_tokens / (num_tokens - (after.num_accepted_tokens - before.num_accepted_tokens))
 

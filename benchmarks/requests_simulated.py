@@ -84,9 +84,10 @@ def static_speeds(rates: Sequence[float], contexts: Sequence[int]) -> dict[int, 
 
 
 def by_acceptance(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of adaptive K over the best static K, with and without split rounds.
+    """Return a table of adaptive K's speed, divided by the speed of the best static K.
 
-    In a split round, some requests have K drafts, and the others none.
+    It has adaptive K with and without split rounds. In a split round, some requests have K drafts,
+    and the others none.
     """
     rows = []
     for law, n in product(LAWS, (16, 64, 128, 256)):

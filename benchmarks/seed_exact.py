@@ -169,7 +169,7 @@ def configurations(
 ) -> Iterator[tuple[str, Callable[[], tuple[Engine, dict[str, Any]]]]]:
     """Yield pairs of a name and a function that makes an engine.
 
-    The function returns the engine, and the policies to run, by the name of their K.
+    The function returns the engine, and the policies to run, by name.
     """
     static = {str(k): StaticPolicy(k) for k in KS}
 

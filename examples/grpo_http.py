@@ -5,8 +5,8 @@
 The trainer knows the server only by HTTP: it sends questions, gets answers with the log-probability
 of each token, and sends new weights. With `--transport folder`, the weights pass through a folder
 in memory that both processes share. With `--transport wire`, they are the body of a request. The
-server drafts with EAGLE-3 and adaptive K, which changes no answer's distribution. The task is that
-of `grpo_arithmetic.py`, which uses engines in its own process.
+server drafts with EAGLE-3 and adaptive K, which changes no answer's distribution. The task is the
+same as in `grpo_arithmetic.py`, which runs its engines in the trainer's process.
 """
 
 import argparse

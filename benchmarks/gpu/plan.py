@@ -1,5 +1,4 @@
-"""Plans measurements in limited time on a GPU machine, as calls that each get a copy of the work
-tree.
+"""Plans measurements on a GPU machine, as calls of limited time. Each gets a copy of the work tree.
 
     python benchmarks/gpu/plan.py                 plan for 15 minutes, 10 per call, 64 MiB of files
     python benchmarks/gpu/plan.py --report FILE   print the faults in the returned lines

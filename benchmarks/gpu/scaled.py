@@ -47,7 +47,7 @@ SAMPLES, LAUNCHES = 3, 20
 
 @dataclass(frozen=True)
 class Way:
-    """A way to multiply: `call(x, *weights)`, with weights of some form."""
+    """A way to multiply: `call(x, *weights)`, where `form` tells how the weights are stored."""
 
     form: str  # "bf16", "block", "channel" or "int4"
     call: Callable[..., jax.Array]
@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Shape:
-    """A matrix, its x, the weights by form, and the products in float32."""
+    """A matrix shape, with rows x to multiply, the weights by form, and the products in float32."""
 
     part: str
     depth: int
@@ -104,7 +104,7 @@ def tilings(rows: int, shape: Shape) -> dict[str, Tuning]:
 
 
 def ways(rows: int, shape: Shape, setting: Setting) -> dict[str, Way]:
-    """Return the ways to try, by name."""
+    """Return the ways to multiply that will be timed, by name."""
     interpret = setting.is_cpu
     per_output = 1, shape.depth
     found = {"bf16": Way("bf16", jnp.matmul)}

@@ -64,8 +64,8 @@ def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
 def _said() -> Iterator[list[str]]:
     """Collect XLA's lines about graphs from standard error.
 
-    The yielded list is filled when the block ends. The descriptor is replaced, because XLA's C++
-    code does not write to `sys.stderr`.
+    The yielded list is filled when the block ends. The file descriptor is replaced, because XLA's
+    C++ code does not write to `sys.stderr`.
     """
     lines: list[str] = []
     with tempfile.TemporaryFile("w+", errors="replace") as file:

@@ -71,7 +71,7 @@ def step_lines(found: Speculation | None) -> list[str]:
 def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:
     """Return a table that compares this engine with other engines (peers).
 
-    `shown` maps the keys of the figures to show to their names in the table.
+    `shown` maps the key of each figure to its name in the table.
     """
     if not details.peers:
         return []

@@ -127,7 +127,7 @@ class Speculation:
             method, or a source on the host such as "suffix".
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
-        round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
+        round_over_plain: time of a round with drafts, divided by the time of a plain step, by K.
         host_ms: host time per step to plan, launch and hand out tokens.
         wait_ms: time per step that the host waited for the device.
         device_ms: upper bound of a round's mean time on the device. It may include time in which

@@ -132,7 +132,7 @@ def _read_added_tokens(folder: Path, special: Collection[str]) -> dict[int, Adde
 
 
 def _add(tokenizer: Tokenizer, declared: _Declared) -> None:
-    """Add the declared tokens that the tokenizer lacks, or that have other properties there.
+    """Add the declared tokens that the tokenizer lacks, or has with other properties.
 
     As in transformers, the order of the added tokens determines their ids; declared ids are
     ignored.

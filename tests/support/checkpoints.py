@@ -44,7 +44,7 @@ class Checkpoints:
 
         The modules are in the target's file, or in another file if `is_beside`. With the `layout`
         "fused", as in published files, one tensor holds all experts of a layer. With "single", each
-        expert has separate tensors. The result always has the names and tensors of "fused".
+        expert has separate tensors. The tensors in the result always have the layout "fused".
         """
         return self._once(write_mtp, target, layout, is_beside, count)
 

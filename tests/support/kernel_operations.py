@@ -1,4 +1,4 @@
-"""Calls of all operations with Triton kernels. All inputs are used, by several programs.
+"""Calls of all operations that have Triton kernels. Every kernel runs, with several programs.
 
 `OPERATIONS["folder/variant"](kernels)` returns a function without arguments, which runs an
 operation. The operation is compiled in the first call. Up to rounding, its result is the same for

@@ -82,7 +82,7 @@ class Streams:
 def rule_by_definition(streams: Streams) -> tuple[np.ndarray, np.ndarray]:
     """Compute outputs [N, n, H_v, D_v] and states [N, n + 1, H_v, D_v, D_k] in float64.
 
-    States i are the states after i tokens.
+    State i of a request is the state after i tokens.
     """
     x = streams.x.astype(np.float64)
     conv, log_decay, decay_bias, norm = (

@@ -49,7 +49,7 @@ class Case:
 
 @functools.cache
 def compiled(kernels: str) -> Callable[..., jax.Array]:
-    """Return a jitted implementation. The same function is returned again, with its programs."""
+    """Return a jitted implementation. It is cached, so that all tests share its programs."""
     return jax.jit(
         functools.partial(paged_attention, kernels=kernels),
         static_argnames=("window", "soft_cap"),

@@ -1,4 +1,4 @@
-"""Distillers for tests, which train with the same compiled step, and changes of their drafters.
+"""Distillers for tests, which share a compiled training step, and changes of weights.
 
 A training step is compiled for a model, a head, an optimiser and the shape of a batch. Normally,
 each distiller compiles its step. Here, distillers with equal settings share one.

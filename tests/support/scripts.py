@@ -44,7 +44,7 @@ class Script(Protocol):
         ...
 
     def draft(self, slot: Any, follow: Next, k: int, most: int) -> tuple[list[int], int]:
-        """Return k drafts for a slot, and how many of them count; at most `most`."""
+        """Return k drafts for a slot, and the number of valid drafts, which is at most `most`."""
         ...
 
     def mask(self, tokens: Sequence[int]) -> int:

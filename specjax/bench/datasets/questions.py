@@ -10,12 +10,12 @@ SHIPPED = Path(__file__).parents[1] / "prompts.jsonl"
 
 
 def message(field: str) -> Callable[[Row], Example]:
-    """Return a function that makes an example of a row, whose `field` is a user's message."""
+    """Return a function that reads a user's message from the field `field` of a row."""
     return lambda row: Example(messages=user(row.text(field)))
 
 
 def completion(field: str) -> Callable[[Row], Example]:
-    """Return a function that makes an example of a row, whose `field` is a whole prompt."""
+    """Return a function that reads a whole prompt from the field `field` of a row."""
     return lambda row: Example(text=row.text(field))
 
 

@@ -23,7 +23,8 @@ def check_report(option: str, path: str | None) -> None:
     `option` is the option that gave the path. If `path` is None, nothing is checked.
 
     Raises:
-        ValueError: the suffix is not in `FORMS`. ImportError: a package is missing.
+        ValueError: the suffix is not in `FORMS`.
+        ImportError: a package is missing.
     """
     if not path:
         return

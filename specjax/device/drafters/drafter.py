@@ -228,7 +228,7 @@ class Observation(NamedTuple):
 
 
 class DrafterWeights(Protocol):
-    """The description of a drafter's weights, by which they are loaded and updated."""
+    """Describes a drafter's weights, so that they can be loaded and updated."""
 
     @property
     def prefix_in_target(self) -> str | None:

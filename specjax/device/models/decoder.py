@@ -178,7 +178,7 @@ class Decoder:
 
     @property
     def inner_multiple(self) -> int:
-        """The multiple of columns of the experts' inner width that each device must take.
+        """Each device must take a multiple of this number of columns of the experts' inner width.
 
         It is 1 if the width may be divided anywhere.
         """

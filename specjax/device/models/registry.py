@@ -308,8 +308,8 @@ def named_specs(
 def is_unused(model: Model, name: str) -> bool:
     """Return whether a checkpoint may have the tensor `name` although the model does not load it.
 
-    These are tensors outside the text model, rotary frequencies, scales of KV caches, and an output
-    head that is tied to the embedding.
+    Such tensors are those outside the text model, rotary frequencies, scales of KV caches, and an
+    output head that is tied to the embedding.
     """
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)
