@@ -36,7 +36,7 @@ def unchanged(x: Any) -> Any:
 class Unpacking(NamedTuple):
     """Functions that unpack a format's tensors.
 
-    Their results may be larger than shown here, with padding at the ends of axes.
+    Their results may be padded at the ends of axes, and so be larger than the comments say.
     """
 
     codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]
@@ -50,7 +50,7 @@ class Unpacking(NamedTuple):
 
 
 class PackedForm(NamedTuple):
-    """What matrices must share to be merged into one matrix of packed numbers."""
+    """The properties in which packed matrices must agree to be merged into one matrix."""
 
     unpack: Unpacking
     num_in: int  # including the padding in `PackedTensor.order`
