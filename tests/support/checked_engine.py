@@ -125,7 +125,7 @@ class CheckedScheduler(Scheduler):
             needed = min(furthest, sequence.request.max_length - 1)
             if sequence.residency.is_prefilled:
                 may_run = sequence.may_go_on and sequence.residency.token_capacity >= needed
-            else:  # chunks have pages, but for those of windows
+            else:  # a chunk has all pages except pages of windows
                 may_run = not self.residents.windows
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
@@ -184,7 +184,7 @@ class CheckedEngine(Engine):
         )
         self.scheduler.all_shapes = self.repertoire.all_shapes
         self.programs.is_slow = not config.compile_ahead
-        self.repertoire.patience_ms = 0.0  # of times that are too short to say anything
+        self.repertoire.patience_ms = 0.0  # the simulated times are too short to measure
 
     def step(self) -> list[Sequence]:
         """Run a step as `Engine.step` does, then run all checks."""
@@ -196,7 +196,7 @@ class CheckedEngine(Engine):
         if self.scheduler.has_work:
             is_stuck = not (was_in_flight or self._in_flight or touched or self.scheduler.last_plan)
             self._num_idle = self._num_idle + 1 if is_stuck else 0
-            # Those that wait for programs may do so for as many steps as there are programs.
+            # A request may wait for programs, one step for each program.
             most_idle = 100 if self.scheduler.held else 0
             assert self._num_idle <= most_idle, "requests wait, and nothing will ever run"
         self.check()

@@ -37,10 +37,10 @@ class Kept(dict):
 
 MAX_KEPT = 12
 KEPT = Kept()
-# Nothing is kept on disk, as tests change what is compiled, and a worker has many engines.
+# Programs are not kept on disk, because tests change them, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
-MAX_BYTES, ROOM = 5 << 28, 1 << 29  # resident, and above what other libraries hold
+MAX_BYTES, ROOM = 5 << 28, 1 << 29  # of resident memory; ROOM is for other libraries
 
 
 def share_compilations(folder: Path) -> None:

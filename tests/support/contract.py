@@ -24,7 +24,7 @@ from specjax.host.sequence import Sequence as Sample
 
 KS = (0, 3)
 MAX_OUTPUT = 40
-# What hangs on the clock, or on what was compiled before.
+# Metrics that depend on the clock, or on earlier compilations.
 NOT_COMPARED = {"num_compilations", "compile_seconds", "host_ms", "wait_ms", "host_gap_ms"}
 
 
@@ -74,7 +74,7 @@ class Report:
     """What happened in a schedule: launched programs, results, errors and metrics."""
 
     launches: list[list[Any]] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)  # of each part that was read
+    rows: list[Any] = field(default_factory=list)  # the results of each part of a step, as read
     told: list[dict[Any, tuple[list[int], str | None]]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -179,7 +179,7 @@ def make_requests(llm: LLM, rng: Any) -> list[Request]:
     for i in range(int(rng.integers(4, 9))):
         length = int(rng.integers(1, longest // rng.choice([1, 4, 8]) + 1))
         common = families[rng.integers(2)][: rng.integers(0, length + 1)]
-        # A part that comes again is what drafts are found by.
+        # Prompt lookup finds drafts only if a part of the prompt is repeated.
         part = rng.integers(0, vocab_size, int(rng.integers(2, 9))).tolist()
         prompt = [*common, *(part * length)][:length]
         stops = rng.integers(0, vocab_size, 4).tolist() if chance(rng, 0.4) else []

@@ -13,10 +13,10 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "naïve café 🙂🙃 — 世界 says\n\n“hi”  twice  over, ends. 👩‍👩‍👧 Ω\n"
-# Beginnings, middles and ends of characters, and bytes that are never in UTF-8.
+# Parts of characters, and bytes that never occur in UTF-8.
 BYTES = bytes.fromhex("e2 82 ac f0 9f 98 80 ed a0 e0 f4 90 c3 a9 c0 ff 41 20 0a")
 
-# Every character that is begun ends with one of these.
+# One of these completes any character of which a prefix is given.
 CONTINUATIONS = [b""] + [bytes([b]) + b"\x80" * k for b in (0x80, 0x90, 0xA0) for k in range(3)]
 
 
@@ -25,7 +25,7 @@ class Case:
     """A tokenizer, and the ids of its byte tokens and special tokens."""
 
     tokenizer: ChatTokenizer
-    byte_ids: list[int] | None = None  # of bytes 0..255, where they are tokens of their own
+    byte_ids: list[int] | None = None  # of bytes 0 to 255, if each is a token
     has_fallback: bool = False
 
     @cached_property

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 VOCAB, MASK = 24, 21
-CAPACITY = 64  # tokens of a request in the engine; rows past them are nowhere
+CAPACITY = 64  # maximum tokens of a request in the engine
 SIZES = {
     "intermediate_size": 40,
     "num_attention_heads": 4,
@@ -34,10 +34,10 @@ ENCODER = {
 class Files:
     folder: Any
     model: Any  # of transformers
-    own: dict[str, torch.Tensor]  # what its model does not have
+    own: dict[str, torch.Tensor]  # tensors that transformers' model does not have
     ids: torch.Tensor  # of the draft vocabulary
-    refine: Any  # (logits, hidden, previous) of a draft to its logits; None for what they are
-    sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
+    refine: Any  # (logits, hidden, previous) -> refined logits; None: unrefined
+    sees: Any  # (row, positions, anchor) -> mask, by kind of layer; None: transformers' masks
 
 
 def write_head(
@@ -113,7 +113,7 @@ class OracleBlock:
     files: Files
     embedding: torch.Tensor
     lm_head: torch.Tensor
-    first_row: int = 1  # of the block, that drafts
+    first_row: int = 1  # the first row of the block that gives a draft
     scale: float = 1.0  # of the block's embedding
 
     def fuse(self, final, entering):

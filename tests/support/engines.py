@@ -29,7 +29,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.step_model import step_model
 from specjax.host.speculation.policy import Policy
 
-VOCAB = 32  # small, so that drafts of untrained heads are right now and then
+VOCAB = 32  # small, so that untrained heads draft the right token sometimes
 K = 3
 SIZES: Mapping[str, Any] = {
     "max_model_len": 128,

@@ -3,9 +3,9 @@
 import numpy as np
 from scipy import stats
 
-LEAST = 20.0  # expected in a cell of its own; rarer ones are counted together
-FIXED_SEED = 1e-4  # least p-values: of runs that come to the same every time
-NEW_SEED = 1e-10  # and of those that do not: of a hundred a run, one in 1e8 runs is a false alarm
+LEAST = 20.0  # draws expected in a cell; rarer outcomes share one cell
+FIXED_SEED = 1e-4  # smallest p-value that passes, if every run has the same seed
+NEW_SEED = 1e-10  # the same for new seeds: with 100 tests, 1 run in 1e8 is a false alarm
 
 
 def pvalue(counts: np.ndarray, probs: np.ndarray) -> float:

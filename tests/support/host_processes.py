@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-LIMIT = 4  # seconds until a process that does not answer is missing
+LIMIT = 4  # seconds until a process that does not answer counts as lost
 
 
 def start(

@@ -23,7 +23,7 @@ LAYER, NUM_LAYERS = 1, 3
 PROMPT_WIDTH, STEP_WIDTH = 64, 6
 TOLERANCE = 2e-5
 BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
-EPS = 1e-3  # of the norm: so large that it shows
+EPS = 1e-3  # of the norm; large, so that a wrong eps changes results
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ SIZES = Sizes()
 class Streams:
     """The tokens of N requests, n tokens each, that are not rejected; and the expected results."""
 
-    x: np.ndarray  # f32[N, n, C + H_v D_v + 2 H_v], of values that the sizes' dtype has
+    x: np.ndarray  # f32[N, n, C + H_v D_v + 2 H_v], exact in the sizes' dtype
     weights: DeltaRuleWeights  # f32 arrays, likewise
     heads: Heads
 

@@ -65,7 +65,7 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
     kv, page_table, positions = paged(case, rng, 2, case.num_kv_heads, case.dim)
     num_heads = case.num_kv_heads * case.group
     q = rng.normal(size=(len(case.starts), case.num_rows, num_heads, case.dim))
-    if case.pool == "int8":  # where it is NaN, scales are
+    if case.pool == "int8":  # int8 has no NaN; scales are NaN instead
         kv = np.rint(40 * np.nan_to_num(kv)).clip(-127, 127)
     return (
         q.astype(jnp.dtype(case.dtype)),

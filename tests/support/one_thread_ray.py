@@ -32,7 +32,7 @@ class OneThread:
 
     def __init__(self):
         self.cpus = 4.0
-        self.kills_late = False  # as Ray may: who is killed answers the next call
+        self.kills_late = False  # as in Ray, a killed actor may still answer one call
         self.actors = []  # all that were ever started
 
     def is_initialized(self):

@@ -76,7 +76,7 @@ def as_modelopt(weight: torch.Tensor) -> Written:
     codes = torch.tensor(rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8))
     numbers = unpack_fp4_from_uint8(codes, num_out, num_in, dtype=torch.float32)
     scales = torch.tensor(rng.uniform(1, 300, (num_out, num_in // 16))).to(torch.float8_e4m3fn)
-    scales[0, 0] = 0  # of a group of numbers that are all small
+    scales[0, 0] = 0  # as for a group whose numbers are all small
     factor = torch.tensor(4e-4)
     meant = numbers * scales.float().repeat_interleave(16, 1) * factor
     named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}

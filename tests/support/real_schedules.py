@@ -23,7 +23,7 @@ from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence
 
 MAX_LENGTH, MAX_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
-MAX_SPARE = 2  # pages, more than one request at its longest has
+MAX_SPARE = 2  # more pages than the longest request needs
 NUM_FAMILIES = 2
 
 
@@ -163,7 +163,7 @@ def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
     families = rng.integers(0, vocab_size, (NUM_FAMILIES, longest)).tolist()
     requests: list[Request] = []
     for i in range(int(rng.integers(4, 11))):
-        # Short prompts get in side by side, and their outputs run out of pages.
+        # Several short prompts are admitted, and their outputs run out of pages.
         most = (longest - MAX_OUTPUT) // rng.choice([1, 4])
         length = int(rng.integers(1, most + 1))
         prompt = families[rng.integers(NUM_FAMILIES)][: rng.integers(0, length + 1)]

@@ -96,7 +96,7 @@ class Run:
             touched = self.engine.step()
         except jax.errors.JaxRuntimeError:
             has_failed = True
-            # Tokens that were read before the failure have not been told of.
+            # Tokens that were read before the failure have not been delivered.
             self.end([s for s in live if s.finish_reason == "abort"])
             touched = [s for s in live if s.finish_reason != "abort"]
             assert all(s.is_finished for s in touched)
@@ -186,7 +186,7 @@ def run_schedule(schedule: Schedule) -> Run:
         if not engine.has_work and chance(run.rng, 0.5):
             step = coming[0].step
             continue
-        if step < most // 2:  # disturbed for ever, requests that are preempted get nowhere
+        if step < most // 2:  # else, preempted requests might never finish
             run.disturb()
         run.step()
         step += 1

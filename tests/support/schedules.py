@@ -83,7 +83,7 @@ class Grammar:
     last: int
     fails: bool
     num_words: int
-    fails_late: bool = False  # when masks are asked for, which may be never
+    fails_late: bool = False  # it fails when a mask is computed, which may never happen
     seen: list[int] = field(default_factory=list)
     is_finished: bool = False
     has_failed_late: bool = False
@@ -163,7 +163,7 @@ class Schedule:
 def run_alone(request: Request, seed: int, vocab_size: int) -> Expected:
     """Return the output of a sample as if it ran alone, computed without an engine."""
     digest, tokens = fold(EMPTY, request.prompt_token_ids), []
-    text = grammar = {}  # whether it fails, by the token that ends the output
+    text = grammar = {}  # whether the output fails, by the number of its last token
     if request.watch_text:
         text = {(watch := request.watch_text()).last: watch.fails}
     if request.follow_grammar and not (matcher := request.follow_grammar()).fails_late:
@@ -196,7 +196,7 @@ def make_schedule(seed: int) -> Schedule:
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
     windows = make_windows(rng, config)
-    if windows and chance(rng, 0.3):  # they may run out first
+    if windows and chance(rng, 0.3):  # pages of windows may run out first
         one = max(pages_in_use(config, window, max(choices), 1) for window in windows)
         config = replace(config, max_window_pages=one + int(rng.integers(3)))
     return Schedule(
@@ -272,7 +272,7 @@ def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) 
 def make_prompt(rng, config, vocab_size, families, arrivals: list[Arrival]) -> list[int]:
     """Return a prompt that is new, or begins like another prompt or a prompt with its output."""
     most = config.max_model_len - 1
-    # Where pages are few, short prompts get in side by side, and outputs then run out of them.
+    # If there are few pages, several short prompts are admitted, and outputs run out of pages.
     is_tight = config.num_pages < 2 * config.pages_per_seq
     part = rng.choice([1, 4, 8] if is_tight else [1, 1, 4])
     length = int(rng.integers(0, max(most // part, 1))) + 1
@@ -288,7 +288,7 @@ def make_prompt(rng, config, vocab_size, families, arrivals: list[Arrival]) -> l
     if how == "longer":
         known += earlier.expected[0].tokens
         known += fresh[: rng.integers(0, 4)]
-    if how == "branch":  # as like as not where a page ends
+    if how == "branch":  # often at the end of a page
         size = config.page_size if chance(rng, 0.5) else 1
         known = known[: int(rng.integers(0, len(known) + 1)) // size * size] + fresh
     return known[:most]

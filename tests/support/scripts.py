@@ -7,7 +7,7 @@ from typing import Any, Protocol
 EMPTY = 1  # the digest of no tokens
 NEXT, ACCEPTED, DRAFTED, MASK = range(4)  # what is drawn from a digest
 
-# The token that follows a slot's own tokens and those given, by its request's rules.
+# Returns the token after a slot's tokens and further tokens, by the request's options.
 Next = Callable[[Any, list[int]], int]
 
 
@@ -72,7 +72,7 @@ class HashScript:
         truth: list[int] = []
         for _ in range(k):
             truth.append(follow(slot, truth))
-        # Wrong where they part from the truth; then anything.
+        # The first rejected draft is wrong; later drafts do not matter.
         wrong = [(token + 1) % self.vocab_size for token in truth[accepted:]]
         return [*truth[:accepted], *wrong], most
 

@@ -60,7 +60,7 @@ class SimulatedPrograms:
         self.script = script or HashScript(layout.vocab_size)
         self.tally = Counter() if tally is None else tally
         self.to_fail: list[str] = []  # programs that are to fail, once each
-        # Those that must have a grammar's masks; None: masks are not looked at.
+        # Slots that need a grammar's masks; None: masks are not checked.
         self.masked_slots: Callable[[], Collection[int]] | None = None
         self._reported = layout.vocab_size, config.logprobs_mode == "both"
         self._rng = rng or np.random.default_rng(0)
@@ -69,9 +69,9 @@ class SimulatedPrograms:
         self._max_deferred_rows = MAX_DEFERRED_ROWS if drafter.may_defer else 0
         self.ready: set[Program] = set()
         self.failures: dict[Program, Exception] = {}  # of those that do not compile
-        self.pending: list[Program] = []  # asked for; with each wait one is ready
-        self.is_slow = False  # whether any ever are pending
-        self.pace = 0.1  # how likely one is ready with each launch
+        self.pending: list[Program] = []  # programs being compiled; each wait completes one
+        self.is_slow = False  # whether programs are compiled in the background
+        self.pace = 0.1  # probability that a launch completes one
         self._num_late = 0
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
@@ -175,7 +175,7 @@ class SimulatedPrograms:
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
         sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
         self.pools = Pools(self.config, sizes, self._rng, self.tally)
-        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and what it is to hold
+        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and its future digest
         self.snapshots = self.pools.garbage(self._num_snapshots or 0).tolist()
         self._error = None
 
@@ -216,7 +216,7 @@ class SimulatedPrograms:
 
     def _prefill(self, key, chunks):
         known = self._known(chunks.slots)
-        for row, slot in known:  # what a step writes is there for later ones only
+        for row, slot in known:  # a step does not read what it writes
             self._check_chunk(slot, chunks, row, key.width)
             tables = self._tables(chunks.page_tables[row])
             self.pools.check_reads(slot, int(chunks.starts[row]), tables)
@@ -453,4 +453,4 @@ class SimulatedPrograms:
         if "read" in self.to_fail:
             self.to_fail.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")
-        return HostArray(packed, self._error)  # what comes after a failure fails as well
+        return HostArray(packed, self._error)  # all results after a failure fail, too

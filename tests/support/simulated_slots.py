@@ -33,7 +33,7 @@ class Slot:
     # Of recurrent models:
     state: int = EMPTY  # the digest of the tokens that have been folded in
     ring: list[int] = field(default_factory=list)  # tokens of the last round
-    pending: int = 0  # of those, how many stand and are still to be folded in
+    pending: int = 0  # number of accepted tokens in `ring` that are not folded in yet
 
     def append(self, token: int) -> None:
         """Append a token, and the digest of all tokens so far."""
@@ -47,9 +47,9 @@ class Row:
 
     slot: Slot
     start: int
-    tables: np.ndarray  # that of most layers, and of each window
+    tables: np.ndarray  # the main page table, and one for each window
     num_drafts: int
-    tokens: list[int]  # that stand: accepted drafts, and the one after them
+    tokens: list[int]  # accepted drafts, and the token after them
     drafts: list[int]
 
 
