@@ -12,8 +12,8 @@
 4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.
    It overwrites the candidates below the threshold.
 5. `rest` does the same if there are more candidates (a flat distribution, a large k). It uses more
-   registers. If the candidates do not fit in these, it reads them again for every few bits of the
-   threshold. If a tile had no room for its candidates, it reads the whole row.
+   registers. If the candidates do not fit in registers, `rest` reads them again for every few bits
+   of the threshold. If a tile had no room for its candidates, `rest` reads the whole row.
 """
 
 from dataclasses import dataclass

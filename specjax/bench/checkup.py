@@ -1,10 +1,10 @@
 """Checks how often a drafter's drafts are accepted, and whether another setup would help.
 
 The target runs over whole texts without a cache. At several tokens of each text, called places, the
-drafter drafts the next tokens, from the target's features up to the place. It is called as in
-serving. A draft is accepted if it is the target's choice. Trials repeat this with other auxiliary
-layers, features, mask tokens and vocabularies. A trial that is clearly better than the unchanged
-drafter reveals a fault.
+drafter drafts the next tokens, from the target's features up to the place. The drafter is called as
+in serving. A draft is accepted if it is the target's choice. Trials repeat this with other
+auxiliary layers, features, mask tokens and vocabularies. A trial that is clearly better than the
+unchanged drafter reveals a fault.
 
 Two figures are compared: the number of accepted drafts, and the overlap of the drafter's and the
 target's distributions. The overlap is the acceptance rate of sampled drafts at temperature 1. The

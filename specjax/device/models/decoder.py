@@ -180,7 +180,7 @@ class Decoder:
     def inner_multiple(self) -> int:
         """Each device must take a multiple of this number of columns of the experts' inner width.
 
-        It is 1 if the width may be divided anywhere.
+        The number is 1 if the width may be divided anywhere.
         """
         return 1
 
