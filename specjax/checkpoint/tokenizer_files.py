@@ -68,7 +68,7 @@ def check_tokenizer(folder: Path) -> None:
     """Check that a checkpoint folder has a tokenizer, which prompts of text need.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the folder has no tokenizer.
     """
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise CheckpointError(f"{folder} has no tokenizer.json, and the prompts are text; add it")

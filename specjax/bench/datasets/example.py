@@ -121,7 +121,7 @@ def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
     errors about the path end with it.
 
     Raises:
-        ValueError: there is no such file, or it is malformed.
+        ValueError: the file is missing or malformed.
     """
     path = source.path
     if path is None:

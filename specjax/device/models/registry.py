@@ -234,7 +234,7 @@ def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
 
     Raises:
         ValueError: the checkpoint is quantised.
-        CheckpointError: its model is not supported.
+        CheckpointError: the checkpoint's model is not supported.
     """
     hf = read_config(folder)
     check_plain(hf, quantization)
