@@ -1,4 +1,4 @@
-"""The data set "custom": a file of JSON objects with prompts, which the user gives."""
+"""The data set "custom": the user's own file of JSON objects, each with a prompt."""
 
 from dataclasses import dataclass
 

@@ -105,7 +105,7 @@ def _interval(key: str, before: Saved, after: Saved) -> Interval | None:
 
 
 def _figures(saved: Saved) -> dict[str, float]:
-    """Return the figures of a result that can be compared, which are numbers."""
+    """Return the numbers in a result that can be compared with another result, by key."""
     if saved.details is None:
         named = {
             f"{one['configuration']}: {key}": value

@@ -1,4 +1,4 @@
-"""A report as one HTML page, without scripts, which loads nothing from a network."""
+"""A report as one HTML page. The page has no scripts, and loads nothing from a network."""
 
 from html import escape
 

@@ -112,9 +112,9 @@ class PackedTensor:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """The inputs i32[I] in an order in which each group is consecutive.
+        """A permutation i32[I] of the inputs that makes each group consecutive.
 
-        None if each group is consecutive without reordering.
+        None if each group is consecutive without a permutation.
 
         Raises:
             CheckpointError: a group has more or fewer inputs than its size.

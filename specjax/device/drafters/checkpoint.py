@@ -89,7 +89,7 @@ class DrafterFiles:
         return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
-        """Return a `Llama` with the sizes of the drafter's layers, which the config gives.
+        """Return a `Llama` with the sizes that the config gives for the drafter's layers.
 
         The tensor names show whether attention has biases, and norms of queries and keys.
 
