@@ -223,7 +223,7 @@ class DFlashHead(ShapedHead):
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
+        """Return the target's ids i32[V_d] of the draft vocabulary; None if the ids are equal."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:

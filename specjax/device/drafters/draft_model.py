@@ -138,7 +138,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `observe` reads no weights in a round, so deferring it would save no time."""
+        """False: `observe` reads no weights after a round, so fewer calls would save no time."""
         return False
 
     def draft_slots(self, k: int) -> int:

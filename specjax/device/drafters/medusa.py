@@ -119,7 +119,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
+        """Return the target's ids i32[V_d] of the draft vocabulary; None if the ids are equal."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `observe` reads no weights, so deferring it would save no time."""
+        """False: `observe` reads no weights, so fewer calls would save no time."""
         return False
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:

@@ -102,7 +102,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
 
     @property
     def is_recurrent(self) -> bool:
-        """True: the modules' previous outputs are not stored in pages."""
+        """True: drafting needs outputs of modules, which are not stored in pages."""
         return True
 
     def num_passes(self, k: int) -> int:

@@ -48,7 +48,7 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params` with a `head`: a copy of the drafter's shared head, in `head_dtype`.
+    """Return `params` with a `head`: the output head shared with the target, in `head_dtype`.
 
     `params` are returned unchanged if `head_dtype` is None, or if the drafter has a separate output
     head, which `narrow_drafter` quantises.

@@ -23,7 +23,10 @@ from specjax.device.verification import Draft
 
 @dataclass(frozen=True)
 class NGramDrafter(Stateless):
-    """A drafter that matches the last `prompt_lookup_min` to `prompt_lookup_max` tokens."""
+    """A drafter that searches for an earlier occurrence of the last tokens.
+
+    It uses the longest match of `prompt_lookup_min` to `prompt_lookup_max` tokens.
+    """
 
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
