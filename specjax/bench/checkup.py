@@ -133,7 +133,7 @@ def check(
             value has the token ids i32[V_d] of the drafter's V_d tokens.
 
     Raises:
-        ValueError: no text has an answer of more than k + 1 tokens.
+        ValueError: no text has an answer of at least k + 1 tokens.
     """
     own = Trial("as it is", drafter, params.drafter, drafter.aux_layers)
     trials = [own, *alternatives(own, target, mask_ids, vocabularies or {})]
@@ -150,7 +150,7 @@ def measure(
     `params` are the target's parameters.
 
     Raises:
-        ValueError: no text has an answer of more than k + 1 tokens.
+        ValueError: no text has an answer of at least k + 1 tokens.
     """
     pairs = [(text, starts) for text in texts if (starts := _places(text, k)) is not None]
     if not pairs:

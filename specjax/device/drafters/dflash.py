@@ -223,7 +223,7 @@ class DFlashHead(ShapedHead):
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Return the target's ids i32[V_d] of the draft vocabulary; None if the ids are equal."""
+        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:

@@ -185,7 +185,7 @@ class Eagle3Head(ShapedHead):
         return logits if own.target_ids is not None else target.vocabulary.part(logits)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Return the target's ids i32[V_d] of the draft vocabulary; None if the ids are equal."""
+        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
         return params.target_ids
 
 

@@ -119,7 +119,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's ids i32[V_d] of the draft vocabulary; None if the ids are equal."""
+        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
