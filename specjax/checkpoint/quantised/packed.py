@@ -36,7 +36,8 @@ def unchanged(x: Any) -> Any:
 class Unpacking(NamedTuple):
     """Functions that unpack a format's tensors.
 
-    Their results may be padded at the ends of axes, and so be larger than the comments say.
+    Their results may be padded at the ends of axes. Then they are larger than the shapes in the
+    comments below.
     """
 
     codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]

@@ -338,9 +338,9 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the head that gives draft logits: the target's, or a draft model's embedding.
+        """Return the output head for draft logits: the target's head, or a draft model's embedding.
 
-        Return None if `params` lack it. Do not call this for a drafter with a separate head.
+        None if `params` lack it. Do not call this if `params.drafter` has a separate output head.
         """
         ...
 
@@ -376,7 +376,7 @@ class NotRecurrent:
 
     @property
     def is_recurrent(self) -> bool:
-        """False: drafting needs only the pages and the last rows."""
+        """False: all that drafting needs can be computed from a request's pages and last rows."""
         return False
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:

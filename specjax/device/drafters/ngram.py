@@ -71,9 +71,9 @@ def load(
 def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Array]:
     """Return the sizes and the end indices, i32[B] each, of the longest matches.
 
-    A match is an earlier occurrence of a request's last tokens, and ends before its last token. The
-    size of a match is its number of tokens, at most `max_size`. Among equally long matches, the
-    latest is returned. The end of a match of size 0 is undefined.
+    A match is an earlier occurrence of a request's last tokens. It ends before the request's last
+    token. The size of a match is its number of tokens, at most `max_size`. Among equally long
+    matches, the latest is returned. The end of a match of size 0 is undefined.
 
     The function takes O(B L max_size) time and uses arrays [B, L].
     """

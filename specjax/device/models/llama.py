@@ -47,10 +47,9 @@ class Llama(Decoder):
 
     @property
     def attention(self) -> PagedAttention:
-        """The only cache kind.
+        """The cache kind of all layers.
 
-        Do not read this property if layers have different windows, because there are several kinds
-        then.
+        Do not read this property if layers have different windows. Then there are several kinds.
         """
         (kind,) = self.own_kinds
         return kind

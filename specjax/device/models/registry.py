@@ -220,7 +220,7 @@ def stored_specs(folder: Path, model: Model, quantization: str | None = None) ->
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
     They describe the form in which the folder stores the weights, for example 4-bit numbers with
-    scales. If `quantization` is set, they describe the form to which it quantises the weights.
+    scales. If `quantization` is set, they describe the form of the weights after quantisation.
     """
     files = open_weights(folder, read_config(folder), np.dtype(np.float32))
     specs = named_specs(model, files.shapes())
