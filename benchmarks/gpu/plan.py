@@ -102,7 +102,7 @@ class Limits:
     size: float
 
     def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
-        """Yield lists of calls, each of which fits in the time of one machine.
+        """Yield lists of calls. Each list fits in the time of one machine.
 
         A call is a list of blocks, in order.
 

@@ -264,7 +264,10 @@ def _time(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line per matmul and number of rows: microseconds of each way, and the fastest."""
+    """Return a line per matmul and number of rows.
+
+    A line has the microseconds of each way to multiply, and the fastest way of each form.
+    """
     lines = []
     for key in dict.fromkeys((x["rows"], x["part"]) for x in rows):
         own = [x for x in rows if (x["rows"], x["part"]) == key]
