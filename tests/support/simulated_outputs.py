@@ -66,7 +66,9 @@ class Outputs:
             self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
 
     def put_prompt(self, row: int, start: int, following: list[int]) -> None:
-        """Store the token after each token of a chunk. `start` is the first stored token's position.
+        """Store the token after each token of a chunk.
+
+        The first stored token has the position `start`.
         """
         num_top = self._variant.num_prompt_logprobs
         assert num_top is not None
