@@ -54,7 +54,7 @@ def spread(
     whole array.
 
     `num_parts` is the size of the result's first axis, along which the result is spread. It is 0 if
-    the result is not divided; each device then has the result.
+    the result is not divided; each device then has the whole result.
     """
     grid = np.array(devices).reshape(math.gcd(num_parts or 1, len(devices)), -1)
     mesh = Mesh(grid, (_PARTS, _COPIES))

@@ -100,7 +100,7 @@ def draw_draft(
 
     The token is sampled like the target's tokens. It is 0 if no token is possible in a row. If the
     drafter has a reduced vocabulary, `token_ids` i32[V_d] holds the target's id of each draft
-    token, and these ids key the noise; else it is None.
+    token, and the noise depends on these ids; else `token_ids` is None.
 
     The distribution f32[B, vocab_size] is None if `wants_probs` is false. In a greedy batch it is
     zero, because verification does not use it.

@@ -41,7 +41,7 @@ class Named(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Names in messages the result of program `number`, or leaf `leaf` of this result.
+    """Names the result of program `number` in messages, or array number `leaf` of this result.
 
     Every process has kept its own part of the result.
     """
@@ -330,7 +330,7 @@ def _hear_by(leader: weakref.ref[LeaderPrograms], *message: Any) -> None:
 
 
 class Awaited:
-    """A program's outputs for the host. If a process is lost, reading them is a `HostsError`."""
+    """A program's outputs for the host. Reading them raises a `HostsError` if a process is lost."""
 
     def __init__(self, array: jax.Array, hosts: Hosts):
         self._array: Any = array

@@ -61,8 +61,9 @@ class Programs(Protocol):
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts may run before `Observe` must run.
 
-        Each round has `batch` requests. Return 0 if the drafter must observe each round at once.
-        Rounds in `Joined` programs are always observed at once.
+        `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
+        requests. Return 0 if the drafter must read them at the end of each round. In `Joined`
+        programs, the drafter always does so.
         """
         ...
 

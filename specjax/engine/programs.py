@@ -187,8 +187,8 @@ class Decode(Program):
 class Observe(Program):
     """Lets the drafter observe the deferred rounds.
 
-    These are the rounds without drafts that the drafter has not observed yet. All of them have the
-    same requests. Takes the inputs of the last of them.
+    These are the rounds without drafts whose hidden states the drafter has not read yet. All of
+    them have the same requests. Takes the inputs of the last of these rounds.
     """
 
     batch: int

@@ -39,8 +39,9 @@ class ReplicatedEngine:
     replica is much busier than another. Among equal replicas, it goes to the replica with the
     fewest unfinished samples.
 
-    If a step of a replica fails, its requests continue on other replicas. The replica gets no
-    requests until these have ended, because one of them may have caused the failure.
+    If a step of a replica fails, the replica's requests continue on other replicas. The replica
+    gets no new requests until the moved requests have ended, because one of them may have caused
+    the failure.
     """
 
     def __init__(self, engines: SequenceOf[Engine]):

@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def min_length(self) -> int:
-        """Minimum number of tokens, including the prompt, when the rounds in flight have ended."""
+        """The number of tokens, with the prompt, if each round in flight gives only one token."""
         return len(self.token_ids) + self.num_in_flight
 
     @property

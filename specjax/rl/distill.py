@@ -49,8 +49,8 @@ class OnlineDistiller:
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
-        learning_rate: the learning rate after ten steps of warm-up. It then stays constant, as
-            another refit may always follow.
+        learning_rate: the learning rate after ten steps of warm-up. It then stays constant, because
+            the number of later refits is unknown.
         batch_size: the number of rollouts per step.
         length: the maximum number of tokens of a rollout to train on. The target runs on the whole
             rollout. If the rollout is longer than `length`, training then drops the beginning of

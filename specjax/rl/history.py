@@ -218,7 +218,7 @@ class _Prompt:
         """Add an output, `tokens`, and forget the outputs of weights that are too old.
 
         `before` has the last tokens of the prompt. `update` is the number of the weights that
-        generated the output. The outputs of the `window` + 1 highest numbers are kept.
+        generated the output. Only outputs with one of the `window` + 1 highest numbers are kept.
         """
         self.index.add([*before, *tokens])
         self.outputs.append((update, tokens))

@@ -149,7 +149,8 @@ class Outcome:
         regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
         ms_by_batch: milliseconds spent in rounds, by padded batch size.
         lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
-        request_k_histogram: number of times that a request had this number of drafts in a round.
+        request_k_histogram: for each number of drafts, how often a request had this number in a
+            round.
         num_split: number of split rounds.
         trace: a tuple (start in milliseconds, number of sequences, K) for each round.
     """

@@ -4,8 +4,8 @@ A round of B requests and K drafts runs B (K + 1) tokens through the target. Its
 points (batch size, K), either from a profile or from replays of the compiled steps. Between points,
 the time is interpolated linearly. The estimated time never falls as requests or drafts are added.
 
-Times of served rounds correct the known times. The logarithm of (served time / known time) is
-modelled as a sum of three terms:
+A served round is a round that ran users' requests. Its time is measured, and corrects the known
+times. The logarithm of (served time / known time) is modelled as a sum of three terms:
 
 - a term that all points of a batch size share, for example because of the host's time,
 - a term of the point alone,
