@@ -39,7 +39,7 @@ class Suggestions:
 def replace_drafts(
     draft: Draft, suggestions: Suggestions, history: History, vocabulary: Vocabulary
 ) -> Draft:
-    """Return `draft`, but with drafts from the path for requests whose tokens agree with the path.
+    """Return `draft`. A request whose tokens agree with its path gets drafts from the path instead.
 
     A path agrees if its tokens up to the request's last token equal the request's own tokens. The
     next tokens of the path then are the drafts, with one-hot distributions. A request keeps the

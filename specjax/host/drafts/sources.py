@@ -22,7 +22,10 @@ MAX_NEW_TOKENS = 2048  # maximum number of tokens that a step adds to `OwnText`
 
 
 class Source(Protocol):
-    """Texts on the host. If a request's output repeats a text, its next tokens become drafts."""
+    """A source of drafts on the host: texts that a request's output may repeat.
+
+    Where an output repeats a text, the text's next tokens become drafts.
+    """
 
     @property
     def name(self) -> str:
