@@ -60,7 +60,7 @@ def check_sources(config: Any) -> dict[str, Any]:
     for other methods, none.
 
     Raises:
-        ValueError: a field has the wrong type, is out of range, or goes with another method.
+        ValueError: a field has the wrong type, is out of range, or belongs to another method.
     """
     method, where = METHODS[config.method], "speculative_config"
     sources = config.sources

@@ -37,7 +37,7 @@ class Divisible(Protocol):
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the weights as a tree of `TensorSpec`s, which do not divide arrays over devices.
+        """Return the weights as a tree of `TensorSpec`s of whole arrays, which are not divided yet.
 
         `names` are the checkpoint's tensor names; see `Model.specs`.
         """

@@ -251,8 +251,9 @@ def block_acceptance(
         S_i = sum_v max(p_i p(v) - q(v), 0)
         h_i = S_i / (S_i + 1 - p_i)
 
-    d_i is the i-th draft. p is the target's distribution, and q is the drafter's. In p_i, they are
-    for the token d_i; in S_i, they are for the token after d_i.
+    d_i is the i-th draft. p is the target's distribution, and q is the drafter's. In the formula of
+    p_i, p and q are distributions at the position of d_i; in the formula of S_i, at the next
+    position.
 
     If no draft can follow draft i, h_i = p_i. This is so after a request's last draft, and if p
     gives no token after draft i a probability above 0.

@@ -200,7 +200,7 @@ class Hosts:
             time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
-        """Set `error` after a time limit. If a process does not answer, the error names it."""
+        """Set `error` after the time limit has passed. It names a process that does not answer."""
         self._answers.clear()
         self.send("ping")
         end = time.monotonic() + ANSWER_SECONDS

@@ -41,8 +41,9 @@ class Named(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Names the result of program `number` in messages, or array number `leaf` of this result.
+    """Refers to the result of an earlier program, in a message to another process.
 
+    `number` is the program's number. If `leaf` is not None, it selects one array of the result.
     Every process has kept its own part of the result.
     """
 

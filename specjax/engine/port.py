@@ -62,8 +62,8 @@ class Programs(Protocol):
         """Return how many rounds without drafts may run before `Observe` must run.
 
         `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
-        requests. Return 0 if the drafter must read them at the end of each round. In `Joined`
-        programs, the drafter always does so.
+        requests. Return 0 if the drafter must read them at the end of each round. In a `Joined`
+        program, the drafter always reads them at once.
         """
         ...
 
@@ -108,7 +108,7 @@ class Programs(Protocol):
         ...
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function in each other process that runs the same programs, and wait for them.
+        """Call a function in each other process that runs the same programs, and wait for its end.
 
         The function takes the process's `Follower` and `arguments`. It must be importable.
 

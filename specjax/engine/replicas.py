@@ -76,7 +76,7 @@ class ReplicatedEngine:
         return frozenset().union(*(engine.unfinished_ids for engine in self.engines))
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """See `Engine`. All engines have the same numbers."""
+        """See `Engine`. A list of processors has the same number in all engines."""
         (number,) = {engine.number_of(processors) for engine in self.engines}
         return number
 
@@ -101,7 +101,7 @@ class ReplicatedEngine:
     def step(self) -> list[Sequence]:
         """Run steps of all replicas until one step ends.
 
-        Return the samples that all ended steps have changed.
+        Return the samples that were changed by the steps that have ended.
 
         Raises:
             Exception: a step failed, and no other replica can take its requests; all requests are
@@ -126,7 +126,7 @@ class ReplicatedEngine:
         return list(dict.fromkeys(touched))
 
     def _touched(self) -> list[Sequence]:
-        """Return the samples that ended steps have changed.
+        """Return the samples that were changed by the steps that have ended.
 
         Raises:
             Exception: a step has failed, and no other replica can take its requests.

@@ -140,9 +140,9 @@ class PromptIndex:
         return num_shared
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
-        """Remember a prompt, and return the points at which other prompts may continue.
+        """Remember a prompt, and return the numbers of leading pages that other prompts may share.
 
-        A point is a number of leading pages of the prompt. Points are in ascending order.
+        The numbers are in ascending order.
         """
         num_shared = self.longest(keys)
         for key in keys:

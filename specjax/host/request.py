@@ -106,9 +106,9 @@ class Request:
 
     @property
     def constraints(self) -> str:
-        """The names of the request's parameters that forbid tokens, for error messages.
+        """A text with the names of the parameters that forbid tokens, for error messages.
 
-        The text is empty if there are none.
+        The text is empty if no parameter forbids tokens.
         """
         params = self.params
         given = {

@@ -61,7 +61,7 @@ class WindowPages:
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
         """Return how many of the first `length` pages a sequence can reuse.
 
-        This is the largest n for which the window at the end of the pages `keys[:n]` is cached.
+        This is the largest n for which the last window of the prefix `keys[:n]` is cached.
         """
         place = length
         while place > max(0, length - self.reach):
@@ -75,7 +75,7 @@ class WindowPages:
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Give a slot the cached window pages at the end of `keys`."""
+        """Give a slot the cached pages of the last window of the prefix with the keys `keys`."""
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]

@@ -149,7 +149,7 @@ def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
 def report_errors(sources: Iterable[Origin | None], version: int, seconds: float) -> float | None:
     """Log the number of weights that an update has quantised, and the largest relative error.
 
-    Return this error. If no weight was quantised, log nothing, and return None.
+    Return this relative error. If no weight was quantised, log nothing, and return None.
     """
     found = [source.rounding for source in sources if source is not None]
     errors = {name: float(error) for name, error in filter(None, found)}

@@ -32,8 +32,8 @@ _OFFSET_WEIGHT = 20.0
 class DraftOutcome(NamedTuple):
     """The outcome of a round for one request.
 
-    Only drafts that could become part of the output are usable, and count. Drafts after the first
-    rejected draft are not verified (see `depth`).
+    Only usable drafts count. A draft is usable if it could become part of the output. Drafts after
+    the first rejected draft are not verified (see `depth`).
 
     Attributes:
         num_drafts: number of usable drafts.
@@ -71,7 +71,10 @@ class _Counts:
             self.rejected[verdict.num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
-        """Return the rate at position i. The rate `prior` weighs as much as `weight` drafts."""
+        """Return the estimated acceptance rate at position i.
+
+        It is the mean of the observed rate and of `prior`, which weighs as much as `weight` drafts.
+        """
         total = self.accepted[i] + self.rejected[i] + weight
         return (self.accepted[i] + weight * prior) / total
 

@@ -72,7 +72,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape can run. `time()` measures the milliseconds of one."""
+        """Note that rounds of this shape can run. `time` measures such a round, in milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:

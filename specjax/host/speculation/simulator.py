@@ -142,7 +142,7 @@ class Outcome:
     """The outcome of a simulated run.
 
     Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
-    number of tokens per expected millisecond, so its regret may be negative.
+    number of tokens per expected millisecond, so the round's regret may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
@@ -200,7 +200,7 @@ class _Running:
         return self._ends[request] - self.remaining[request]
 
     def load(self, max_k: int, splits: Collection[SplitShape]) -> DecodeLoad:
-        """Return the load of a round of the active requests, which may split into `splits`."""
+        """Return the load of a round of the active requests. `splits` are its possible splits."""
         lengths = [self.length(request) for request in self.active]
         limits = [min(max_k, self.remaining[request] - 1) for request in self.active]
         groups = [None] * len(lengths)
