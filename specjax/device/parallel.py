@@ -25,7 +25,7 @@ class Divisible(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
+        """How each kind of axis, such as attention heads, is divided; see `TensorSpec.cuts`."""
         ...
 
     @property
@@ -114,9 +114,9 @@ def check_shapes(one: Divisible, params: Any) -> None:
 
 
 def padding_of(one: Divisible) -> str:
-    """Return a text that lists the sections of weights that are padded with zeros, and their sizes.
+    """Return a text that lists the kinds of axes that are padded with zeros, and their sizes.
 
-    The text is empty if every section divides evenly.
+    A kind of axis is, for example, attention heads. The text is empty if every kind divides evenly.
     """
     count = one.num_devices
     return ", ".join(

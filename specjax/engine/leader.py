@@ -30,7 +30,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Named(NamedTuple):
-    """Names a program in messages by a number.
+    """A program in a message, which is given by its number.
 
     The first message with this number also contains the program. In later messages, `program` is
     None.

@@ -92,7 +92,8 @@ class QuantisedArray:
     def parts(self) -> tuple[Any, ...]:
         """See `Origin`.
 
-        Array 0 of a weight lists the parts of the whole weight, and the other arrays list none.
+        Array 0 of a weight lists the parts of the whole weight, because its copy is made first and
+        quantises the weight. The other arrays list no parts.
         """
         source: Any = self.weight.plain.values
         return () if self.number else source.parts

@@ -183,7 +183,7 @@ class TextIndex:
             counts.pop(END, None)
             if not counts:
                 break
-            token = max(counts, key=counts.__getitem__)  # if equal, of the latest occurrence
+            token = max(counts, key=counts.__getitem__)  # of equally frequent ones, the latest
             if len(tokens) >= num_in_flight:
                 probability *= counts[token] / len(starts)
                 if probability < min_prob:

@@ -145,7 +145,7 @@ class Acceptance:
         for group, counted in by_group.items():
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
             _learn(counts, counted.items())
-            self._groups[group] = counts  # evicted last
+            self._groups[group] = counts  # the last group to be evicted
         while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
@@ -153,7 +153,7 @@ class Acceptance:
     def discount(self, factor: float = 0.25) -> None:
         """Multiply the weight of old counts by `factor`, for example after a change of weights.
 
-        The rates of all requests together change little until there are new counts.
+        The rates over all requests hardly change at first. But new counts then change them faster.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._buckets.values(), *self._groups.values()):
