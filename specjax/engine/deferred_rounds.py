@@ -42,7 +42,7 @@ class DeferredRounds:
             self._last, self._count = packed, self._count + 1
 
     def observe(self) -> None:
-        """Let the drafter observe all deferred rounds now."""
+        """Let the drafter read the hidden states of all deferred rounds now."""
         last, self._last, self._count = self._last, None, 0
         if last is not None:
             self._programs.run(Observe(len(last)), last)

@@ -130,7 +130,7 @@ class ProcessFirst(Program):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Program):
-    """Lets the drafter observe the chunks, and samples first tokens.
+    """Updates the drafter's cache with the chunks, and samples first tokens.
 
     Takes the inputs, the `Extension`, the logits and the masks of the chunks, and returns the
     step's outputs. `logits` are the extension's logits or the result of `ProcessFirst`. `masks` is

@@ -229,7 +229,10 @@ class Repertoire:
         return self.shapes(asked), self.splits(asked).keys()
 
     def splits(self, asked: Variant) -> dict[SplitShape, SplitRound]:
-        """Return the compiled programs for split rounds that do the work of `asked`, by shape."""
+        """Return the compiled programs for split rounds that do the work of `asked`, by shape.
+
+        In a split round, only some requests draft.
+        """
         self._look()
         if asked not in self._splits:
             ready = [one for one in self._programs.ready if isinstance(one, SplitRound)]

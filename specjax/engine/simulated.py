@@ -62,7 +62,7 @@ class SimulatedDraft(NamedTuple):
 
 
 class SimulatedExtension(NamedTuple):
-    """Takes the place of the target's features and logits, which are not computed."""
+    """Takes the place of the target's hidden states and logits, which are not computed."""
 
     features: None = None
     logits: None = None

@@ -117,7 +117,7 @@ class Sequence:
     def max_found(self) -> int:
         """Maximum number of tokens to take from the prefix cache.
 
-        Tokens whose log-probabilities or features are wanted are never taken from the cache.
+        Tokens whose log-probabilities or hidden states are wanted are never taken from the cache.
         """
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:

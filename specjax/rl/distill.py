@@ -1,8 +1,8 @@
 """Keeps a drafter accurate while its target is trained, by refits between rollouts.
 
 A drafter imitates one target. With every update of the target's weights, fewer drafts are accepted.
-A refit trains the drafter on the rollouts and on the features that the current target computes for
-them. The drafter never changes the outputs.
+A refit trains the drafter on the rollouts and on their hidden states (features), which the current
+target computes. The drafter never changes the outputs.
 """
 
 import time
@@ -109,10 +109,10 @@ class OnlineDistiller:
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
-        """Train on the target's features of rollouts, and update the engine's drafter.
+        """Train on the target's hidden states for rollouts, and update the engine's drafter.
 
         Rollouts of earlier refits that are in memory are also used. The current target computes the
-        features of all rollouts.
+        hidden states of all rollouts.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
@@ -237,7 +237,7 @@ class OnlineDistiller:
             self._version = version
 
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
-        """Yield each document's features, computed by the current target.
+        """Yield each document's features (hidden states), computed by the current target.
 
         Features are computed in batches. Documents may be much longer than `length`, so the
         features of all documents at once could take many times the memory of the training data.

@@ -23,7 +23,7 @@ SLOW = 0.02  # weight of a new round in the running means over all samples
 
 
 class Suggestion(NamedTuple):
-    """A path of expected tokens. The first token is for the position `start`."""
+    """A path of expected tokens from the position `start` on. Its last tokens may become drafts."""
 
     start: int
     tokens: list[int]

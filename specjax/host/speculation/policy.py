@@ -59,12 +59,15 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """How to split the round whose K was just chosen; None if it is not split."""
+        """Which requests draft in the round whose K was just chosen; None if all of them do."""
         ...
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster, but whose program is not ready; None without one."""
+        """A split round that would be faster, but whose program is not ready; None without one.
+
+        In a split round, only some requests draft.
+        """
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
