@@ -47,7 +47,7 @@ class Draft(NamedTuple):
         """Return a draft of K positions. `tokens` holds an i32[B] for each position.
 
         `probs` holds, for each position, the distributions f32[B, V] from which the tokens were
-        sampled. It is empty if the draft has no distributions. `batch` is B.
+        sampled. `probs` is empty if the draft has no distributions. `batch` is B.
         """
         return cls(
             jnp.stack(tokens, axis=1) if tokens else jnp.zeros((batch, 0), jnp.int32),

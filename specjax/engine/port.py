@@ -82,7 +82,8 @@ class Programs(Protocol):
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
         """Compile programs in the background, in order.
 
-        `is_urgent` means that requests wait for these programs. They are then compiled first.
+        `is_urgent` means that requests wait for these programs. Such programs are compiled before
+        all others.
         """
         ...
 

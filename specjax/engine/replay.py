@@ -64,9 +64,9 @@ def measure_rounds(
 
     Each of several passes times every shape once, and the time of a shape is the median over
     passes. So a short disturbance affects few of the measurements of a shape. The time that a
-    context token adds is assumed to be linear in K. It is measured at the largest batch size, for
-    the smallest and the largest K, with two lengths of context. If `max_model_len` is too short for
-    two lengths, the time per context token is 0.
+    context token adds is assumed to be linear in K. This time is measured at the largest batch
+    size, for the smallest and the largest K, with two lengths of context. If `max_model_len` is too
+    short for two lengths, the time per context token is 0.
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the

@@ -214,8 +214,8 @@ class _Replica:
     """An engine, and the thread that runs its steps.
 
     Attributes:
-        prompts: an index of the prompts that were routed to this engine. It forgets old prompts
-            that the engine's prefix cache cannot hold any more.
+        prompts: an index of the prompts that were routed to this engine. The index forgets old
+            prompts that the engine's prefix cache cannot hold any more.
         is_stepping: whether a step has begun and has not ended.
         error: the error of a failed step, if no other replica could take over its requests.
         lost: samples that other replicas took over after failures. Finished samples are removed.

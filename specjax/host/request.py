@@ -52,7 +52,7 @@ class Matcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Return masks i32[len(drafts) + 1, W] of the tokens allowed after each draft prefix."""
+        """Return masks i32[len(drafts) + 1, W] of the tokens allowed after each drafts[:i]."""
         ...
 
 

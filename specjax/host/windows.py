@@ -16,7 +16,7 @@ def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """Return the number of pages to allocate for layers with a window.
 
     This is the maximum number in use, plus the pages of one more window per request if prefixes are
-    cached. It is at most `num_pages`, and at most `max_window_pages` if that is set.
+    cached. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:

@@ -37,8 +37,8 @@ Some models differ from these formulas:
   the embedding and the output head, and observing also reads the context.
 - A draft model counts like a target in each pass, and observes nothing.
 
-Activations are not counted, except in `report.Moved.with_activations`. This number includes the
-embedded rows, and new keys and values that are read back.
+Activations are not counted, except in `report.Moved.with_activations`. That number includes the
+bytes of embedded rows, and new keys and values that are read back.
 """
 
 import math

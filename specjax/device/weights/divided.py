@@ -20,7 +20,7 @@ class DividedParts(DividedSpec):
     """The `DividedSpec` of an array that belongs to a quantised weight, such as its scales.
 
     The spec in the field `local` builds one device's array from that device's parts of the
-    quantised tensors. It names these parts "0", "1", ....
+    quantised tensors. The spec names these parts "0", "1", ....
     """
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:

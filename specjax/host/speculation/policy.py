@@ -59,7 +59,7 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """Which requests draft in the round whose K was just chosen; None if all of them do."""
+        """Which requests draft in the round whose K was just chosen; None if it is not split."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. It splits rounds if this is faster (see `split`).
+    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
     """
 
     weighs_requests = True

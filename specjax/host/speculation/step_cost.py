@@ -1,8 +1,9 @@
 """Estimates the milliseconds of a round, by batch size, K and context.
 
-A round of B requests and K drafts runs B (K + 1) tokens through the target. Its time is known at
-points (batch size, K), either from a profile or from replays of the compiled steps. Between points,
-the time is interpolated linearly. The estimated time never falls as requests or drafts are added.
+A round of B requests and K drafts runs B (K + 1) tokens through the target. The time of a round is
+known at points (batch size, K), either from a profile or from replays of the compiled steps.
+Between points, the time is interpolated linearly. The estimated time never falls as requests or
+drafts are added.
 
 A served round is a round with users' requests. Its time is measured, and corrects the known times.
 The logarithm of (served time / known time) is modelled as a sum of three terms:
@@ -88,7 +89,7 @@ class StepCost:
         )
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round. It does not include the time for context tokens.
+        """Set the measured time of a round. The time does not include context tokens.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. If other Ks were not measured
         for this batch size, their times are estimated: times are assumed to grow with K by the same
@@ -189,7 +190,7 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the prior mean of log(served time / known time) for the batch size of `row`.
+        """Return the prior mean of log(time in serving / known time) for the batch size of `row`.
 
         The mean is estimated from the times of all other batch sizes.
         """
@@ -259,9 +260,9 @@ class _Row:
         return self.corrected([min(max(ms, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K: a geometric mean of the served times and the time in `prior`.
+        """Return the time of each K, a geometric mean of the times in serving and of `prior`.
 
-        The weight of the served times grows with their number.
+        The weight of the times in serving grows with their number.
         """
         result = []
         columns = zip(prior, self.points, self.levels, self.served, strict=True)
