@@ -233,9 +233,9 @@ class Residents:
     def _branch_points(
         self, sequence: Sequence, keys: list[PageKey], num_found: int
     ) -> tuple[int, ...]:
-        """Return the numbers of leading pages that other sequences may share with this sequence.
+        """Return the branch points: numbers of leading pages that other sequences may share.
 
-        The window pages before each of these points stay cached.
+        The window pages before each branch point stay cached.
         """
         is_shared = self._config.enable_prefix_caching or len(sequence.request.seeds) > 1
         if not is_shared or not (self._takes_snapshots or self.windows):

@@ -199,7 +199,7 @@ class ChatOptions:
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
-        """Return the options among the items of a mapping, and a mapping of the other items."""
+        """Return the items of a mapping that are options, as `ChatOptions`, and all other items."""
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}), rest

@@ -113,7 +113,7 @@ class _Spec(TensorSpec):
         return self.packing.num_groups(self.form.num_in)
 
     def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Return arrays [out, ...] of the tensors merged into one; see `TensorSpec.join`."""
+        """Return one array [out, ...] that merges arrays of the tensors; see `TensorSpec.join`."""
         shapes = tuple(part.shape for part in parts)
         names = ("",) * len(parts)
         return TensorSpec(names, shapes, interleaved=self.interleaved).join(parts, parts[0].dtype)

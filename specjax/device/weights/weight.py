@@ -59,7 +59,7 @@ class Weight:
         """Return the weight `plain`, quantised like this weight and with its dtypes.
 
         `plain` has the class that the method `plain` returns. Numbers are rounded to the nearest
-        quantised numbers. This weight's arrays may be shapes, except for i32 arrays such as an
+        quantised numbers. This weight's arrays may be only shapes, except for i32 arrays such as an
         order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))

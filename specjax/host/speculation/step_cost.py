@@ -208,8 +208,8 @@ class StepCost:
 class _Row:
     """For one batch size: the known time of each K, and the times of rounds with users' requests.
 
-    The latter are called served times. A served time is stored as the logarithm of its ratio to the
-    known time.
+    The times of these rounds are called served times. A served time is stored as the logarithm of
+    its ratio to the known time.
     """
 
     def __init__(self, points: Sequence[float]):
