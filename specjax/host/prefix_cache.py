@@ -123,7 +123,7 @@ class PrefixCache:
 class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
-    Later prompts may have the same tokens up to one of these points, and may then continue from
+    Later prompts may have the same tokens up to one of these points, and then reuse what is cached
     there. So snapshots of recurrent states and pages of sliding-window layers are kept for these
     points only. The keys of the latest `max_seen` pages are remembered.
     """

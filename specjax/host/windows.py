@@ -104,8 +104,8 @@ class WindowPages:
         Args:
             slot: the request's slot.
             page: index of the page that holds the last token before the request's next row.
-            points: numbers of leading pages after which a later request may continue from the
-                prefix cache. A freed page stays cached only if such a request would read it.
+            points: numbers of leading pages that a later request may take from the prefix cache. A
+                freed page stays cached only if such a request would read it.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

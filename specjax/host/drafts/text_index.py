@@ -113,8 +113,8 @@ class TextIndex:
         It has `num_in_flight` expected tokens, followed by at most `count` drafts. Without drafts,
         `NOTHING` is returned. For each length of a match, a continuation is built from the
         occurrences with at least this length: repeatedly, their most frequent next token is
-        appended. The continuation with the largest score is returned. If scores are equal, it is
-        the continuation of the longest match.
+        appended. The continuation with the largest score is returned. Of equal scores, the
+        continuation of the longest match is returned.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING
