@@ -224,7 +224,7 @@ class Repertoire:
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def ready_for(self, all_demands: Iterable[Demands]) -> tuple[Shapes, Collection[SplitShape]]:
-        """Return the shapes of steps and of split rounds that are compiled for these demands."""
+        """Return the compiled shapes of steps and split rounds for requests with `all_demands`."""
         asked = self.asked_by(all_demands)
         return self.shapes(asked), self.splits(asked).keys()
 
