@@ -74,7 +74,7 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
 
 
 def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Return tool calls with arguments as mappings, which templates expect, instead of JSON."""
+    """Return tool calls whose arguments are mappings, as templates expect, instead of JSON."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call

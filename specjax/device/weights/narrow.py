@@ -21,9 +21,9 @@ from specjax.device.weights.weight import Weight
 def narrow(x: Weight, quantization: str) -> Weight:
     """Return the weight `x`, rounded to the numbers of `quantization`, a key of `BITS`.
 
-    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. A table
-    becomes a matrix that serves only as an output head. A weight is returned unchanged if its class
-    has no form with such numbers, or if its inputs cannot be divided into groups.
+    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. An embedding
+    table becomes a matrix that can only be used as an output head. A weight is returned unchanged
+    if its class has no form with such numbers, or if its inputs cannot be divided into groups.
     """
     make = _FORMS.get(type(x))
     form = None if make is None else make(x, BITS[quantization])
