@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from specjax.server.bodies import JSON_TYPES, read_body
 from specjax.server.control import Control, Gathering
 from specjax.server.errors import APIError, of_validation
+from specjax.server.openapi import Endpoint
 from specjax.server.service import Service
 
 FILE_TYPE = "application/octet-stream"
@@ -74,11 +74,13 @@ class UpdateWeightVersion(msgspec.Struct, forbid_unknown_fields=True):
 Door = Callable[[Service, Control, Request], Awaitable[Any]]
 
 
-def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = False) -> Route:
-    """Return the route of an endpoint that answers with JSON.
+def _route(
+    path: str, door: Door, method: str = "POST", *, is_update: bool = False, **classes: Any
+) -> Endpoint:
+    """Return an endpoint that answers with JSON.
 
     `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
-    If `is_update` is true, the request is timed as a weight update.
+    If `is_update` is true, the request is timed as a weight update. For `classes`, see `Endpoint`.
     """
 
     async def answer(request: Request) -> Response:
@@ -95,7 +97,7 @@ def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = Fal
             raise APIError(400, "the body ended early") from None
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    return Route(path, answer, methods=[method])
+    return Endpoint(path, answer, (method,), **classes)
 
 
 def _query(request: Request, kind: Any) -> Any:
@@ -236,18 +238,27 @@ def _versions(control: Control) -> dict[str, int]:
 
 
 RL_ROUTES = [
-    _route("/pause", _pause),
-    _route("/resume", _resume),
+    _route("/pause", _pause, query=PauseQuery),
+    _route("/resume", _resume, query=NoQuery),
     _route("/is_paused", _is_paused, "GET"),
-    _route("/abort_requests", _abort),
-    _route("/sleep", _sleep),
+    _route("/abort_requests", _abort, body=AbortRequests, needs_body=False),
+    _route("/sleep", _sleep, query=SleepQuery),
     _route("/wake_up", _wake_up),
     _route("/is_sleeping", _is_sleeping, "GET"),
-    _route("/reset_prefix_cache", _reset_prefix_cache),
+    _route("/reset_prefix_cache", _reset_prefix_cache, query=NoQuery),
     _route("/start_weight_update", _start_target, is_update=True),
     _route("/start_draft_weight_update", _start_drafter, is_update=True),
-    _route("/update_weights", _update, is_update=True),
-    _route("/finish_weight_update", _finish, is_update=True),
-    _route("/update_weight_version", _update_version),
+    _route(
+        "/update_weights",
+        _update,
+        is_update=True,
+        body=UpdateWeights,
+        query=UpdateQuery,
+        file_type=FILE_TYPE,
+    ),
+    _route(
+        "/finish_weight_update", _finish, is_update=True, body=FinishWeightUpdate, needs_body=False
+    ),
+    _route("/update_weight_version", _update_version, body=UpdateWeightVersion),
     _route("/weight_info", _weight_info, "GET"),
 ]
