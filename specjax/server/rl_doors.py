@@ -112,12 +112,12 @@ def _query(request: Request, kind: Any) -> Any:
         raise of_validation(error) from None
 
 
-async def _body(service: Service, request: Request, kind: Any) -> Any:
+async def _body(request: Request, kind: Any) -> Any:
     """Return the body, or the defaults if there is none."""
     headers = request.headers
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return kind()
-    return await read_body(request, kind, service.limits)
+    return await read_body(request, kind)
 
 
 async def _pause(service: Service, control: Control, request: Request) -> Any:
@@ -139,7 +139,7 @@ async def _is_paused(service: Service, control: Control, request: Request) -> An
 
 
 async def _abort(service: Service, control: Control, request: Request) -> Any:
-    body = await _body(service, request, AbortRequests)
+    body = await _body(request, AbortRequests)
     return {"status": "aborted", "aborted": await control.abort(body.request_ids)}
 
 
@@ -191,7 +191,7 @@ async def _update(service: Service, control: Control, request: Request) -> Any:
     weights: Any
     if content_type in JSON_TYPES:
         _query(request, NoQuery)
-        body = await read_body(request, UpdateWeights, service.limits)
+        body = await read_body(request, UpdateWeights)
         version, weights = body.weight_version, control.folder(body.update_info.path)
     elif content_type == FILE_TYPE:
         version = _query(request, UpdateQuery).weight_version
@@ -211,7 +211,7 @@ async def _update(service: Service, control: Control, request: Request) -> Any:
 
 
 async def _finish(service: Service, control: Control, request: Request) -> Any:
-    body = await _body(service, request, FinishWeightUpdate)
+    body = await _body(request, FinishWeightUpdate)
     async with control.turn:
         if (gathering := control.gathering) is None:
             raise ValueError("no update has started; call /start_weight_update")
@@ -222,7 +222,7 @@ async def _finish(service: Service, control: Control, request: Request) -> Any:
 
 
 async def _update_version(service: Service, control: Control, request: Request) -> Any:
-    body = await read_body(request, UpdateWeightVersion, service.limits)
+    body = await read_body(request, UpdateWeightVersion)
     async with control.turn:
         control.relabel(body.new_version)
     return {"success": True, "new_version": control.weights.version}

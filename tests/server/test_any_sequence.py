@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 from support.engines import VOCAB, assert_idle, make_llm
@@ -37,6 +37,8 @@ ANY = st.none() | st.booleans() | NUMBERS | st.text("a/.\0é", max_size=4) | st.
 ANY |= st.dictionaries(st.sampled_from(["path", "x"]), ANY, max_size=2)
 FIELDS = ["update_info", "weight_version", "new_version", "request_ids", "x"]
 BODIES = st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=2)
+OWN = "the folder of the target"
+FOLDERS = ["", "..", OWN, "none"]
 QUERIES = {  # likely ones; a pause with "wait" may have to wait for an other's resume
     "mode": st.sampled_from(["abort", "keep", "x", ""]),
     "level": st.sampled_from(["1", "2", "3", "x", "9" * 30]),
@@ -66,9 +68,6 @@ def calls(draw, data: dict[str, bytes]):
     return method, path, data[draw(st.sampled_from(sorted(data)))], FILE
 
 
-FOLDERS = ["", "..", "{own}", "none"]
-
-
 def test_no_order_of_calls_kills_the_engine(server, folder):
     tensors = load_file(folder / "model.safetensors")
     half = len(tensors) // 2
@@ -83,7 +82,7 @@ def test_no_order_of_calls_kills_the_engine(server, folder):
 
     def send(call) -> int:
         method, path, body, headers = call
-        if isinstance(body, dict) and (info := body.get("update_info")) == {"path": "{own}"}:
+        if isinstance(body, dict) and body.get("update_info") == {"path": OWN}:
             body = {"update_info": {"path": folder.name}}
         return server.send(method, path, body, headers).status
 

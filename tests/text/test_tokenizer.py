@@ -1,7 +1,7 @@
 """A folder's tokenizer files against transformers, and what to do where they cannot be read."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -128,13 +128,12 @@ def test_other_threads_run_while_a_long_text_is_encoded_or_decoded():
     text = "What is 3 + 4? " * 40_000
     plain = tokenizer.tokenizer.encode(text).ids
     for work, given, expected in (tokenizer.encode, text, plain), (tokenizer.decode, plain, text):
-        thread = threading.Thread(target=lambda: found.append(work(given)))
-        found, num_turns = [], 0
-        thread.start()
-        while thread.is_alive():
-            num_turns += 1
-            time.sleep(0.001)
-        assert found == [expected] and num_turns > 3
+        with ThreadPoolExecutor() as threads:
+            found, num_turns = threads.submit(work, given), 0
+            while not found.done():
+                num_turns += 1
+                time.sleep(0.001)
+        assert found.result() == expected and num_turns > 3
 
 
 def test_a_text_that_is_much_too_long_is_refused_early():
