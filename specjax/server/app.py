@@ -13,7 +13,7 @@ from specjax.server import doors
 from specjax.server.chat import create_chat
 from specjax.server.completions import create_completion
 from specjax.server.errors import INTERNAL, TYPES, APIError
-from specjax.server.openapi import Endpoint, show_openapi
+from specjax.server.openapi import DescribedRoute, show_openapi
 from specjax.server.page import show_page
 from specjax.server.request_ids import RequestIdHeader
 from specjax.server.rl_doors import RL_ROUTES
@@ -28,19 +28,19 @@ from specjax.server.wire import (
 
 POST = ("POST",)
 ROUTES = [
-    Endpoint("/", show_page),
-    Endpoint("/v1/completions", create_completion, POST, body=CompletionRequest),
-    Endpoint("/v1/chat/completions", create_chat, POST, body=ChatRequest),
-    Endpoint("/v1/models", doors.list_models),
-    Endpoint("/v1/models/{name:path}", doors.show_model),
-    Endpoint("/tokenize", doors.tokenize, POST, body=TokenizeRequest),
-    Endpoint("/detokenize", doors.detokenize, POST, body=DetokenizeRequest),
-    Endpoint("/health", doors.health),
-    Endpoint("/ping", doors.health, ("GET", "POST")),
-    Endpoint("/version", doors.version),
-    Endpoint("/load", doors.load),
-    Endpoint("/metrics", doors.metrics),
-    Endpoint("/openapi.json", show_openapi),
+    DescribedRoute("/", show_page),
+    DescribedRoute("/v1/completions", create_completion, POST, body=CompletionRequest),
+    DescribedRoute("/v1/chat/completions", create_chat, POST, body=ChatRequest),
+    DescribedRoute("/v1/models", doors.list_models),
+    DescribedRoute("/v1/models/{name:path}", doors.show_model),
+    DescribedRoute("/tokenize", doors.tokenize, POST, body=TokenizeRequest),
+    DescribedRoute("/detokenize", doors.detokenize, POST, body=DetokenizeRequest),
+    DescribedRoute("/health", doors.health),
+    DescribedRoute("/ping", doors.health, ("GET", "POST")),
+    DescribedRoute("/version", doors.version),
+    DescribedRoute("/load", doors.load),
+    DescribedRoute("/metrics", doors.metrics),
+    DescribedRoute("/openapi.json", show_openapi),
 ]
 _LOG = logging.getLogger("specjax")
 

@@ -14,7 +14,7 @@ JSON_TYPE = "application/json"
 _REF = "#/components/schemas/{name}"
 
 
-class Endpoint(Route):
+class DescribedRoute(Route):
     """A route, and the classes of its requests.
 
     Args:
@@ -45,7 +45,7 @@ async def show_openapi(request: Request) -> Response:
     return Response(msgspec.json.encode(describe(request.app.routes)), media_type=JSON_TYPE)
 
 
-def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+def describe(endpoints: Sequence[DescribedRoute]) -> dict[str, Any]:
     """Return the description of endpoints."""
     classes = [ErrorReply, *(kind for one in endpoints for kind in (one.body, one.query) if kind)]
     _, schemas = msgspec.json.schema_components(classes, ref_template=_REF)
@@ -68,7 +68,7 @@ def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(endpoint: DescribedRoute, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "parameters": [*_parameters(endpoint, schemas)],
         "responses": {
@@ -87,7 +87,7 @@ def _operation(endpoint: Endpoint, method: str, schemas: dict[str, Any]) -> dict
     return made
 
 
-def _parameters(endpoint: Endpoint, schemas: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _parameters(endpoint: DescribedRoute, schemas: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name in endpoint.param_convertors:
         yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
     if endpoint.query is not None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from specjax.server.bodies import JSON_TYPES, read_body
 from specjax.server.control import Control, Gathering
 from specjax.server.errors import APIError, of_validation
-from specjax.server.openapi import Endpoint
+from specjax.server.openapi import DescribedRoute
 from specjax.server.service import Service
 
 FILE_TYPE = "application/octet-stream"
@@ -76,11 +76,12 @@ Door = Callable[[Service, Control, Request], Awaitable[Any]]
 
 def _route(
     path: str, door: Door, method: str = "POST", *, is_update: bool = False, **classes: Any
-) -> Endpoint:
+) -> DescribedRoute:
     """Return an endpoint that answers with JSON.
 
     `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
-    If `is_update` is true, the request is timed as a weight update. For `classes`, see `Endpoint`.
+    If `is_update` is true, the request is timed as a weight update. `classes` are for
+    `DescribedRoute`.
     """
 
     async def answer(request: Request) -> Response:
@@ -97,7 +98,7 @@ def _route(
             raise APIError(400, "the body ended early") from None
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    return Endpoint(path, answer, (method,), **classes)
+    return DescribedRoute(path, answer, (method,), **classes)
 
 
 def _query(request: Request, kind: Any) -> Any:
