@@ -30,6 +30,7 @@ SIMULATE = "Run a policy on a profile's times and rates, against an oracle, with
 REPORTED = "Draw a saved result as a page, a Markdown text or a picture."
 COMPARE = "Say what differs between two saved results, and which changes are beyond noise."
 SHOW = "Print a profile's time per output token, by batch size and K."
+_CONFIG = 'a drafter as a JSON object, without K, like \'{"method": "eagle3", "with": ["suffix"]}\''
 _BATCH = "prompts that decode together on each replica"
 PROFILE_HELP = "a profile, as `specjax profile` writes it"
 
@@ -63,6 +64,9 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="[METHOD=]CHECKPOINT",
         help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} have defaults",
+    )
+    parser.add_argument(
+        "--speculative-config", action="append", metavar="JSON", help=f"may be repeated; {_CONFIG}"
     )
     parser.add_argument(
         "--k",
@@ -128,6 +132,7 @@ def _add_setup(
         metavar="[METHOD=]CHECKPOINT",
         help=f"{DRAFTER_HELP}; the demos have defaults",
     )
+    parser.add_argument("--speculative-config", metavar="JSON", help=_CONFIG)
     parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
     parser.add_argument(
         "--batch-size",

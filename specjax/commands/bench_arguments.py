@@ -302,8 +302,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench_compare.run`."""
-    parser.add_argument("before", metavar="A.json", help="a result, as --output-json wrote it")
-    parser.add_argument("after", metavar="B.json", help="another one of the same workload")
+    parser.add_argument(
+        "before",
+        metavar="A.json",
+        help="a result, as --output-json wrote it; or repeated ones, separated by commas",
+    )
+    parser.add_argument("after", metavar="B.json", help="the same, of the same workload")
     parser.add_argument(
         "--fail-over",
         metavar="5%",

@@ -35,6 +35,7 @@ from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
 from specjax.bench.stages import stages
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint
+from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.writing import write_whole
 from specjax.commands.bench_load import (
     check_peers,
@@ -80,6 +81,7 @@ class ServeRun:
     Attributes:
         model: the model's name in requests: its checkpoint, or its name at --base-url.
         tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init.
+        checkpoint: the model's folder, which peers that are started load; "" without these.
         fields: fields of every request body.
         path: the file of --save-result; None without it.
     """
@@ -88,6 +90,7 @@ class ServeRun:
     load: LoadSettings
     model: str
     tokenizer: str | None
+    checkpoint: str
     queries: Queries
     fields: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -132,10 +135,12 @@ class ServeRun:
             yield replace(self.endpoint(name, model), headers={})
             return
         port, args = free_port(), self.args
-        words = SERVED_PEERS[name].words(model=self.model, port=port, dtype=args.dtype)
+        dtype = peer_dtype(args.dtype)
+        words = SERVED_PEERS[name].words(model=self.checkpoint, port=port, dtype=dtype)
         words += split(args.peer_args)
         with serving(words, port, args.ready_check_timeout_sec) as url:
-            yield replace(self.endpoint(url, self.model), headers={})
+            served = read_models(url, {}, option="--against")[0]["id"]
+            yield replace(self.endpoint(url, served), headers={})
 
     def run(self, endpoint: Endpoint) -> Traffic:
         """Send warm-up requests, then all requests. Return the requests and their answers."""
@@ -149,6 +154,12 @@ class ServeRun:
                 seed=self.load.seed,
                 on_end=lambda record: begin("requests"),
             )
+
+
+def peer_dtype(dtype: str) -> str:
+    """Return the --dtype of a peer. On a CPU, specjax' "auto" is float32, a peer's is not."""
+    is_cpu = provenance.describe_client()["platform"] == "cpu"
+    return "float32" if dtype == "auto" and is_cpu else dtype
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,6 +228,8 @@ def read(args: argparse.Namespace) -> ServeRun:
     fields = read_fields(args, needs_tokens=args.verify_lossless or bool(args.against))
     check_peers(args.against)
     model, tokenizer = read_names(args, headers)
+    is_started = any(name in SERVED_PEERS for name in args.against)
+    checkpoint = str(resolve(args.model or tokenizer or model)) if is_started else ""
     path = result_path(args, model)
     check_report("--report", args.report)
     check_outputs(output_json=args.output_json, result_filename=path, report=args.report)
@@ -227,6 +240,7 @@ def read(args: argparse.Namespace) -> ServeRun:
         load=load,
         model=model,
         tokenizer=tokenizer,
+        checkpoint=checkpoint,
         queries=queries,
         fields=fields,
         headers=headers,

@@ -156,7 +156,7 @@ def test_speculation_is_that_of_the_engine_and_outputs_are_verified(served, aske
     assert 0 <= details["arrivals"]["max_late_ms"] and details["num_compiles"] == 0
 
 
-def test_chats_and_a_peer_that_is_started(served, asked, tmp_path, monkeypatch):
+def test_chats_and_a_peer_that_is_started(served, asked, folder, tmp_path, monkeypatch):
     """The peer is a program called vllm, which sends what `TimedServer` sends."""
     support = Path(__file__).parents[1]
     program = tmp_path / "vllm"
@@ -164,7 +164,8 @@ def test_chats_and_a_peer_that_is_started(served, asked, tmp_path, monkeypatch):
 import asyncio, sys
 sys.path.insert(0, {str(support)!r})
 from support.timed_server import TimedServer
-assert sys.argv[1] == "serve" and sys.argv[5:] == ["--dtype", "auto", "--more", "1"], sys.argv
+assert sys.argv[1:3] == ["serve", {str(folder)!r}], sys.argv
+assert sys.argv[5:] == ["--dtype", "float32", "--more", "1"], sys.argv
 async def main():
     made = TimedServer(seconds=[0.01, 0.01], tokens=[4, 6])
     await (await asyncio.start_server(made.answer, "127.0.0.1", int(sys.argv[4]))).serve_forever()
@@ -173,7 +174,16 @@ asyncio.run(main())
     program.write_text(code)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    options = ["--backend", "openai-chat", "--against", "vllm", "--peer-args", "--more 1"]
+    options = [
+        "--model",
+        folder,
+        "--backend",
+        "openai-chat",
+        "--against",
+        "vllm",
+        "--peer-args",
+        "--more 1",
+    ]
     found = bench("--base-url", served.url, *asked, *options)
     (peer,) = found["specjax"]["peers"]
     assert peer["name"] == "vllm" and peer["figures"]["completed"] == 4

@@ -9,7 +9,14 @@ from specjax.bench.provenance import line as environment_line
 from specjax.bench.reports.charts import acceptance_charts, charts_of_time
 from specjax.bench.reports.content import Chart, Content, ReportTable, in_words
 from specjax.bench.reports.saved import Saved
-from specjax.bench.reports.tables import acceptance_tables, figures, peer_table, times, windows
+from specjax.bench.reports.tables import (
+    ACCEPTED,
+    acceptance_tables,
+    figures,
+    peer_table,
+    times,
+    windows,
+)
 
 _COMPARED = {
     "tokens_per_second": "tokens/s",
@@ -77,12 +84,18 @@ def _of_speculation(top: Mapping[str, Any]) -> Content:
     speeds: dict[str, list[tuple[float, float]]] = {}
     for one in rows:
         speeds.setdefault(one["method"], []).append((one["k"], one["tokens_per_second"]))
+    sources = [
+        [f"{one['configuration']}: {name}", *(of[key] for key in ACCEPTED)]
+        for one in rows
+        for name, of in one.get("by_source", {}).items()
+    ]
     table = [[one["configuration"], *(one[key] for key in _COMPARED)] for one in rows]
     return Content(
         title=f"specjax bench speculation: {settings['model']}",
         notes=notes,
         tables=[
             ReportTable("Plain decoding and drafters", ["", *_COMPARED.values()], table),
+            ReportTable("Acceptance by source", ["", *ACCEPTED.values()], sources),
             *_asides(settings, top["environment"], ["bench"]),
         ],
         charts=[
