@@ -38,8 +38,8 @@ def of_pairs(
 ) -> Interval | None:
     """Return the interval of the ratio of two runs, from pairs of values on the same prompts.
 
-    A key identifies prompts; its values are those of all passes over them. The interval is
-    Student's for the mean logarithm of the ratios, one per key that both runs have. Return None if there are
+    Each key identifies prompts, and has the values of all passes over them. The interval is
+    Student's, for the mean logarithm of the ratios, one per key in both runs. Return None if it has
     fewer than two, or if a value is not above 0.
     """
     both = [(before[key], after[key]) for key in before if key in after]
