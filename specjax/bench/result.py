@@ -236,6 +236,16 @@ def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
     return {**top, KEY: asdict(details)}
 
 
+def cells_as_json(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the result of `bench sweep serve`, from the `bench serve` result of each cell."""
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    body = {
+        **{"benchmark": "sweep serve", "schema_version": SCHEMA_VERSION, "timestamp": made},
+        "command": without_headers(sys.argv[1:]),
+    }
+    return {"model_id": model, "results": list(results), KEY: body}
+
+
 def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:
     """Return the figures of speculation with the keys of `vllm bench serve`; {} without drafts."""
     if counts is None or not counts.num_drafts:

@@ -120,11 +120,11 @@ def read_drafters(
         else:
             named = [read_drafter(model, None)]
         return {method: {"method": method, "model": checkpoint} for method, checkpoint in named}
-    found = [(one, parse_drafter(one, target=model)._asdict()) for one in given or ()]
-    found += [(one, read_config(one, model)) for one in configs or ()]
+    found = [("--drafter", parse_drafter(one, target=model)._asdict()) for one in given or ()]
+    found += [("--speculative-config", read_config(one, model)) for one in configs or ()]
     drafters: dict[str, dict[str, Any]] = {}
-    for text, config in found:
+    for option, config in found:
         if (name := label(config)) in drafters:
-            raise ValueError(f"{text}: {name} is given twice; compare them in two runs")
+            raise ValueError(f"{option} {name}=... is given twice; compare them in two runs")
         drafters[name] = config
     return drafters

@@ -15,6 +15,7 @@ from specjax.commands.bench_arguments import (
     add_latency_arguments,
     add_report_arguments,
     add_serve_arguments,
+    add_sweep_serve_arguments,
     add_throughput_arguments,
 )
 from specjax.config import DTYPES
@@ -26,6 +27,7 @@ LATENCY = "Time one batch of prompts from beginning to end."
 THROUGHPUT = "Measure how fast a set of prompts is generated, given all at once."
 SERVE = "Send requests to a server at a rate, and measure the latencies that clients see."
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
+SWEEP_SERVE = "Run `serve` at several rates and concurrencies: throughput against latency."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
 REPORTED = "Draw a saved result as a page, a Markdown text or a picture."
 COMPARE = "Say what differs between two saved results, and which changes are beyond noise."
@@ -112,6 +114,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="sweep_kind", metavar="KIND")
+    serve = kinds.add_parser("serve", help=SWEEP_SERVE, description=SWEEP_SERVE)
+    add_sweep_serve_arguments(serve)
     _add_setup(parser, ks="0,1,2,3,5", batch_sizes="1,4,16,64", max_tokens=48, rounds=3)
     parser.add_argument(
         "--profile", metavar="FILE", help=f"{PROFILE_HELP}: adds the policies 'table' and 'profile'"

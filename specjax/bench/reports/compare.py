@@ -85,6 +85,8 @@ def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
         ValueError: their kinds or workloads differ; the message has the fields that do.
     """
     first, *others = [*before, *after]
+    if any(saved.cells for saved in (first, *others)):
+        raise ValueError("compare cells of sweeps: --save-result writes a file for each of them")
     for other in others:
         _refuse(_differing(_workload(first), _workload(other)), "are of different workloads")
     for one, *repeated in before, after:

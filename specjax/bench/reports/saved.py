@@ -1,7 +1,7 @@
 """Reads the JSON of a result back."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 from specjax.bench.comparison import SCHEMA_VERSION as SPECULATION_VERSION
 from specjax.bench.result import KEY, SCHEMA_VERSION, Details, Distribution, Peer, Speculation
 
-SPECULATION = "speculation"
+SPECULATION, CELLS = "speculation", "sweep serve"
 _VERSIONS = {
-    **dict.fromkeys(("latency", "throughput", "serve"), SCHEMA_VERSION),
+    **dict.fromkeys(("latency", "throughput", "serve", CELLS), SCHEMA_VERSION),
     SPECULATION: SPECULATION_VERSION,
 }
 _OF_SPECULATION = (
@@ -26,12 +26,15 @@ class Saved:
 
     Attributes:
         top: the JSON.
-        details: its details; None for `specjax bench speculation`, which has all at the top.
+        details: its details; None for `specjax bench speculation`, which has all at the top, and
+            for `specjax bench sweep serve`.
+        cells: the results of `specjax bench sweep serve`; else empty.
     """
 
     benchmark: str
     top: Mapping[str, Any]
     details: Details | None
+    cells: Sequence["Saved"] = ()
 
 
 def read(path: str) -> Saved:
@@ -57,6 +60,10 @@ def parse(text: str, path: str) -> Saved:
         top = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); name the JSON of a result") from None
+    return _saved(top, path)
+
+
+def _saved(top: Any, path: str) -> Saved:
     body = top.get(KEY, top) if isinstance(top, dict) else None
     benchmark = body.get("benchmark") if isinstance(body, dict) else None
     if body is None or benchmark not in _VERSIONS:
@@ -70,11 +77,15 @@ def parse(text: str, path: str) -> Saved:
             f"{path} has schema_version {version}, and this version of specjax reads "
             f"{_VERSIONS[benchmark]}; measure again"
         )
-    needed = _OF_SPECULATION if benchmark == SPECULATION else ("model_id",)
+    needed = {SPECULATION: _OF_SPECULATION, CELLS: ("model_id", "results")}.get(
+        benchmark, ("model_id",)
+    )
     if lacking := [key for key in needed if key not in top]:
         raise ValueError(f"{path} is damaged, it lacks {', '.join(lacking)}; measure again")
     if benchmark == SPECULATION:
         return Saved(benchmark, top, None)
+    if benchmark == CELLS:
+        return Saved(benchmark, top, None, [_saved(one, path) for one in top["results"]])
     try:
         return Saved(benchmark, top, _details(body))
     except (TypeError, KeyError, AttributeError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 from specjax.bench.describe import closing_lines
 from specjax.bench.peers.peer import describe_outputs
 from specjax.bench.provenance import line as environment_line
+from specjax.bench.reports.cells import content_of_cells
 from specjax.bench.reports.charts import acceptance_charts, charts_of_time
 from specjax.bench.reports.content import Chart, Content, ReportTable, in_words
 from specjax.bench.reports.saved import Saved
@@ -30,6 +31,8 @@ _COMPARED = {
 
 def content_of(saved: Saved) -> Content:
     """Return the content of a result's report."""
+    if saved.cells:
+        return content_of_cells(saved)
     if saved.details is None:
         return _of_speculation(saved.top)
     top, details, found = saved.top, saved.details, saved.details.speculation
