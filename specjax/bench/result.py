@@ -16,6 +16,7 @@ import numpy as np
 
 SCHEMA_VERSION = 1
 KEY = "specjax"  # the key of everything that vLLM does not measure
+NEAR_TIE = 2e-4  # scores this near may be swapped by rounding; see `identity`
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from support.texts import simulated_llm
 from support.timed_server import timed_server
 
 from specjax.bench.result import without_headers
+from specjax.bench.ties import tell_ties
+from specjax.bench.traffic.endpoint import Endpoint
+from specjax.bench.traffic.forms import FORMS
+from specjax.bench.traffic.record import Record
 from specjax.cli import main
 
 pytest.importorskip("aiohttp")
@@ -154,6 +158,36 @@ def test_speculation_is_that_of_the_engine_and_outputs_are_verified(served, aske
     assert details["speculation"]["host_ms"] > 0
     assert details["lossless"]["num_outputs"] == 4 and details["lossless"]["mismatches"] == []
     assert 0 <= details["arrivals"]["max_late_ms"] and details["num_compiles"] == 0
+
+
+TIES = [  # tokens expected and given, the server's two best, a temperature, what is said
+    (
+        [1, 2, 3],
+        [1, 5, 3],
+        {5: -1.00005, 2: -1.0, 8: -9.0},
+        0.0,
+        (1, "2 and 5; the best are [2, 5]"),
+    ),
+    ([1, 2, 3], [1, 5, 3], {2: -1.0, 5: -1.001}, 0.0, (0, "1.0e-03 apart")),
+    ([1, 2, 3], [1, 7, 3], {2: -1.0, 5: -1.00005}, 0.0, (0, "2 and 7; the best are [2, 5]")),
+    ([1, 2, 3], [1, 5, 3], {}, 0.7, (0, "with a temperature, near-ties are not looked for")),
+    ([1, 2, 3], [1, 2], {}, 0.0, (0, "lengths 3 and 2")),
+]
+
+
+@pytest.mark.parametrize("before, after, best, temperature, expected", TIES)
+def test_near_ties_are_told_from_mismatches(before, after, best, temperature, expected):
+    records = [Record(index=6, token_ids=ids, prompt_ids=[9]) for ids in (before, after)]
+    with timed_server(seconds=[], tokens=[], best=best) as server:
+        fields = {"temperature": temperature, "return_token_ids": True}
+        endpoint = Endpoint(base_url=server.url, model="m", form=FORMS["openai"], fields=fields)
+        found = tell_ties(endpoint, [records])
+    num_ties, words = expected
+    assert len(found[0]) == num_ties and len(found[1]) == 1 - num_ties
+    (text,) = [*found[0], *found[1]]
+    assert text.startswith("request 6 at output token ") and words in text
+    if best:
+        assert server.bodies[0][1]["prompt"] == [9, 1]
 
 
 def test_chats_and_a_peer_that_is_started(served, asked, folder, tmp_path, monkeypatch):
