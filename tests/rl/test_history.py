@@ -80,8 +80,7 @@ def test_longest_prompts_start_first(engine):
     history = RolloutHistory()
     for prompt, length in zip(PROMPTS, (4, 24, 12), strict=True):
         generate(engine, history, [prompt], max_tokens=length)
-    starts = engine._make(PROMPTS, SamplingParams())
-    ordered = history.begin(starts, engine._llm, engine.version)
+    ordered = engine._begin(PROMPTS, SamplingParams(), history, 0.0)
     assert [start.prompt_index for start in ordered] == [1, 2, 0]
 
 
