@@ -289,9 +289,7 @@ def check_reuse(history: RolloutHistory | None, llm: LLM, reuse_noise: float) ->
     if history is not None:
         history.check(llm)
     elif reuse_noise:
-        raise ValueError(
-            f"reuse_noise={reuse_noise} is a fraction of a history's rollouts; give one"
-        )
+        raise ValueError(f"reuse_noise={reuse_noise} needs a history of earlier rollouts; give one")
 
 
 def identity_of(llm: LLM) -> dict[str, Any]:

@@ -97,3 +97,18 @@ class CorpusMethods:
             self._check_open()
             for corpora in corpora_of(self.engine):
                 corpora.remove(name)
+
+
+class AsyncCorpusMethods:
+    """The methods of `CorpusMethods` for an `AsyncLLM`."""
+
+    _llm: Any
+    _ask: Any
+
+    async def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
+        """See `LLM.add_corpus`."""
+        await self._ask(self._llm.add_corpus, name, texts)
+
+    async def remove_corpus(self, name: str) -> None:
+        """See `LLM.remove_corpus`."""
+        await self._ask(self._llm.remove_corpus, name)

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -10,7 +11,7 @@ from support.engines import SIZES, VOCAB, K, random_prompts, simulated_engines
 from support.rollouts import copied, noisy
 
 from specjax import SamplingParams
-from specjax.rl import RolloutEngine, RolloutHistory
+from specjax.rl import RolloutBatch, RolloutEngine, RolloutHistory
 
 CONFIG = {"method": "suffix", "num_speculative_tokens": K}
 PROMPTS = random_prompts(9, 20, 5, vocab_size=VOCAB)
@@ -20,9 +21,16 @@ def outputs_of(batch):
     return [(one.prompt_index, one.sample_index, one.token_ids.tolist()) for one in batch]
 
 
-def generate(engine, history=None, prompts=PROMPTS, **params):
+def generate(engine, history=None, prompts=PROMPTS, reuse_noise=0.0, **params):
     params = {"n": 3, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True, **params}
-    return engine.generate(prompts, SamplingParams(**params), history=history)
+    sampling = SamplingParams(**params)
+    return engine.generate(prompts, sampling, history=history, reuse_noise=reuse_noise)
+
+
+def counts_of(engine, source):
+    metrics = engine.metrics()
+    counts = metrics.draft_tokens_per_source, metrics.accepted_tokens_per_source
+    return np.array([one.get(source, 0) for one in counts])
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +56,55 @@ def test_ten_updates_with_and_without_a_history(target):
             accepted.append(engine.metrics().accepted_tokens_per_source.get("history", 0))
             weights = noisy(weights, seed=update, scale=1e-3)
             engine.update_weights(weights)
+        reused = generate(engine, history, reuse_noise=1.0, temperature=0.05)
+        assert all(one.reuses_noise for one in reused)
+        prompts = [one.prompt_token_ids.tolist() for one in reused]
+        params = [replace(one.params, n=1, seed=one.seed) for one in reused]
+        plain = engine.generate(prompts, params)  # which has the same seeds
+        assert [x.token_ids.tolist() for x in plain] == [x.token_ids.tolist() for x in reused]
     assert min(np.diff(accepted[1:])) > 0
+
+
+def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
+    """Half of each group, and the last samples of the group before, whatever their lengths."""
+    history = RolloutHistory()
+    first = generate(engine, history, n=4)
+    engine.update_weights(copied(engine.params.target))
+    before = counts_of(engine, "replay")
+    batch = list(engine.stream(PROMPTS, first[0].params, history=history, reuse_noise=0.5))
+    drafts, accepted = counts_of(engine, "replay") - before
+    assert accepted == drafts > 80
+    earlier = {(one.prompt_index, one.sample_index): one for one in first}
+    for one in batch:
+        assert one.reuses_noise == (one.sample_index < 2)
+        if one.reuses_noise:
+            same = earlier[one.prompt_index, 3 - one.sample_index]
+            assert one.seed == same.seed and one.token_ids.tolist() == same.token_ids.tolist()
+    assert len({one.seed for one in batch}) == len(batch)
+    assert RolloutBatch(batch).padded(0).reuses_noise.mean() == 0.5
+    assert not any(one.reuses_noise for one in generate(engine, history))
+
+
+def test_noise_is_not_reused_twice_at_a_time(engine):
+    """Neither by the same prompt given twice, nor by a fixed seed; nor from the same weights."""
+    history = RolloutHistory()
+    generate(engine, history, seed=5)
+    again = generate(engine, history, reuse_noise=1.0, seed=5)
+    assert not any(one.reuses_noise for one in again)
+    engine.update_weights(copied(engine.params.target))
+    batch = generate(engine, history, [PROMPTS[0]] * 2, reuse_noise=0.5, seed=5)
+    for i in range(2):
+        assert len({one.seed for one in batch if one.prompt_index == i}) == 3
+    assert sum(one.reuses_noise for one in batch) == 3
 
 
 def test_a_repeated_prompt_is_drafted_whole(engine):
     """Greedily, with the same weights: each round accepts all drafts but after its first token."""
     history = RolloutHistory()
     first = outputs_of(generate(engine, history, temperature=0))
-    before = engine.metrics()
+    before = counts_of(engine, "history")
     assert outputs_of(generate(engine, history, temperature=0)) == first
-    after = engine.metrics()
-    drafts, accepted = (
-        getattr(after, name)["history"] - getattr(before, name).get("history", 0)
-        for name in ("draft_tokens_per_source", "accepted_tokens_per_source")
-    )
+    drafts, accepted = counts_of(engine, "history") - before
     assert accepted == drafts > 100
 
 
@@ -116,6 +159,11 @@ def test_bad_input(engine, target, tmp_path):
     with pytest.raises(ValueError, match="not the state of a RolloutHistory"):
         RolloutHistory.of({"tokens": np.zeros(3)})
     history = RolloutHistory()
+    for bad in -0.1, 1.5, "half", True:
+        with pytest.raises(ValueError, match=f"reuse_noise={bad!r} must be a fraction"):
+            generate(engine, history, reuse_noise=bad)
+    with pytest.raises(ValueError, match="reuse_noise=0.5 needs a history"):
+        generate(engine, reuse_noise=0.5)
     generate(engine, history)
     for name in "vocabulary", "model", "tokenizer":
         other = RolloutHistory.of(history.state())

@@ -291,7 +291,7 @@ class GoodputPolicy:
         if load.requests is None:
             return RequestRates.sums([self._rates(None, 0)])
         rates = self.requests.rates(load.requests, self._rates)
-        return RequestRates.sums(rates, load.requests.limits)
+        return RequestRates.sums(rates, load.requests.limits, load.requests.texts)
 
     def _goodput(self, load: DecodeLoad, gains: Any) -> dict[int, float]:
         accepted = gains.mean(axis=0).tolist()

@@ -25,6 +25,7 @@ from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitShape
 from specjax.host.speculation.step_cost import StepCost
 
 EVERY = 16  # number of rounds that keep a choice
+CHANGED = 0.2  # a choice is also made if the expected number of accepted drafts changes by this
 MIN_GAIN = 0.02  # a split must improve goodput by this fraction
 FADE = 0.97  # each choice multiplies the counts of requests that do not draft by this
 MIN_SHARE = 1 / 16  # minimum fraction of the requests that draft
@@ -50,6 +51,7 @@ class Splitter:
         self._corrections: dict[SplitShape, tuple[int, float]] = {}  # rounds, mean log error
         self._chosen: _Choice | None = None
         self._num_rounds = 0  # until the next choice
+        self._accepted = 0.0  # at the last choice: expected for all requests, with the maximum K
 
     def clear(self) -> None:
         """Reset `split` and `wish` before the next round."""
@@ -84,10 +86,14 @@ class Splitter:
         has_changed = chosen is not None and (
             others <= 0 or cost.padded(others) != chosen.shape.others
         )
+        accepted = float(gains[:, -1].sum())
+        if abs(accepted - self._accepted) > CHANGED * self._accepted:  # other texts were found
+            has_changed = True
         self._num_rounds -= 1
-        is_due = self._num_rounds <= 0 or has_changed
-        if is_due:
+        if is_due := self._num_rounds <= 0:
             self._num_rounds = EVERY
+        if is_due or has_changed:
+            self._accepted = accepted
             self._choose(load, gains, unsplit, cost, chunk_ms, fairness)
         if (chosen := self._chosen) is None:
             return None

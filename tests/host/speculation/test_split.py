@@ -3,9 +3,19 @@
 import numpy as np
 import pytest
 from host.speculation import h100_rounds
-from host.speculation.h100_rounds import KS, SplitShape, replayed_cost, round_ms, serve
+from host.speculation.h100_rounds import (
+    BATCHES,
+    KS,
+    SplitShape,
+    all_splits,
+    replayed_cost,
+    round_ms,
+    serve,
+)
 
 from specjax.host.speculation.methods import adaptive_policy
+from specjax.host.speculation.requests import ReadyRequests, TextDrafts
+from specjax.host.speculation.rounds import DecodeLoad
 
 HALVES = 0.9, 0.1
 
@@ -81,6 +91,26 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     served = serve(policy, rates, contexts, 400, 0)
     assert (served.drafts[-50:].min(axis=1) == served.drafts[-50:].max(axis=1)).all()
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
+
+
+def test_requests_draft_if_texts_are_expected_to_be_accepted():
+    """Those alone, whatever the drafter achieves; and none if rows cost more than drafts gain."""
+    policy, n = adaptive(), 64
+    serve(policy, [0.02] * n, [1000] * n, 200, 0)
+    nothing = TextDrafts(0, 0.0, 0.0)
+
+    def drafts(*texts):
+        given = [one for one in texts for _ in range(n // len(texts))]
+        requests = ReadyRequests(range(n), [None] * n, [1000] * n, [KS[-1]] * n, given)
+        shapes = [(batch, k) for batch in BATCHES for k in KS]
+        k = policy.choose(DecodeLoad(n, 1000 * n, None, requests, all_splits(), shapes))
+        return k, sorted(policy.split.drafting) if policy.split else None
+
+    assert drafts(nothing)[0] == 0
+    assert drafts(nothing, TextDrafts(5, 4.5, 0.9)) == (5, [*range(n // 2, n)])
+    assert drafts(nothing, TextDrafts(5, 4.5, 0.02)) == (0, None)
+    assert drafts(TextDrafts(5, 0.3, 0.9)) == (0, None)
+    assert drafts(TextDrafts(2, 1.9, 0.9)) == (2, None)
 
 
 @pytest.mark.parametrize("ready, expected", [((), 32), ((SplitShape(32, 5, 32),), None)])
