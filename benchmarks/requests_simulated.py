@@ -191,8 +191,8 @@ def by_context(seeds: Sequence[int]) -> dict[str, Any]:
     return {
         "title": "Half of the requests with a long context",
         "columns": [
-            "requests", "acceptance at 65k", "max_slowdown", "all / off", "all / best static K", "at 1k / off",
-            "at 65k / off", "drafts at 1k", "drafts at 65k",
+            "requests", "acceptance at 65k", "max_slowdown", "all / off", "all / best static K",
+            "at 1k / off", "at 65k / off", "drafts at 1k", "drafts at 65k",
         ],
         "rows": rows,
         "notes": [

@@ -185,18 +185,19 @@ class RolloutHistory:
             identity = json.loads(bytes(np.asarray(state["identity"])))
             *columns, tokens = (np.asarray(state[name]).tolist() for name in _ARRAYS)
             rows = list(zip(*columns, strict=True))
-            update = identity.pop("update")
+            last_update = identity.pop("update")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"this is not the state of a RolloutHistory: {error!r}") from error
         history = cls(**options)
-        history._identity, history._update = identity, update
+        history._identity, history._update = identity, last_update
         start = 0
-        for *numbers, prompt_length, length in rows:
+        for update, sample, seed, prompt_length, length in rows:
             middle = start + prompt_length
             end = middle + length
             if end > len(tokens):
                 break
-            history._add(tokens[start:middle], _Output(*numbers, tokens[middle:end]))
+            output = _Output(update, sample, seed, tokens[middle:end])
+            history._add(tokens[start:middle], output)
             start = end
         return history
 

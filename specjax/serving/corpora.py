@@ -1,5 +1,6 @@
 """Corpora: texts that an engine drafts from, added and removed while it runs."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,13 +103,12 @@ class CorpusMethods:
 class AsyncCorpusMethods:
     """The methods of `CorpusMethods` for an `AsyncLLM`."""
 
-    _llm: Any
-    _ask: Any
+    apply: Any
 
     async def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
         """See `LLM.add_corpus`."""
-        await self._ask(self._llm.add_corpus, name, texts)
+        await asyncio.wrap_future(self.apply(lambda llm: llm.add_corpus(name, texts)))
 
     async def remove_corpus(self, name: str) -> None:
         """See `LLM.remove_corpus`."""
-        await self._ask(self._llm.remove_corpus, name)
+        await asyncio.wrap_future(self.apply(lambda llm: llm.remove_corpus(name)))

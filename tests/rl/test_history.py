@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from scipy.special import softmax
 from support.engines import SIZES, VOCAB, K, random_prompts, simulated_engines
+from support.fits import FIXED_SEED, pvalue
+from support.logits import hf_logits
 from support.rollouts import copied, noisy
 
 from specjax import SamplingParams
@@ -63,6 +66,29 @@ def test_ten_updates_with_and_without_a_history(target):
         plain = engine.generate(prompts, params)  # which has the same seeds
         assert [x.token_ids.tolist() for x in plain] == [x.token_ids.tolist() for x in reused]
     assert min(np.diff(accepted[1:])) > 0
+
+
+def test_the_distribution_with_a_history(target):
+    """Second and third tokens, against the chances that transformers gives them."""
+    history, prompt, temperature = RolloutHistory(), PROMPTS[2], 0.15
+    with RolloutEngine(target.folder, speculative_config=CONFIG, **SIZES) as engine:
+        rows = []
+        for _ in range(3):
+            params = {"n": 150, "max_tokens": 3, "temperature": temperature}
+            batch = generate(engine, history, [prompt], **params)
+            rows += [one.token_ids for one in batch]
+        drafts, accepted = counts_of(engine, "history")
+    assert 0.2 * drafts < accepted < 0.95 * drafts
+    rows = np.array(rows)
+    logits = hf_logits(target.hf, [[*prompt, *row[:2].tolist()] for row in rows])[:, -2:]
+    chances = softmax(logits / temperature, axis=-1)
+    for i in range(2):
+        pairs = zip(rows, chances, strict=True)
+        expected, found = np.zeros((2, VOCAB, VOCAB))
+        for row, chance in pairs:
+            expected[row[i]] += chance[i]
+            found[row[i], row[i + 1]] += 1
+        assert pvalue(found, expected) > FIXED_SEED
 
 
 def test_reused_noise_with_unchanged_weights_accepts_everything(engine):

@@ -275,7 +275,12 @@ class GoodputPolicy:
         """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
-        if self._k not in fair or lead >= HYSTERESIS or self._num_led >= LONG_LED:
+        if (
+            self._k is None
+            or self._k not in fair
+            or lead >= HYSTERESIS
+            or self._num_led >= LONG_LED
+        ):
             self._k, self._num_led = best, 0
         return self._k
 
