@@ -65,6 +65,8 @@ def test_ten_updates_with_and_without_a_history(target):
         params = [replace(one.params, n=1, seed=one.seed) for one in reused]
         plain = engine.generate(prompts, params)  # which has the same seeds
         assert [x.token_ids.tolist() for x in plain] == [x.token_ids.tolist() for x in reused]
+        periods = [one.accepted_tokens_per_source for one in engine.acceptance()]
+    assert [one["history"] for one in periods[1:10]] == np.diff(accepted[1:]).tolist()
     assert min(np.diff(accepted[1:])) > 0
 
 

@@ -7,6 +7,7 @@ equal, the rest of the path is used as drafts. Otherwise, the drafter's drafts a
 never waits for the device, and a path that turns out to be wrong does not replace any drafts.
 """
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -181,6 +182,11 @@ class Suggester:
         for source in self.sources:
             found = source.continuation(sequence, num_in_flight, count)
             its_score = min(found.score, k) * self._ratios[source.name]
+            if math.isnan(its_score):
+                raise ValueError(
+                    f"source {source.name!r}: the score of its drafts is NaN; it must be their "
+                    "expected number of accepted drafts"
+                )
             if its_score > score:
                 best, score, name = found, its_score, source.name
                 if found.score >= k:
