@@ -3,9 +3,9 @@
     python benchmarks/requests_simulated.py
 
 tests/host/speculation/h100_rounds.py models the time of a round (Llama-3.1-8B, EAGLE-1 head), and
-says which of its numbers are measured. Requests never end. Each request accepts a draft, if it has
-accepted the drafts before, with a fixed probability. The policy starts with times that are wrong
-by 8 %, and the rounds' times have 3 % of noise.
+says which of its numbers are measured. Requests never end. If a request has accepted the previous
+drafts of a round, it accepts the next draft with a fixed probability. The policy starts with times
+that are wrong by 8 %, and the rounds' times have 3 % of noise.
 """
 
 import argparse
@@ -84,9 +84,10 @@ def static_speeds(rates: Sequence[float], contexts: Sequence[int]) -> dict[int, 
 
 
 def by_acceptance(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of adaptive K over the best static K, with and without split rounds.
+    """Return a table of adaptive K's speed, divided by the speed of the best static K.
 
-    In a split round, some requests have K drafts, and the others none.
+    It has adaptive K with and without split rounds. In a split round, some requests have K drafts,
+    and the others none.
     """
     rows = []
     for law, n in product(LAWS, (16, 64, 128, 256)):

@@ -12,7 +12,11 @@ _WORDS = {True: "yes", False: "no", None: "unknown"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare two results. Return 1 if a figure is worse by more than --fail-over."""
+    """Compare two results.
+
+    Return 1 if a figure is worse by more than --fail-over, and by more than noise. Otherwise return
+    0.
+    """
     limit = read_limit(args.fail_over)
     before, after = read(args.before), read(args.after)
     found = compare(before, after)
@@ -32,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_limit(text: str | None) -> float | None:
-    """Return the per cent of --fail-over.
+    """Return the number of per cent in --fail-over, a text like "5%"; None for None.
 
     Raises:
-        ValueError: it is not a number of at least 0 with a sign of per cent.
+        ValueError: the text is not a number of at least 0 followed by "%".
     """
     if text is None:
         return None
@@ -49,7 +53,7 @@ def read_limit(text: str | None) -> float | None:
 
 
 def settings_lines(found: ResultChanges) -> list[str]:
-    """Return the settings that differ, as lines."""
+    """Return a table of the settings that differ, as lines."""
     if not found.settings:
         return ["settings, versions and machine: no difference", ""]
     rows = [[name, *map(brief, pair)] for name, pair in found.settings.items()]
@@ -57,7 +61,7 @@ def settings_lines(found: ResultChanges) -> list[str]:
 
 
 def doubt_lines(args: argparse.Namespace, *results: Saved) -> list[str]:
-    """Return why the times of a result are doubtful."""
+    """Return lines with the reasons not to trust a result: other load, or an interrupt."""
     lines = []
     for path, saved in zip((args.before, args.after), results, strict=True):
         body = vars(saved.details) if saved.details else saved.top
@@ -68,7 +72,7 @@ def doubt_lines(args: argparse.Namespace, *results: Saved) -> list[str]:
 
 
 def change_lines(found: ResultChanges) -> list[str]:
-    """Return the table of figures and its legend."""
+    """Return a table of all compared figures, and explanations of it."""
     rows = [["", "A", "B", "change", "95 % interval", "beyond noise"]]
     rows += [_row(change) for change in found.changes]
     lines = [format_table(rows), ""]
@@ -101,7 +105,7 @@ def _row(change: Change) -> list[str]:
 
 
 def as_json(found: ResultChanges) -> dict:
-    """Return the comparison as plain types."""
+    """Return the comparison as JSON-compatible types."""
     changes = {
         one.key: {
             "before": one.before,

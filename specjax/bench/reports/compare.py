@@ -1,4 +1,4 @@
-"""Compares two results of one workload."""
+"""Compares two results of the same workload."""
 
 import re
 from collections.abc import Mapping
@@ -30,10 +30,11 @@ _UNSHOWN = re.compile(  # of a result's own files
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A figure of two results.
+    """The value of a figure in two results.
 
     Attributes:
-        interval: 95 % interval of `ratio`; None if the results do not tell their noise.
+        interval: 95 % confidence interval of `ratio`; None if the results have too few values to
+            estimate it.
     """
 
     key: str
@@ -43,24 +44,29 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """The second result's figure over the first's."""
+        """The figure in the second result, divided by the figure in the first."""
         return self.after / self.before
 
     @property
     def is_beyond_noise(self) -> bool | None:
-        """Whether the interval excludes "no change"; None if it is unknown."""
+        """Whether `interval` excludes a ratio of 1; None if `interval` is None."""
         return None if self.interval is None else not self.interval[0] <= 1 <= self.interval[1]
 
     @property
     def worse(self) -> float:
-        """How much worse the second result is, in per cent; below 0 if it is better."""
+        """By how many per cent the second result is worse; below 0 if it is better."""
         more = 100 * (self.ratio - 1)
         return more if _TIMES.fullmatch(self.key.split(": ")[-1]) else -more
 
 
 @dataclass(frozen=True)
 class ResultChanges:
-    """Two results side by side. `settings` has those that differ, as pairs."""
+    """The comparison of two results.
+
+    Attributes:
+        settings: the settings that differ, as pairs of values by name.
+        changes: the figures that both results have.
+    """
 
     settings: Mapping[str, tuple[Any, Any]]
     changes: list[Change]
@@ -70,7 +76,8 @@ def compare(before: Saved, after: Saved) -> ResultChanges:
     """Compare two results.
 
     Raises:
-        ValueError: their kinds or workloads differ; the message has the fields that do.
+        ValueError: the workloads differ, so that figures cannot be compared. The message has the
+            fields that differ.
     """
     if wrong := _differing(_workload(before), _workload(after)):
         fields = "; ".join(f"{name}: {brief(a)} and {brief(b)}" for name, (a, b) in wrong.items())
@@ -98,7 +105,7 @@ def _interval(key: str, before: Saved, after: Saved) -> Interval | None:
 
 
 def _figures(saved: Saved) -> dict[str, float]:
-    """Return the figures of a result that are compared; None and texts are left out."""
+    """Return the numbers in a result that can be compared with another result, by key."""
     if saved.details is None:
         named = {
             f"{one['configuration']}: {key}": value
@@ -119,7 +126,7 @@ def _is_figure(key: str) -> bool:
 
 
 def _workload(saved: Saved) -> dict[str, Any]:
-    """Return what must be equal: the kind, the prompts, the load and the sampling."""
+    """Return the fields that must be equal in both results: prompts, load, sampling and so on."""
     found = {"benchmark": saved.benchmark}
     if saved.details is not None:
         data = saved.details.dataset
@@ -129,7 +136,7 @@ def _workload(saved: Saved) -> dict[str, Any]:
 
 
 def _settings(saved: Saved) -> dict[str, Any]:
-    """Return the other settings, and what the figures depend on."""
+    """Return fields that may differ: other settings, versions and hardware."""
     settings = {k: v for k, v in _given(saved).items() if not _UNSHOWN.fullmatch(k)}
     environment = dict(saved.details.environment if saved.details else saved.top["environment"])
     versions = {f"version of {k}": v for k, v in environment.pop("versions").items()}

@@ -30,7 +30,8 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     shapes are returned.
 
     Raises:
-        ValueError: one of these options is set, and all its weights are quantised already.
+        ValueError: one of these options is set, but all weights that it is for are quantised
+            already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -47,7 +48,7 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params` with a `head`: a copy of the drafter's shared head, in `head_dtype`.
+    """Return `params` with a `head`: the output head shared with the target, in `head_dtype`.
 
     `params` are returned unchanged if `head_dtype` is None, or if the drafter has a separate output
     head, which `narrow_drafter` quantises.
