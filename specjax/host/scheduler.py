@@ -85,12 +85,12 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of resident sequences, except window pages."""
+        """The allocator of all pages except window pages."""
         return self.residents.pages
 
     @property
     def prefixes(self) -> PrefixCache:
-        """The cached prefixes."""
+        """The prefix cache."""
         return self.residents.prefixes
 
     @property
@@ -207,7 +207,8 @@ class Scheduler:
         remaining += self._joining()
         width = self.shapes.best_width(remaining, max_tokens)
         splits = None if remaining or config.exact else self.splits  # no split next to chunks
-        wanted_k = self.policy.choose(load_of(ready, self.policy, max_tokens, self.shapes, splits))
+        load = load_of(ready, self.policy, max_tokens, self.shapes, splits, self.suggester)
+        wanted_k = self.policy.choose(load)
         split, wish = self.policy.split, self.policy.wish
         k = wanted_k if split else self.shapes.round(len(ready), wanted_k)[1]
         step = OpenStep(budget, width, self.shapes.max_chunks(width))
@@ -351,10 +352,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages, and queue the other samples of requests.
-
-        The other samples of a request are queued once its first sample has been prefilled.
-        """
+        """Cache the chunks' pages. Once a request's first sample is prefilled, queue the others."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
