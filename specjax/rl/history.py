@@ -217,8 +217,9 @@ class _Prompt:
     def add(self, before: list[int], tokens: list[int], update: int, window: int) -> None:
         """Add an output, `tokens`, and forget the outputs of weights that are too old.
 
-        `before` has the last tokens of the prompt. `update` is the number of the weights that
-        generated the output. The outputs of the `window` + 1 highest numbers are kept.
+        `before` has the last tokens of the prompt. `update` numbers the weights that generated the
+        output: later weights have a higher number. Only outputs with one of the `window` + 1
+        highest numbers are kept.
         """
         self.index.add([*before, *tokens])
         self.outputs.append((update, tokens))

@@ -59,12 +59,15 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """How to split the round whose K was just chosen; None if it is not split."""
+        """Which requests draft in the round whose K was just chosen; None if it is not split."""
         ...
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster, but whose program is not ready; None without one."""
+        """A split round that would be faster, but whose program is not ready; None without one.
+
+        In a split round, only some requests draft.
+        """
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -72,7 +75,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape can run. `time()` measures the milliseconds of one."""
+        """Note that rounds of this shape can run. `time` measures such a round, in milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -168,7 +171,7 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. It splits rounds if this is faster (see `split`).
+    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
     """
 
     weighs_requests = True
@@ -186,7 +189,7 @@ class GoodputPolicy:
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has now, while rates are already being learned.
+        `acceptance` has when the policy is built. Meanwhile, rates are learned for later rounds.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
