@@ -47,7 +47,11 @@ def demo_folder(name: str) -> Path:
 
 
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
-    """Return a speculative config, with the demo's drafter if it names none for a demo target."""
+    """Return a speculative config, with the demo's drafter for the method if it lacks the "model".
+
+    `config` is returned unchanged if `target` is no demo, or if the demo has no separate drafter
+    for the method.
+    """
     drafters = DRAFTERS.get(target or "", {})
     found = drafters.get(config.get("method") or "")
     return dict(config) if found in (None, target) else {"model": found, **config}
