@@ -47,10 +47,9 @@ def demo_folder(name: str) -> Path:
 
 
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
-    """Return a speculative config, with the demo's drafter for the method if it lacks the "model".
+    """Return a speculative config, with the demo's drafter as its "model" if it has no "model".
 
-    `config` is returned unchanged if `target` is no demo, or if the demo has no separate drafter
-    for the method.
+    `config` is returned unchanged unless `target` is a demo with a separate drafter for the method.
     """
     drafters = DRAFTERS.get(target or "", {})
     found = drafters.get(config.get("method") or "")
