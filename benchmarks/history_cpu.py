@@ -1,10 +1,11 @@
-"""Times the rollouts of GRPO with drafts from earlier rollouts, and without.
+"""Times the rollouts of GRPO with and without drafts from earlier rollouts.
 
     python benchmarks/history_cpu.py
 
-The demo is trained to use many different tokens. Each update generates rollouts of the same prompts
-by three engines, with equal weights and seeds: without speculation, with adaptive EAGLE-3, and with
-a history in addition. So the rollouts must be equal. Their times include no training.
+The demo is trained to use many different tokens. After each update, three engines with equal
+weights and seeds generate rollouts of the same prompts: without speculation, with adaptive EAGLE-3,
+and with adaptive EAGLE-3 and a history. So the rollouts must be equal. The times do not include
+training.
 """
 
 import argparse
@@ -104,7 +105,10 @@ def open_engine(config: Mapping[str, Any] | None) -> RolloutEngine:
 def train(
     engines: Mapping[str, RolloutEngine], settings: argparse.Namespace
 ) -> tuple[list[list[Any]], int]:
-    """Train by GRPO. Return the rows of the table, and the number of rollouts that differ."""
+    """Train by GRPO.
+
+    Return the rows of the table, and the number of rollouts that differ between the engines.
+    """
     policy = engines[NEITHER]
     optimizer = grpo.make_optimizer(settings.rate)
     update = grpo.make_update(policy.target, optimizer, grpo.grpo_loss)
@@ -140,19 +144,22 @@ def train(
 
 
 def rewards(batch: RolloutBatch, num_prompts: int) -> np.ndarray:
-    """Return the fraction of different tokens in each rollout, f32[prompts, samples]."""
+    """Return rewards f32[prompts, samples].
+
+    The reward is the number of distinct tokens of a rollout, divided by the number of all tokens.
+    """
     fractions = [len(set(one.token_ids.tolist())) / len(one.token_ids) for one in batch]
     return np.array(fractions, np.float32).reshape(num_prompts, -1)
 
 
 def acceptance_length(before: Metrics, after: Metrics) -> float:
-    """Return the mean number of tokens per round of a request that had drafts."""
+    """Return the mean number of tokens that a request gains in a round with drafts."""
     num_rounds = after.num_drafts - before.num_drafts
     return 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, num_rounds)
 
 
 def by_source(before: Metrics, after: Metrics, which: str) -> list[int]:
-    """Return the number of draft tokens, or of accepted ones, of each source."""
+    """Return the number of draft tokens of each source, or of accepted ones; `which` says which."""
     old, new = (getattr(one, f"{which}_tokens_per_source") for one in (before, after))
     return [new.get(name, 0) - old.get(name, 0) for name in SOURCES]
 

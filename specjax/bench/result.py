@@ -238,7 +238,10 @@ def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
 
 
 def cells_as_json(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the result of `bench sweep serve`, from the `bench serve` result of each cell."""
+    """Return the result of `bench sweep serve`.
+
+    `results` are the results of `bench serve` for each rate and concurrency.
+    """
     made = datetime.now(UTC).isoformat(timespec="seconds")
     body = {
         **{"benchmark": "sweep serve", "schema_version": SCHEMA_VERSION, "timestamp": made},

@@ -1,6 +1,6 @@
 """Runs `specjax bench sweep serve`: `bench serve` at several rates and concurrencies.
 
-One server answers all runs, which are called cells. Each is a whole result of `bench serve`.
+The same server answers all runs. A run is called a cell, and has a whole result of `bench serve`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _PATIENCE_SECONDS = 30.0
 def run(args: argparse.Namespace) -> int:
     """Measure all cells and show them. Return 1 if requests failed, else 0.
 
-    After an interrupt, or if the server dies, the result covers the cells until then.
+    After an interrupt, or if the server dies, the result covers the cells so far.
     """
     cells, load = read_cells(args), load_now()
     done: list[Measured] = []
@@ -66,10 +66,10 @@ def measure_peers(cells: Sequence[ServeRun], name: str, done: Sequence[Measured]
 
 
 def read_cells(args: argparse.Namespace) -> list[ServeRun]:
-    """Read the arguments, and return the run of each pair of a rate and a concurrency.
+    """Read the arguments, and return a run for each pair of a rate and a concurrency.
 
     Raises:
-        ValueError: an option cannot be used, or there is one cell only.
+        ValueError: an option cannot be used, or there is only one pair.
     """
     if args.result_filename:
         raise ValueError("--result-filename names one file, and each cell needs one; leave it out")
@@ -102,9 +102,9 @@ def _read(option: str, text: str | None, kind: type, example: str) -> list:
 
 
 def clear_prefix_cache(endpoint: Endpoint) -> list[str]:
-    """Empty the server's prefix cache, so that a cell finds no prompts of the one before.
+    """Empty the server's prefix cache, so that a cell finds no prompts of the previous cell.
 
-    Return a note if the server cannot do that.
+    Return a list with a note if the server cannot do this, else an empty list.
     """
     url = f"{endpoint.root}/reset_prefix_cache"
     try:
