@@ -124,9 +124,8 @@ class Launcher:
         """Return the program that runs both parts of a split round; None if it is not compiled."""
         *_, drafting, rest = parts
         assert isinstance(drafting, DecodePlan)
-        asked = self._repertoire.asked_by(drafting.demands | rest.demands)
-        shape = SplitShape(drafting.batch, drafting.k, rest.batch)
-        return self._repertoire.splits(asked).get(shape)
+        ready = self._repertoire.ready_for(drafting.demands | rest.demands)
+        return ready.splits.get(SplitShape(drafting.batch, drafting.k, rest.batch))
 
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.

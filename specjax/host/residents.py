@@ -131,8 +131,6 @@ class Residents:
         """Give a sequence pages for `num_tokens` tokens; return whether enough pages were free."""
         residency = sequence.residency
         assert residency is not None
-        if num_tokens <= residency.token_capacity:  # in most steps
-            return True
         # The last token is never run through the target: its key and value need no room.
         num_tokens = min(num_tokens, max(residency.num_to_prefill, sequence.max_length - 1))
         if num_tokens <= residency.token_capacity:

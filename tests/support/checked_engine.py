@@ -117,7 +117,8 @@ class CheckedScheduler(Scheduler):
             furthest = len(sequence.token_ids) + sequence.max_tokens_in_flight + k
             needed = min(furthest, sequence.request.max_length - 1)
             if sequence.residency.is_prefilled:
-                may_run = sequence.may_go_on and sequence.residency.token_capacity >= needed
+                may_go_on = sequence.min_length < sequence.max_length
+                may_run = may_go_on and sequence.residency.token_capacity >= needed
             else:  # chunks have pages, but for those of windows
                 may_run = not self.residents.windows
             if may_run and sequence not in sequences:

@@ -103,10 +103,9 @@ class Suggester:
     ) -> tuple[Suggestion | None, ...]:
         """Return a suggestion or None for each sequence of a round that has just been planned.
 
-        The round has `num_drafts` drafts. The result is () if `num_drafts` is 0 or there are no
-        sources.
+        The round has `num_drafts` drafts. The result is () if `num_drafts` is 0.
         """
-        if not self.sources or not num_drafts:
+        if not num_drafts:
             return ()
         for source in self.sources:
             source.begin_step()
@@ -144,11 +143,11 @@ class Suggester:
     ) -> None:
         """Learn from a round whose tokens have been appended to the sequences.
 
-        `suggested` is the result of `suggest` for the round. If it is empty, nothing is learned.
-        `outputs` are the device's results for each sequence, and `num_kept` is the number of tokens
-        that each sequence gained.
+        `suggested` is the result of `suggest` for the round, and is not empty. `outputs` are the
+        device's results for each sequence, and `num_kept` is the number of tokens that each
+        sequence gained.
         """
-        for sequence, path, row, kept in zip(sequences, suggested, outputs, num_kept, strict=False):
+        for sequence, path, row, kept in zip(sequences, suggested, outputs, num_kept, strict=True):
             if kept:
                 self._learn(sequence, path, row.num_drafts, kept)
 
