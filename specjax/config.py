@@ -62,6 +62,8 @@ class SpeculativeConfig:
             is chosen from its times and rates. With `adaptive`, learning begins from it.
         dynamic_config_force: use the profile even if it was measured on another model.
         adaptive: choose K from times and acceptance rates measured while serving.
+        max_slowdown: with `adaptive` or a profile, the fraction by which requests in one range of
+            context lengths may be slower than without drafts, because others draft; 1: no limit.
         verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
             "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
@@ -103,6 +105,7 @@ class SpeculativeConfig:
     dynamic_config_path: str | PathLike[str] | None = None
     dynamic_config_force: bool = False
     adaptive: bool = False
+    max_slowdown: float = 0.0
     kv_cache_dtype: str | None = None
     head_dtype: str | None = None
     quantization: str | None = None
@@ -151,6 +154,13 @@ class SpeculativeConfig:
             )
         others = {"dynamic_config_path": path is not None, "adaptive": self.adaptive}
         given = [name for name, is_given in others.items() if is_given]
+        slow = self.max_slowdown
+        if not is_number(slow) or not 0 <= slow <= 1:
+            raise ValueError(f"{where}.max_slowdown={slow!r} must be a fraction in 0..1")
+        if slow and not given:
+            raise ValueError(
+                f"{where}.max_slowdown={slow} needs adaptive=True or a profile; add it"
+            )
         if given and self.num_speculative_tokens_per_batch_size is not None:
             given = ["num_speculative_tokens_per_batch_size", *given]
             raise ValueError(f"{where} lets {' and '.join(given)} choose K; keep one of them")

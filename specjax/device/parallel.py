@@ -75,6 +75,22 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
     return jax.tree.map(shape, specs)
 
 
+def shapes_like(one: Divisible, params: Any) -> Any:
+    """Return the shapes of `params`, which are parameters of a model or head, or their shapes.
+
+    The shapes are divided over the devices of `one`, even if all arrays are on one device. All
+    arrays of a quantised weight are divided if its unquantised array would be.
+    """
+    specs = jax.tree_util.tree_leaves_with_path(specs_of(one), is_leaf=is_weight)
+    divided = {path for path, x in specs if _is_divided(x)}
+
+    def shape(path: Any, x: Any) -> Any:
+        make = divided_shape if path in divided else jax.ShapeDtypeStruct
+        return jax.tree.map(lambda array: make(array.shape, array.dtype), x)
+
+    return jax.tree_util.tree_map_with_path(shape, params, is_leaf=is_weight)
+
+
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
     """Return `params`, the parameters of a whole model or head, divided over devices.
 
@@ -124,6 +140,10 @@ def padding_of(one: Divisible) -> str:
         for name, share in one.shares.items()
         if count > 1 and name != "first" and sum(share.counts) < count * share.size
     )
+
+
+def _is_divided(x: Any) -> bool:
+    return any(isinstance(spec, DividedSpec) for spec in jax.tree.leaves(x))
 
 
 def _summed(weight: Weight) -> Weight:

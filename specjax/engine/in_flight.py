@@ -15,6 +15,7 @@ from specjax.device.verification import Draft
 from specjax.engine.batch import Part
 from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
+from specjax.host.drafts.suggester import is_used
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.requests import RequestOutcomes
 from specjax.host.speculation.rounds import Round
@@ -51,9 +52,13 @@ class InFlight:
         assert isinstance(plan, DecodePlan)
         k = plan.num_drafts
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        found = [sequence.draft_outcome(k, n) for sequence, n in pairs]
+        own = pairs
+        if plan.suggested:  # what the drafter achieves is learned from its own drafts
+            paths = dict(zip(plan.sequences, plan.suggested, strict=True))
+            own = [(s, n) for s, n in pairs if not is_used(paths[s], s, n)]
+        found = [sequence.draft_outcome(k, n) for sequence, n in own]
         requests = RequestOutcomes(
-            [sequence.rank for sequence, _ in pairs],
+            [sequence.rank for sequence, _ in own],
             [outcome.num_drafts for outcome in found],
             [outcome.num_accepted for outcome in found],
         )

@@ -85,6 +85,7 @@ class Request:
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
     exports_features: bool = False  # whether the hidden states of the prompt's tokens are wanted
     references: TextIndex | None = None  # texts to draft from, which outputs may repeat
+    replays: tuple[Sequence[int], ...] = ()  # earlier outputs of its first samples' seeds
 
     @cached_property
     def demands(self) -> "Demands":

@@ -207,7 +207,8 @@ class Scheduler:
         remaining += self._joining()
         width = self.shapes.best_width(remaining, max_tokens)
         splits = None if remaining or config.exact else self.splits  # no split next to chunks
-        wanted_k = self.policy.choose(load_of(ready, self.policy, max_tokens, self.shapes, splits))
+        load = load_of(ready, self.policy, max_tokens, self.shapes, splits, self.suggester)
+        wanted_k = self.policy.choose(load)
         split, wish = self.policy.split, self.policy.wish
         k = wanted_k if split else self.shapes.round(len(ready), wanted_k)[1]
         step = OpenStep(budget, width, self.shapes.max_chunks(width))

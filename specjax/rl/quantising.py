@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from specjax.checkpoint.given import dotted
 from specjax.checkpoint.quantised.nearest import relative_error
 from specjax.device.drafters.drafter import Drafter, Params
-from specjax.device.placement import is_divided
+from specjax.device.placement import AXIS, is_divided
 from specjax.device.weights.weight import Weight, is_weight
 from specjax.engine.log import get_log
 
@@ -234,7 +234,7 @@ def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Any:
         return jax.jit(quantise)
 
     def each(plain: Any, kept: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        made, errors = jax.vmap(quantise)(plain, kept)
+        made, errors = jax.vmap(quantise, axis_name=AXIS)(plain, kept)
         return made, errors.max()
 
     return jax.jit(each)

@@ -95,17 +95,11 @@ def check_options(
             f"are {num_devices} devices, and each replica has {tensor_parallel_size} of them "
             "(tensor_parallel_size)"
         )
-    if quantization is not None:
-        if quantization not in BITS:
-            raise ValueError(
-                f"quantization={quantization!r} is not supported; choose one of {', '.join(BITS)} "
-                "for a plain checkpoint, or leave it out: quantised checkpoints stay as they are"
-            )
-        if tensor_parallel_size > 1:
-            raise ValueError(
-                f"quantization={quantization!r} needs tensor_parallel_size=1: matrices are rounded "
-                "whole; write them with specjax quantize first, or use data_parallel_size"
-            )
+    if quantization is not None and quantization not in BITS:
+        raise ValueError(
+            f"quantization={quantization!r} is not supported; choose one of {', '.join(BITS)} "
+            "for a plain checkpoint, or leave it out: quantised checkpoints stay as they are"
+        )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(
             f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the fraction of "

@@ -117,11 +117,11 @@ class Row:
 def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
     """Yield the objects of a file: one per line, or the items of one JSON array.
 
-    A file whose name ends in .gz is decompressed. `remedy` ends the messages of errors about the
-    path, and says where to get the file.
+    A file whose name ends in .gz is decompressed. `remedy` says where to get the file. Messages of
+    errors about the path end with it.
 
     Raises:
-        ValueError: there is no such file, or it is malformed.
+        ValueError: the file is missing or malformed.
     """
     path = source.path
     if path is None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax.checkpoint.division import DividedSpec
-from specjax.checkpoint.quantised.parts import part_of
+from specjax.checkpoint.quantised.parts import computed_once, part_of
 from specjax.checkpoint.spec import TensorSpec
 
 
@@ -25,7 +25,7 @@ class DividedParts(DividedSpec):
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """Return the quantised tensors, unread. `parts` later reads each device's parts of them."""
-        return [find(name) for name in self.names]
+        return [computed_once(find(name)) for name in self.names]
 
     read_partly = read
 

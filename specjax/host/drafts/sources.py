@@ -185,6 +185,38 @@ class References(_Texts):
         return self._continue(index, sample, num_in_flight, count)
 
 
+class Replays:
+    """Earlier outputs that were sampled with the same noise; see `Request.replays`.
+
+    A sample is drafted from its earlier output, as long as it repeats this output.
+    """
+
+    name = "replay"
+
+    def __init__(self):
+        self._num_equal: WeakKeyDictionary[Sample, int] = WeakKeyDictionary()  # -1: they differ
+
+    def begin_step(self) -> None:
+        """See `Source`."""
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """See `Source`. All drafts are expected to be accepted."""
+        replays, known = sample.request.replays, self._num_equal.get(sample, 0)
+        if sample.index >= len(replays) or known < 0:
+            return NOTHING
+        earlier, end = replays[sample.index], sample.num_output
+        is_equal = sample.output[known:] == list(earlier[known:end])
+        self._num_equal[sample] = end if is_equal else -1
+        tokens = list(earlier[end : end + num_in_flight + count])
+        if not is_equal or len(tokens) <= num_in_flight:
+            return NOTHING
+        return Continuation(tokens, float(len(tokens) - num_in_flight))
+
+    def finish(self, sample: Sample) -> None:
+        """See `Source`."""
+        self._num_equal.pop(sample, None)
+
+
 def suffix_sources(config: SpeculativeConfig) -> Sequence[Source]:
     """Return the sources of suffix decoding.
 
@@ -196,7 +228,7 @@ def suffix_sources(config: SpeculativeConfig) -> Sequence[Source]:
         config.suffix_decoding_min_token_prob,
     )
     outputs = EarlierOutputs(limits, config.suffix_decoding_max_cached_requests)
-    return OwnText(limits), References(limits), Corpora(limits), outputs
+    return Replays(), OwnText(limits), References(limits), Corpora(limits), outputs
 
 
 SOURCES: dict[str, Callable[[SpeculativeConfig], Sequence[Source]]] = {"suffix": suffix_sources}

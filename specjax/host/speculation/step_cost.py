@@ -135,12 +135,13 @@ class StepCost:
         """The milliseconds of rounds without context: a row per batch size, a column per K."""
         return [[self.ms(batch, k) for k in self.ks] for batch in self.batches]
 
-    def spread(self, batch_size: int, k: int) -> float:
+    def spread(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Return the standard deviation of the logarithm of an estimated time.
 
-        `k` must be one of `ks`.
+        `k` must be one of `ks`. For `num_context`, see `ms`.
         """
-        num_served = len(self._row(batch_size).served[self.ks.index(k)])
+        place = self._index(batch_size), context_bucket(num_context / batch_size)
+        num_served = len(self._row_at(place).served[self.ks.index(k)])
         return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
     def padded(self, batch_size: int) -> int:
