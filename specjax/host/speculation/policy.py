@@ -194,8 +194,8 @@ class GoodputPolicy:
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has when the policy is built. Meanwhile, rates are learned for later rounds. For
-        `max_slowdown`, see `fairness`.
+        `acceptance` has when the policy is built. Meanwhile, rates are learned for later rounds.
+        For `max_slowdown`, see `fairness`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
