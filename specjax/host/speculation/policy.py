@@ -194,8 +194,7 @@ class GoodputPolicy:
         self.acceptance = acceptance
         self.requests = RequestRates(acceptance.max_drafts)
         self.splitter = Splitter()
-        self._learns_cost = learns_cost
-        self._learns_acceptance = learns_acceptance
+        self._learns_cost, self._learns_acceptance = learns_cost, learns_acceptance
         self.is_learning = learns_cost or learns_acceptance
         self._warm_up_rounds = warm_up_rounds
         self._max_slowdown = max_slowdown
@@ -203,8 +202,7 @@ class GoodputPolicy:
         self._tried: Counter[tuple[int, int]] = Counter()  # number of rounds by padded batch, K
         self._k: int | None = None
         self._num_led = 0  # number of rounds in a row in which another K was better
-        self._since_probe = 0
-        self._parked, self._patience = 0, PARKED_FIRST
+        self._since_probe, self._parked, self._patience = 0, 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
         self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost
@@ -247,10 +245,8 @@ class GoodputPolicy:
         k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        rates, cost = self.requests, self.cost
-        split = self.splitter.choose(
-            load, gains, goodput[best], cost, self._chunk_ms, rates, fairness
-        )
+        times = self.cost, self._chunk_ms
+        split = self.splitter.choose(load, gains, goodput[best], *times, self.requests, fairness)
         return k if split is None else split.shape.k
 
     @property
