@@ -171,7 +171,7 @@ class Suggester:
         return Suggestion(start, tokens, found.source, min(found.best.score, k))
 
     def _find(self, sequence: Sequence, k: int, most_in_flight: int) -> _Found:
-        """Return the best continuation after up to `most_in_flight` tokens that are not known."""
+        """Return the best continuation after up to `most_in_flight` tokens of rounds in flight."""
         means = self._means.get(sequence)
         if means is None:
             means = self._means[sequence] = _Means(self._mean_of_drafter)
