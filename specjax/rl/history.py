@@ -87,7 +87,7 @@ class RolloutHistory:
     ) -> Request:
         """Return the request of `start`, with its drafts and with the seeds that it reuses.
 
-        Seeds in `taken` are not reused. Reused seeds are added to it.
+        Seeds in `taken` are not reused. Reused seeds are added to `taken`.
         """
         request, seeds = start.request, start.request.seeds
         count = 0 if start.before else int(reuse_noise * len(seeds) + 0.5)
@@ -134,7 +134,9 @@ class RolloutHistory:
         return kept
 
     def check(self, llm: LLM) -> None:
-        """Check that the engine can use this history. From now on, only its like can.
+        """Check that the engine can use this history.
+
+        Afterwards, only engines with the same model, tokenizer and vocabulary can use the history.
 
         Raises:
             ValueError: the engine does not draft from texts, or the kept rollouts are from another
@@ -241,7 +243,8 @@ class RolloutHistory:
 class _Output(NamedTuple):
     """A kept rollout.
 
-    `update` is the number of the weights that generated it, and `sample` its sample index.
+    `update` numbers the weights that generated the rollout: later weights have a higher number.
+    `sample` is the rollout's sample index.
     """
 
     update: int

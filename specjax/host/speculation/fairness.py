@@ -1,8 +1,8 @@
 """Limits how much slower drafts may make requests in one range of context lengths.
 
 All requests of a round wait for its slowest part. If only requests with short contexts gain from
-drafts, requests with long contexts wait for these drafts, and become slower than without any. The
-ranges are the buckets of `contexts`. The mean speed of the requests in a range is
+drafts, requests with long contexts wait for these drafts, and become slower than without drafts.
+The ranges are the buckets of `contexts`. The mean speed of the requests in a range is
 
     speed(k) = (1 + their mean number of accepted drafts) / ms of the round
 
@@ -40,7 +40,7 @@ class Fairness:
         Args:
             load: the load of the round.
             goodput: tokens per millisecond, over all requests, by K.
-            max_slowdown: see the module.
+            max_slowdown: see the module's docstring.
             cost: the times of rounds.
         """
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
@@ -55,15 +55,18 @@ class Fairness:
     def __init__(self, members: Any, least: float, doubt: float):
         """`members` bool[n, R] says which request is in which range.
 
-        `least` is the number of tokens per millisecond, over all requests, of a round in which
-        every range has exactly the least speed.
+        `least` describes a round in which every range has the lowest speed that is allowed. It is
+        the number of tokens per millisecond of this round, over all requests.
         """
         self._means = members / members.sum(axis=0)
         self._least = least
         self.doubt = doubt
 
     def ks(self, goodput: Mapping[int, float], gains: Any, current: int | None) -> list[int]:
-        """Return each K whose round is fair. There must be no doubt, except for the K `current`.
+        """Return each K whose round is fair.
+
+        A K other than 0 and `current` must be fair even if the time of a round without drafts is
+        shorter by `doubt`.
 
         Args:
             goodput: see `of`.

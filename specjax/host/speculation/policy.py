@@ -32,10 +32,7 @@ CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 class Policy(Protocol):
-    """The interface of a policy, which chooses K when a step is scheduled.
-
-    Drafting and verifying use the same K.
-    """
+    """The interface of a policy, which chooses the K of drafting and verifying for each step."""
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -66,10 +63,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster, but whose program is not ready; None without one.
-
-        In a split round, only some requests draft.
-        """
+        """A split round that would be faster, but whose program is not ready; None without one."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -173,8 +167,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. See `split` for split rounds, and `fairness` for Ks that
-    slow down requests in one range of context lengths.
+    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
+    It avoids Ks and splits that slow down one range of context lengths (see `fairness`).
     """
 
     weighs_requests = True
@@ -192,8 +186,8 @@ class GoodputPolicy:
     ):
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
-        During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has when the policy is built. `max_slowdown` is explained in `fairness`.
+        During the first `warm_up_rounds` rounds with drafts, K is chosen from the initial rates of
+        `acceptance`, while new rates are learned. For `max_slowdown`, see `fairness`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
