@@ -14,6 +14,7 @@ import pytest
 from support.engines import make_llm
 from support.http import served, until
 
+from specjax.server.connection import Connection
 from specjax.server.service import MAX_LONG
 from specjax.server.settings import Limits
 
@@ -56,6 +57,7 @@ BODIES = {  # name: body of /v1/completions, status
     "500,000 biases": (body(logit_bias={str(i): 1 for i in range(5 * 10**5)}), 400),
     "a bad word of 4 MB": (body(bad_words=["ab " * 2**20]), 400),
     "100,000 bad words": (body(bad_words=["ab"] * 10**5), 400),
+    "millions of log-probabilities": (body(n=1024, logprobs=20, max_tokens=200), 400),
     "a million allowed tokens": (body(allowed_token_ids=[1] * 10**6), 400),
     "a regular expression with nested repeats": (constrained(regex="((a{1,99}){1,99}){1,99}"), 200),
     "a regular expression that backtracks": (constrained(regex="((a+)+)+ *"), 200),
@@ -72,7 +74,8 @@ def llm(chat_folder):
 
 @pytest.fixture(scope="module")
 def attacked(llm):
-    with served(llm, limits=Limits(max_schema_seconds=2, max_stall_seconds=1)) as running:
+    limits = Limits(max_schema_seconds=2, max_stall_seconds=1, max_request_logprobs=10**6)
+    with served(llm, limits=limits) as running:
         yield running
 
 
@@ -185,6 +188,34 @@ def test_a_template_that_takes_too_long(llm):
         assert answer.error == (400, "messages") and b"too long" in answer.body
         assert server.post("/tokenize", {"messages": [HI] * 100}).status == 400
     assert told("messages for which a template loops too long").startswith("400")
+
+
+def test_answers_that_nobody_reads(llm):
+    """The connection ends, and with it the memory of the answer, which is complete."""
+    asked = {"prompt": "a", "n": 64, "max_tokens": 200, "ignore_eos": True, "logprobs": 20}
+    data = json.dumps(asked).encode()
+    ended = []
+    lost = Connection.connection_lost
+    with (
+        served(llm, limits=Limits(max_stall_seconds=0.5)) as server,
+        patch.object(Connection, "connection_lost", lambda *args: ended.append(lost(*args))),
+        socket.socket() as one,
+    ):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        until(lambda: ended)
+        assert b"HTTP/1.1 200" in one.recv(100)
+    assert told("a large answer that nobody reads")
+
+
+def test_requests_behind_large_bodies_are_not_headers(attacked):
+    """A client may send its next request before it has the answer."""
+    data = body(user="a" * 2**18)
+    first = POST.replace(b"Connection: close", b"X: y") + b"Content-Length: %d\r\n\r\n" % len(data)
+    second = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    received = exchange(attacked.port, first + data + second[:20], second[20:])
+    assert received.count(b"HTTP/1.1 200") == 2
 
 
 def test_templates(llm):
