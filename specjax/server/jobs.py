@@ -83,8 +83,9 @@ async def check_job(service: Service, job: Job) -> None:
     """Check a job before it is submitted to the engine, and compile its grammar if it has one.
 
     Raises:
-        APIError: there are too many samples or log-probabilities; a prompt with its answer exceeds
-            the maximum context length; or the grammar is not supported or takes too long to compile.
+        APIError: there are too many samples or log-probabilities, a prompt with its answer exceeds
+            the maximum context length, or the grammar is not supported or takes too long to
+            compile.
     """
     num_samples, limit = len(job.prompts) * job.params.n, service.limits.max_request_samples
     if num_samples > limit:

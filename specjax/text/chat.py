@@ -50,9 +50,7 @@ def check_conversation(messages: Any, where: str, content_format: str = "auto") 
         for i, message in enumerate(messages)
     ]
     if unread:  # without the arguments themselves, which are a user's
-        text = (
-            "%d tool calls, the first in %s, have arguments that are not a JSON object; {} is used"
-        )
+        text = "arguments of %d tool calls are not a JSON object, and are rendered as {}; first: %s"
         _LOG.warning(text, len(unread), unread[0])
     return checked
 
