@@ -33,7 +33,8 @@ def text_of_cells(saved: Saved) -> str:
 def cell_name(top: Mapping[str, Any]) -> str:
     """Return the name of a cell, from its request_rate and max_concurrency."""
     rate, limit = top["request_rate"], top["max_concurrency"]
-    name = "all at once" if rate in ("inf", float("inf")) else f"{rate:g} requests/s"
+    name = rate if isinstance(rate, str) else f"{rate:g} requests/s"
+    name = "all at once" if rate in ("inf", float("inf")) else name
     return name if limit is None else f"{name}, {limit} at a time"
 
 
