@@ -26,9 +26,10 @@ from specjax import SamplingParams
 from specjax.bench.workload import read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS, TARGET, demo_folder
 from specjax.checks import check_positive
-from specjax.rl import RolloutEngine
+from specjax.rl import RolloutEngine, RolloutHistory
 
 OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"
+HISTORY = "adaptive K, history"  # drafts also from the rollouts of earlier repeats
 BLOCK = "adaptive K, block verification"  # draws other tokens, from the same distribution
 NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
@@ -76,6 +77,7 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--result", default="rollouts_cpu", help="file; default: %(default)s")
     settings = parser.parse_args()
     check_positive(**{"--repeats": settings.repeats, "--num-prompts": settings.num_prompts})
     source = provenance()
@@ -98,7 +100,7 @@ def main() -> None:
         "settings": vars(settings),
         "tables": tables,
     }
-    write_result(RESULTS / "rollouts_cpu.json", result)
+    write_result(RESULTS / f"{settings.result}.json", result)
 
 
 def draw_lengths(count: int) -> list[int]:
@@ -115,6 +117,7 @@ def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
         OFF: None,
         STATIC: drafter | {"num_speculative_tokens": 3},
         ADAPTIVE: drafter | {"adaptive": True},
+        HISTORY: drafter | {"adaptive": True, "with": ["suffix"]},
         BLOCK: drafter | {"adaptive": True, "verification": "block"},
     }
     with ExitStack() as stack:
@@ -161,26 +164,31 @@ def measure(
             for i, length in enumerate(lengths)
         ]
 
-    names = list(engines)
+    names, histories = list(engines), {HISTORY: RolloutHistory()}
     runs: dict[str, list[Run]] = {name: [] for name in names}
-    for engine in engines.values():  # untimed: touches memory, and adaptive K learns rates
-        roll_out(engine, prompts[:WARM_UP], params(settings.repeats)[:WARM_UP])
+    for name, engine in engines.items():  # untimed: touches memory, and adaptive K learns rates
+        last = params(settings.repeats)[:WARM_UP]
+        roll_out(engine, prompts[:WARM_UP], last, histories.get(name))
     for repeat in range(settings.repeats):
         first = repeat % len(names)
         for name in [*names[first:], *names[:first]]:
-            runs[name].append(roll_out(engines[name], prompts, params(repeat)))
+            run = roll_out(engines[name], prompts, params(repeat), histories.get(name))
+            runs[name].append(run)
             print(f"{name}: {runs[name][-1].makespan:.1f} s", flush=True)
     return runs
 
 
 def roll_out(
-    engine: RolloutEngine, prompts: Sequence[Any], params: Sequence[SamplingParams]
+    engine: RolloutEngine,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    history: RolloutHistory | None,
 ) -> Run:
     """Generate all samples, and return the run."""
     outputs, ends, rounds = {}, [0.0], [Counter()]
     engine.update_weights(engine.params.target)
     before, start = engine.metrics(), time.perf_counter()
-    for rollout in engine.stream(prompts, params):
+    for rollout in engine.stream(prompts, params, history=history):
         ends.append(time.perf_counter() - start)
         rounds.append(Counter(engine.metrics().k_histogram) - Counter(before.k_histogram))
         outputs[rollout.prompt_index] = rollout.token_ids.tolist()
@@ -221,7 +229,7 @@ def tabulate(
     ]
     pairs = [
         (output, plain.outputs[i])
-        for name in (STATIC, ADAPTIVE)
+        for name in (STATIC, ADAPTIVE, HISTORY)
         for run, plain in zip(runs[name], runs[OFF], strict=True)
         for i, output in run.outputs.items()
     ]

@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["serve"]:
-        argv = respelled(argv)
+        try:
+            read = import_module("specjax.commands.config_file")
+            argv = list(read.with_config(respelled(argv)))
+        except ValueError as error:
+            return _fail(str(error))
     args = build_parser().parse_args(argv)
     command = args.command
     for place, name in enumerate(("subcommand", "sweep_kind"), start=1):

@@ -71,7 +71,7 @@ def step_lines(found: Speculation | None) -> list[str]:
 def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:
     """Return a table that compares this engine with other engines (peers).
 
-    `shown` has the figures to show, as a name for each key.
+    `shown` maps the key of each figure to its name in the table.
     """
     if not details.peers:
         return []

@@ -214,10 +214,10 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def histograms(engine: Engine, before: Metrics) -> dict[str, dict[int, int]]:
-    """Return the numbers of rounds since `before`, as histograms.
+    """Return histograms of the rounds since the metrics `before` were read.
 
-    "k_histogram" counts each round once, by K. "request_k_histogram" counts it once per request, by
-    the number of drafts of this request.
+    "k_histogram" counts each round once, by K. "request_k_histogram" counts a round once per
+    request, by the number of drafts of this request.
     """
     now = engine.metrics()
     return {

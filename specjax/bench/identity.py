@@ -50,7 +50,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes with a forward pass the scores from which sampling picks a request's next token."""
+    """Computes the scores of a request's next token, from which sampling picks the best.
+
+    The scores come from a forward pass over all tokens.
+    """
 
     engine: Engine
 

@@ -43,7 +43,8 @@ class Run:
     """The results of one batch of prompts under one configuration.
 
     Fields other than `outputs` exclude prefill. Steps are summed over replicas, which run at the
-    same time. A replica that ends before the others runs one step too many, which is counted.
+    same time. They include one useless step of each replica that ends before the others: the step
+    that was launched before the replica's last result was read.
     """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
@@ -140,8 +141,8 @@ def measure(
 ) -> Iterator[Round]:
     """Run one round per batch, and yield its runs.
 
-    Successive rounds begin with different configurations. `engines` holds the engine of each
-    method.
+    Each round begins with another configuration than the round before. `engines` holds the engine
+    of each method.
     """
     for i, requests in enumerate(batches):
         first, runs = i % len(configurations), {}

@@ -210,7 +210,7 @@ def describe_speculation(
 
 
 def _growth(name: str, before: Metrics, after: Metrics) -> float:
-    """Return by how much a metric's sum over steps grew. The metric is a mean over steps."""
+    """Return the growth of a metric's sum over all steps. The metric is a mean over steps."""
     return getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps
 
 

@@ -128,7 +128,7 @@ class Speculation:
             method, or a source on the host such as "suffix".
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
-        round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
+        round_over_plain: time of a round with drafts, divided by the time of a plain step, by K.
         host_ms: host time per step to plan, launch and hand out tokens.
         wait_ms: time per step that the host waited for the device.
         device_ms: upper bound of a round's mean time on the device. It may include time in which
@@ -188,10 +188,10 @@ class Details:
         arrivals: the intended distribution of arrival times, and the p-value of a test whether the
             actual times follow this distribution.
         goodput: limits of latency, and how many requests meet the limits.
-        timeline: output tokens and running requests of each second. "k_histograms" counts at
-            several times how many rounds had each K until then.
-        num_compiles: programs that were compiled while requests waited for them; None if the
-            server does not report it.
+        timeline: output tokens and running requests of each second. "k_histograms" has samples of a
+            histogram: the number of rounds with each K since the start of the run.
+        num_compiles: programs that were compiled while requests waited for them; None if the server
+            does not report it.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.

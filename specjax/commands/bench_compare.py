@@ -24,7 +24,11 @@ _WORDS = {True: "yes", False: "no", None: "unknown"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare two results. Return 1 if a figure is worse by more than --fail-over."""
+    """Compare two results.
+
+    Return 1 if a figure is worse by more than --fail-over, and by more than noise. Otherwise return
+    0.
+    """
     limit = read_limit(args.fail_over)
     paths = read_paths(args.before), read_paths(args.after)
     before, after = ([read(path) for path in side] for side in paths)
@@ -46,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_limit(text: str | None) -> float | None:
-    """Return the per cent of --fail-over.
+    """Return the number of per cent in --fail-over, a text like "5%"; None for None.
 
     Raises:
-        ValueError: it is not a number of at least 0 with a sign of per cent.
+        ValueError: the text is not a number of at least 0 followed by "%".
     """
     if text is None:
         return None
@@ -78,7 +82,7 @@ def read_paths(text: str) -> list[str]:
 
 
 def settings_lines(found: ResultChanges) -> list[str]:
-    """Return the settings that differ, as lines."""
+    """Return a table of the settings that differ, as lines."""
     if not found.settings:
         return ["settings, versions and machine: no difference", ""]
     rows = [[name, *map(brief, pair)] for name, pair in found.settings.items()]
@@ -86,7 +90,10 @@ def settings_lines(found: ResultChanges) -> list[str]:
 
 
 def doubt_lines(results: Iterable[tuple[str, Saved]]) -> list[str]:
-    """Return why the times of results are doubtful. `results` are pairs of a file and a result."""
+    """Return lines with the reasons not to trust a result: other load, or an interrupt.
+
+    `results` are pairs of a path and its result.
+    """
     lines = []
     for path, saved in results:
         body = vars(saved.details) if saved.details else saved.top
@@ -97,7 +104,7 @@ def doubt_lines(results: Iterable[tuple[str, Saved]]) -> list[str]:
 
 
 def change_lines(found: ResultChanges) -> list[str]:
-    """Return the table of figures and its legend."""
+    """Return a table of all compared figures, and explanations of it."""
     rows = [["", "A", "B", "change", "95 % interval", "from", "beyond noise"]]
     rows += [_row(change) for change in found.changes]
     used = {change.source.split(" ")[-1] for change in found.changes}
@@ -124,7 +131,7 @@ def _row(change: Change) -> list[str]:
 
 
 def as_json(found: ResultChanges) -> dict:
-    """Return the comparison as plain types."""
+    """Return the comparison as JSON-compatible types."""
     changes = {
         one.key: {
             "before": one.before,

@@ -70,7 +70,7 @@ def read_form(args: argparse.Namespace) -> RequestForm:
     """Return the kind of requests that --backend names.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: --backend names no kind of requests.
     """
     if args.backend not in FORMS:
         raise ValueError(f"--backend {args.backend} is none of {', '.join(FORMS)}")
@@ -145,7 +145,7 @@ def read_models(
     """Return the list of models that the server at `url` reports.
 
     Raises:
-        ValueError: nothing answers there, it is not an OpenAI endpoint, or it has no models.
+        ValueError: no server answers, or the server is not an OpenAI endpoint or has no models.
     """
     root = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:

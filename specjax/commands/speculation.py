@@ -15,9 +15,9 @@ def read_speculation(
 
     Args:
         target: the target's checkpoint, or None.
-        takes_shapes: whether the caller needs only the shape of the drafter, no weights. If so,
-            and no checkpoint is given, a method that needs a shape gets OWN_SHAPE, so that the
-            shape follows from the target's shape.
+        takes_shapes: whether the caller needs only the shapes of the drafter's weights. If so, and
+            no checkpoint is given, a method with weights gets OWN_SHAPE in place of a checkpoint.
+            The shapes then follow from the target's.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -1,4 +1,4 @@
-"""An OpenAI server that sends what it is told, when it is told, and may die."""
+"""An OpenAI server that sends given numbers of tokens at given times, and may die."""
 
 import asyncio
 import json
@@ -14,12 +14,14 @@ MODELS = {"data": [{"id": "timed", "owned_by": "test"}]}
 
 @dataclass
 class TimedServer:
-    """Chunks of `tokens[i]` tokens, each `seconds[i]` after the one before.
+    """A server that answers each request with chunks of text.
 
     Attributes:
-        dies_at: the number of the request during which the server dies; None: never.
+        seconds: the pause before each chunk.
+        tokens: the number of tokens in each chunk.
+        dies_at: the number of the request during which the server dies; None if it does not.
         best: scores by token, the answer to requests for log-probabilities.
-        bodies: of all requests, with the time of their arrival.
+        bodies: the time of arrival and the body of each request.
     """
 
     seconds: list[float]
@@ -101,7 +103,7 @@ class TimedServer:
 
 @contextmanager
 def timed_server(**options: Any) -> Iterator[TimedServer]:
-    """A `TimedServer` that runs in a thread."""
+    """Run a `TimedServer` in a thread inside the `with` block."""
     made, ready, loop = TimedServer(**options), threading.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:

@@ -38,11 +38,13 @@ _UNSHOWN = re.compile(  # of a result's own files
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A figure of two results.
+    """The value of a figure in two results.
 
     Attributes:
-        interval: 95 % interval of `ratio`; None if the results do not tell their noise.
-        source: what the interval is from, such as "3 and 3 rounds"; "" without an interval.
+        interval: 95 % confidence interval of `ratio`; None if the results have too few values to
+            estimate it.
+        source: the values that `interval` is estimated from, such as "3 and 3 rounds"; "" if there
+            is no interval.
     """
 
     key: str
@@ -53,24 +55,29 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """The second result's figure over the first's."""
+        """The figure in the second result, divided by the figure in the first."""
         return self.after / self.before
 
     @property
     def is_beyond_noise(self) -> bool | None:
-        """Whether the interval excludes "no change"; None if it is unknown."""
+        """Whether `interval` excludes a ratio of 1; None if `interval` is None."""
         return None if self.interval is None else not self.interval[0] <= 1 <= self.interval[1]
 
     @property
     def worse(self) -> float:
-        """How much worse the second result is, in per cent; below 0 if it is better."""
+        """By how many per cent the second result is worse; below 0 if it is better."""
         more = 100 * (self.ratio - 1)
         return more if _TIMES.fullmatch(self.key.split(": ")[-1]) else -more
 
 
 @dataclass(frozen=True)
 class ResultChanges:
-    """Two results side by side. `settings` has those that differ, as pairs."""
+    """The comparison of two results.
+
+    Attributes:
+        settings: the settings that differ, as pairs of values by name.
+        changes: the figures that both results have.
+    """
 
     settings: Mapping[str, tuple[Any, Any]]
     changes: list[Change]
@@ -82,7 +89,8 @@ def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
     If there are several on a side, they are repeated runs, whose means are compared.
 
     Raises:
-        ValueError: their kinds or workloads differ; the message has the fields that do.
+        ValueError: the workloads differ, so that figures cannot be compared. The message has the
+            fields that differ.
     """
     first, *others = [*before, *after]
     if any(saved.cells for saved in (first, *others)):
@@ -157,7 +165,7 @@ def _by_prompts(saved: Saved, key: str) -> dict[tuple[int, ...], list[float]]:
 
 
 def _figures(saved: Saved) -> dict[str, float]:
-    """Return the figures of a result that are compared; None and texts are left out."""
+    """Return the numbers in a result that can be compared with another result, by key."""
     if saved.details is None:
         named = {
             f"{one['configuration']}: {key}": value
@@ -178,7 +186,7 @@ def _is_figure(key: str) -> bool:
 
 
 def _workload(saved: Saved) -> dict[str, Any]:
-    """Return what must be equal: the kind, the prompts, the load and the sampling."""
+    """Return the fields that must be equal in both results: prompts, load, sampling and so on."""
     found = {"benchmark": saved.benchmark}
     if saved.details is not None:
         data = saved.details.dataset
@@ -188,7 +196,7 @@ def _workload(saved: Saved) -> dict[str, Any]:
 
 
 def _settings(saved: Saved) -> dict[str, Any]:
-    """Return the other settings, and what the figures depend on."""
+    """Return fields that may differ: other settings, versions and hardware."""
     settings = {k: v for k, v in _given(saved).items() if not _UNSHOWN.fullmatch(k)}
     environment = dict(saved.details.environment if saved.details else saved.top["environment"])
     environment.pop("clocks", None)  # they vary from run to run

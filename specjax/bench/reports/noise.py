@@ -1,4 +1,4 @@
-"""How certain the change of a figure is: 95 % intervals of the ratio of two runs."""
+"""Estimates confidence intervals (95 %) of the ratio of a figure in two runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ _BEYOND = 5  # values on either side of a percentile, so that a bootstrap of it 
 
 
 def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | None:
-    """Return the interval of the ratio of two runs' means, from the spread of their rounds.
+    """Return the confidence interval of the ratio of two runs' means, from their values per round.
 
-    It is Welch's interval for the difference of the logarithms' means. Return None if a run has
+    It is Welch's t-interval for the difference of the mean logarithms. Return None if a run has
     fewer than two rounds, or if a value is not above 0.
     """
     if min(len(before), len(after)) < 2 or min(*before, *after) <= 0:
@@ -54,13 +54,15 @@ def of_pairs(
 def of_requests(
     statistic: str, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
 ) -> Interval | None:
-    """Return the interval of the ratio of a statistic, by a bootstrap over requests.
+    """Return the confidence interval of the ratio of a statistic of two runs.
+
+    The interval comes from a bootstrap that draws whole requests. Return None if there are too few
+    values for the statistic, or if the statistic is not above 0.
 
     Args:
         statistic: "mean", "median" or a percentile like "p99".
-        before: the values of each request: one, or several that stay together.
-
-    Return None if there are too few requests or values for it.
+        before: the values of each request in the first run, such as its times between chunks.
+        after: the values of each request in the second run.
     """
     random = np.random.default_rng(0)  # the draws of the two runs are independent
     first, second = _drawn(statistic, before, random), _drawn(statistic, after, random)
@@ -89,9 +91,10 @@ def _drawn(
 
 
 def values_per_request(saved: Saved, name: str) -> list[list[float]] | None:
-    """Return the milliseconds of ttft, tpot, itl or e2el of each complete request.
+    """Return the values of the latency `name` for each complete request, in milliseconds.
 
-    Return None if the result does not have them: without `--save-detailed` it has e2el at most.
+    `name` is "ttft", "tpot", "itl" or "e2el". Return None if the result has only summaries of the
+    latency, as without `--save-detailed`.
     """
     top = saved.top
     if top.get("failed") and "errors" not in top:

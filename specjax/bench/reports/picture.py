@@ -15,7 +15,7 @@ _COLUMNS, _WIDE, _HIGH = 3, 4.6, 3.2  # inches of a chart
 
 
 def render(content: Content) -> bytes:
-    """Return the picture."""
+    """Return a PNG with all charts, the title, and the first note."""
     buffer = BytesIO()
     with rc_context({"text.parse_math": False, "text.usetex": False}):  # texts may have a "$"
         rows = max(1, math.ceil(len(content.charts) / _COLUMNS))

@@ -1,4 +1,4 @@
-"""Reads the JSON of a result back."""
+"""Reads results of `specjax bench` from JSON files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,14 @@ _OF_SPECULATION = (
 
 @dataclass(frozen=True)
 class Saved:
-    """A result.
+    """A result that was read from a file.
 
     Attributes:
-        top: the JSON.
-        details: its details; None for `specjax bench speculation`, which has all at the top, and
-            for `specjax bench sweep serve`.
-        cells: the results of `specjax bench sweep serve`; else empty.
+        benchmark: "latency", "throughput", "serve" or "speculation".
+        top: the whole JSON object.
+        details: the object under the key "specjax"; None for results of `bench speculation` and
+            `bench sweep serve`, which have no such key.
+        cells: the results of each cell of `bench sweep serve`; empty for other benchmarks.
     """
 
     benchmark: str
@@ -41,8 +42,8 @@ def read(path: str) -> Saved:
     """Read the file of a result.
 
     Raises:
-        ValueError: it is not a result of a benchmark.
-        OSError: it cannot be read.
+        ValueError: the file is not a result of a benchmark, or has another schema version.
+        OSError: the file cannot be read.
     """
     try:
         return parse(Path(path).expanduser().read_text(encoding="utf-8"), path)
@@ -51,10 +52,10 @@ def read(path: str) -> Saved:
 
 
 def parse(text: str, path: str) -> Saved:
-    """Return the result that a JSON text holds. Errors name `path`.
+    """Return the result in a JSON text. Error messages name `path`, the file of the text.
 
     Raises:
-        ValueError: it is not a result of a benchmark, or of another version.
+        ValueError: the text is not a result of a benchmark, or has another schema version.
     """
     try:
         top = json.loads(text)
@@ -93,7 +94,7 @@ def _saved(top: Any, path: str) -> Saved:
 
 
 def _details(body: Mapping[str, Any]) -> Details:
-    """Return the details as they were when they were written."""
+    """Return the `Details` that `body`, the object under the key "specjax", describes."""
     found, speculation = body["distributions"], body["speculation"]
     distributions = {name: one and Distribution(**one) for name, one in found.items()}
     return Details(

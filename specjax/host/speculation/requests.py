@@ -13,6 +13,20 @@ MEMORY_ROUNDS = 100.0  # a round's weight fades over about this number of the re
 _ROOM = 64  # spare rows for requests, so that arrays seldom grow
 
 
+class TextDrafts(NamedTuple):
+    """What a request may draft from texts in the next round.
+
+    Attributes:
+        num_drafts: number of drafts found, or 0.
+        num_accepted: how many of these drafts are expected to be accepted, if they are used.
+        chance: probability that they are used, and not the drafter's drafts.
+    """
+
+    num_drafts: int
+    num_accepted: float
+    chance: float
+
+
 class ReadyRequests(NamedTuple):
     """Describes the n requests that are ready to decode. Each field has n items.
 
@@ -22,12 +36,14 @@ class ReadyRequests(NamedTuple):
         lengths: number of tokens, including the prompt.
         limits: maximum number of drafts that can become part of the output. The request's own limit
             on drafts is included.
+        texts: drafts from texts; None if the host has not searched for any.
     """
 
     keys: Sequence[Hashable]
     groups: Sequence[Hashable]
     lengths: Sequence[int]
     limits: Sequence[int]
+    texts: Sequence[TextDrafts] | None = None
 
 
 class RequestOutcomes(NamedTuple):
@@ -79,16 +95,26 @@ class RequestRates:
         return (accepted / (self._verified[rows] + PRIOR_WEIGHT)).cumprod(axis=1)
 
     @staticmethod
-    def sums(rates: Any, limits: Sequence[int] | None = None) -> np.ndarray:
+    def sums(
+        rates: Any,
+        limits: Sequence[int] | None = None,
+        texts: Sequence[TextDrafts] | None = None,
+    ) -> np.ndarray:
         """Return the expected number of accepted drafts for 0..K drafts, f64[n, K+1].
 
-        `rates` are unconditional, f64[n, K]. `limits` holds each request's maximum number of
-        drafts; None means that requests have no limits.
+        `rates` are unconditional, f64[n, K], and of the drafter's drafts. `limits` holds each
+        request's maximum number of drafts; None means that requests have no limits. `texts` are the
+        drafts from texts, which may be used instead of the drafter's drafts. Each of them is taken
+        to be equally likely accepted.
         """
         rates = np.asarray(rates)
         n, k = rates.shape
         sums = np.zeros((n, k + 1))
         np.cumsum(rates, axis=1, out=sums[:, 1:])
+        if texts is not None:
+            num_drafts, accepted, chance = np.array(texts, float).T[..., None]
+            found = accepted * np.minimum(np.arange(k + 1) / np.maximum(num_drafts, 1), 1)
+            sums += chance * (found - sums)
         if limits is None or min(limits) >= k:
             return sums
         counts = np.minimum(np.arange(k + 1), np.array(limits)[:, None])
