@@ -173,9 +173,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
-    It leaves out Ks and splits that slow down requests in one range of context lengths (see
-    `fairness`).
+    tries doubles until another K is best. See `split` for split rounds, and `fairness` for Ks that
+    slow down requests in one range of context lengths.
     """
 
     weighs_requests = True
@@ -194,16 +193,14 @@ class GoodputPolicy:
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has when the policy is built. Meanwhile, rates are learned for later rounds. For
-        `max_slowdown`, see `fairness`.
+        `acceptance` has when the policy is built. `max_slowdown` is explained in `fairness`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
         self.acceptance = acceptance
         self.requests = RequestRates(acceptance.max_drafts)
         self.splitter = Splitter()
-        self._learns_cost = learns_cost
-        self._learns_acceptance = learns_acceptance
+        self._learns_cost, self._learns_acceptance = learns_cost, learns_acceptance
         self.is_learning = learns_cost or learns_acceptance
         self._warm_up_rounds = warm_up_rounds
         self._max_slowdown = max_slowdown
@@ -211,8 +208,7 @@ class GoodputPolicy:
         self._tried: Counter[tuple[int, int]] = Counter()  # number of rounds by padded batch, K
         self._k: int | None = None
         self._num_led = 0  # number of rounds in a row in which another K was better
-        self._since_probe = 0
-        self._parked, self._patience = 0, PARKED_FIRST
+        self._since_probe, self._parked, self._patience = 0, 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
         self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost
@@ -255,10 +251,8 @@ class GoodputPolicy:
         k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        rates, cost = self.requests, self.cost
-        split = self.splitter.choose(
-            load, gains, goodput[best], cost, self._chunk_ms, rates, fairness
-        )
+        times = self.cost, self._chunk_ms
+        split = self.splitter.choose(load, gains, goodput[best], *times, self.requests, fairness)
         return k if split is None else split.shape.k
 
     @property
