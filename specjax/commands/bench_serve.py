@@ -31,7 +31,7 @@ from specjax.bench.peers.server import free_port, serving
 from specjax.bench.reports import check_report, write_report
 from specjax.bench.reports.saved import parse
 from specjax.bench.result import Details, Peer, as_json
-from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
+from specjax.bench.serve import LoadSettings, as_traced, fill, head, top, verify, warm_up
 from specjax.bench.stages import stages
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint
@@ -269,7 +269,7 @@ def read(args: argparse.Namespace) -> ServeRun:
     form.prompt(queries.queries[0])
     return ServeRun(
         args=args,
-        load=load,
+        load=as_traced(load, queries.queries),
         model=model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
@@ -357,9 +357,9 @@ def describe(
         "Successful requests": figures["completed"],
         "Failed requests": figures["failed"],
         "Maximum request concurrency": load.max_concurrency,
-        "Request rate configured (RPS)": None
-        if figures["request_rate"] == "inf"
-        else load.arrivals.rate,
+        "Request rate configured (RPS)": load.arrivals.rate
+        if load.arrivals.is_timed and load.arrivals.ramp is None
+        else None,
         "Benchmark duration (s)": figures["duration"],
         "Total input tokens": figures["total_input_tokens"],
         "Total generated tokens": figures["total_output_tokens"],

@@ -17,6 +17,7 @@ from specjax.bench.reports import write_report
 from specjax.bench.reports.cells import cell_name, text_of_cells
 from specjax.bench.reports.saved import parse
 from specjax.bench.result import as_json, cells_as_json
+from specjax.bench.serve import as_traced
 from specjax.bench.traffic.endpoint import Endpoint
 from specjax.checkpoint.writing import write_whole
 from specjax.commands.bench_load import read_load, result_path
@@ -84,7 +85,9 @@ def read_cells(args: argparse.Namespace) -> list[ServeRun]:
     loads = [read_load(one) for one in given]
     first = read(given[0])
     return [
-        replace(first, args=one, load=load, path=result_path(one, first.model))
+        replace(
+            first, args=one, load=as_traced(load, first.prompts), path=result_path(one, first.model)
+        )
         for one, load in zip(given, loads, strict=True)
     ]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specjax.bench.describe import closing_lines
+from specjax.bench.describe import DOUBT, closing_lines
 from specjax.bench.reports.content import Cell, Chart, Content, ReportTable, shown
 from specjax.bench.reports.saved import Saved
 from specjax.bench.table import format_table
@@ -36,7 +36,8 @@ def text_of_cells(saved: Saved) -> str:
 def cell_name(top: Mapping[str, Any]) -> str:
     """Return the name of a cell, from the request_rate and the max_concurrency in `top`."""
     rate, limit = top["request_rate"], top["max_concurrency"]
-    name = "all at once" if rate in ("inf", float("inf")) else f"{rate:g} requests/s"
+    name = rate if isinstance(rate, str) else f"{rate:g} requests/s"
+    name = "all at once" if rate in ("inf", float("inf")) else name
     return name if limit is None else f"{name}, {limit} at a time"
 
 
@@ -50,9 +51,13 @@ def _notes(cells: Sequence[Saved]) -> list[str]:
     if any(good.values()):
         best = max(good, key=lambda name: good[name])
         lines.append(f"most requests/s within all limits: {good[best]:.2f}, with {best}")
-    for one in cells:
-        if one.details is not None:
-            lines += closing_lines(one.details, one.top["model_id"])
+    closing = [
+        closing_lines(one.details, one.top["model_id"]) for one in cells if one.details is not None
+    ]
+    doubts = [of[0] for of in closing if of[0].startswith(DOUBT)]
+    if doubts:
+        lines.append(f"in {len(doubts)} of {len(cells)} cells, {doubts[0]}")
+    lines += [line for of in closing for line in of if not line.startswith(DOUBT)]
     return list(dict.fromkeys(lines))
 
 
