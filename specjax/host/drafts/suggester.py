@@ -139,6 +139,7 @@ class Suggester:
         The round is not planned yet, and its number of drafts may depend on the result. While
         rounds have no drafts, the result is None in most rounds, which saves the host's time.
         """
+        self._found.clear()
         idle, self._num_idle = self._num_idle, self._num_idle + 1
         if idle % LOOK_EVERY:
             return None
@@ -153,7 +154,6 @@ class Suggester:
         return expected
 
     def _begin_step(self) -> None:
-        self._found.clear()
         for source in self.sources:
             source.begin_step()
 

@@ -251,9 +251,8 @@ class GoodputPolicy:
         k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        rates, cost = self.requests, self.cost
         split = self.splitter.choose(
-            load, gains, goodput[best], cost, self._chunk_ms, rates, fairness
+            load, gains, goodput[best], self.cost, self._chunk_ms, self.requests, fairness
         )
         return k if split is None else split.shape.k
 
@@ -275,12 +274,8 @@ class GoodputPolicy:
         """
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
-        if (
-            self._k is None
-            or self._k not in fair
-            or lead >= HYSTERESIS
-            or self._num_led >= LONG_LED
-        ):
+        is_out = self._k is None or self._k not in fair
+        if is_out or lead >= HYSTERESIS or self._num_led >= LONG_LED:
             self._k, self._num_led = best, 0
         return self._k
 
