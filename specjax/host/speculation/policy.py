@@ -272,12 +272,13 @@ class GoodputPolicy:
         `best` replaces the current K if it is clearly better, if the current K has not been the
         best for many rounds in a row, or if the current K is not in `fair`.
         """
-        lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
+        k = best if self._k is None else self._k
+        lead = goodput[best] / goodput[k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
-        is_out = self._k is None or self._k not in fair
-        if is_out or lead >= HYSTERESIS or self._num_led >= LONG_LED:
-            self._k, self._num_led = best, 0
-        return self._k
+        if k not in fair or lead >= HYSTERESIS or self._num_led >= LONG_LED:
+            k, self._num_led = best, 0
+        self._k = k
+        return k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
         """Return the estimated number of tokens per millisecond for each K."""
