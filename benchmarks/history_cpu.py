@@ -42,11 +42,8 @@ def main() -> None:
     settings = parser.parse_args()
     source = provenance(["optax"])
     drafter = {"method": "eagle3", "model": str(demo_folder(DRAFTERS[TARGET]["eagle3"]))}
-    configs = {
-        NEITHER: None,
-        ADAPTIVE: drafter | {"adaptive": True},
-        HISTORY: drafter | {"adaptive": True, "with": ["suffix"]},
-    }
+    adaptive = drafter | {"adaptive": True, "num_speculative_tokens": 3}
+    configs = {NEITHER: None, ADAPTIVE: adaptive, HISTORY: adaptive | {"with": ["suffix"]}}
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(open_engine(config)) for name, config in configs.items()
@@ -95,7 +92,9 @@ def open_engine(config: Mapping[str, Any] | None) -> RolloutEngine:
         speculative_config=config,
         max_model_len=PROMPT_LENGTH + MAX_TOKENS,
         max_num_seqs=16,
-        decode_batches=(4, 16),
+        decode_batches=(16,),
+        prefill_shapes=((4, PROMPT_LENGTH),),
+        max_num_batched_tokens=4 * PROMPT_LENGTH,
         dtype="float32",
         compile_ahead=True,
     )
