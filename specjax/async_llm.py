@@ -111,7 +111,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a request with a single sample that another engine has begun.
+        """Continue a request that another engine has begun. The request must have a single sample.
 
         `before` is the other engine's output. Yield later outputs as in `generate_stream`.
 

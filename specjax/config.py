@@ -46,8 +46,9 @@ class SpeculativeConfig:
     Attributes:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
-            draft), "ngram" (continues the last earlier occurrence of the latest tokens), or
-            "suffix" (continues them as the request's text, earlier outputs or corpora mostly did).
+            draft), "ngram" (the tokens after the last earlier occurrence of the latest tokens), or
+            "suffix" (the most frequent next tokens in the request's text, earlier outputs and
+            corpora).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
         sources: further sources of drafts: () or ["suffix"]; in a mapping, the key may be "with".
@@ -75,8 +76,9 @@ class SpeculativeConfig:
             layer i ("entering", as in vLLM) or its output ("output", as in SGLang). i is 0-based.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
-        suffix_decoding_...: as in vLLM: longest match in tokens; number of earlier outputs kept;
-            drafts per matched token; least estimated probability that all drafts are accepted.
+        suffix_decoding_...: as in vLLM, in the order of the fields: longest match, in tokens;
+            number of earlier outputs kept; drafts per matched token; least probability that all
+            drafts are accepted.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
         head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
             target's head, the drafter gets a copy, and the target keeps its own.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.bench.result import NEAR_TIE
 from specjax.device.edits import History, Processors
 from specjax.device.inputs import AdmitInputs
 from specjax.device.layout import Layout
@@ -27,8 +28,6 @@ from specjax.host.request import Request
 from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence as Sample
 from specjax.train.context import CausalRows
-
-NEAR_TIE = 2e-4
 
 
 @dataclass

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from specjax.bench.devices import set_policies
+from specjax.bench.sources import DraftsBySource
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
@@ -53,6 +54,7 @@ class Run:
     num_request_steps: int  # steps, counted once per request that gained tokens
     num_accepted_per_pos: tuple[int, ...]
     num_replicas: int = 1
+    sources: DraftsBySource = DraftsBySource({}, {}, {})
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,6 +130,7 @@ def as_run(
         num_request_steps=num_tokens - sum(accepted),  # each gives 1 token + accepted drafts
         num_accepted_per_pos=accepted,
         num_replicas=num_replicas,
+        sources=DraftsBySource.between(before, after),
     )
 
 

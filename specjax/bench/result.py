@@ -16,6 +16,7 @@ import numpy as np
 
 SCHEMA_VERSION = 1
 KEY = "specjax"  # the key of everything that vLLM does not measure
+NEAR_TIE = 2e-4  # scores this near may be swapped by rounding; see `identity`
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,16 @@ def without_headers(argv: Sequence[str]) -> list[str]:
 def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
     """Return a whole result: `top`, which has vLLM's keys, then the details."""
     return {**top, KEY: asdict(details)}
+
+
+def cells_as_json(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the result of `bench sweep serve`, from the `bench serve` result of each cell."""
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    body = {
+        **{"benchmark": "sweep serve", "schema_version": SCHEMA_VERSION, "timestamp": made},
+        "command": without_headers(sys.argv[1:]),
+    }
+    return {"model_id": model, "results": list(results), KEY: body}
 
 
 def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:

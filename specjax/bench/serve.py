@@ -14,6 +14,7 @@ from specjax.bench.result import (
     count_failures,
     vllm_speculation,
 )
+from specjax.bench.ties import tell_ties
 from specjax.bench.traffic.arrivals import Arrivals
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint, open_session
@@ -149,6 +150,8 @@ def speculation(traffic: Traffic) -> Speculation | None:
 def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> dict[str, Any]:
     """Send the requests again without drafts, and compare the tokens.
 
+    Where they differ, a near-tie is told from a mismatch; see `ties`.
+
     Raises:
         ValueError: the server drafted although the requests ask for no drafts, or it returns no
             token ids.
@@ -161,16 +164,17 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
     found = compare_outputs(traffic.complete, plain.complete)
     if found is None or found["compared"] != "token_ids":
         raise ValueError("--verify-lossless: the server returns no token ids to compare")
-    pairs = zip(traffic.records, plain.records, strict=False)
+    differing = [
+        (one, other)
+        for one, other in zip(plain.records, traffic.records, strict=False)
+        if one.is_complete and other.is_complete and one.token_ids != other.token_ids
+    ]
+    ties, mismatches = tell_ties(endpoint, differing) if differing else ([], [])
     return {
         "num_outputs": found["num_compared"],
         "num_tokens": sum(record.output_len for record in traffic.complete),
-        "near_ties": [],
-        "mismatches": [
-            f"request {one.index}: other tokens than plain decoding"
-            for one, other in pairs
-            if one.is_complete and other.is_complete and one.token_ids != other.token_ids
-        ],
+        "near_ties": ties,
+        "mismatches": mismatches,
         "plain_seconds": plain.duration,
         "times_plain": None,  # the requests of the two runs arrive differently
     }

@@ -202,7 +202,8 @@ def result_path(args: argparse.Namespace, model: str) -> str | None:
             if getattr(args, name) and not (name == "save_detailed" and args.output_json):
                 raise ValueError(f"--{name.replace('_', '-')} goes with --save-result")
         return None
-    rate = f"{args.request_rate:g}qps"
+    limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    rate = f"{args.request_rate:g}qps{limit}"
     label = args.label or args.backend
     date = time.strftime("%Y%m%d-%H%M%S")
     name = args.result_filename or f"{label}-{rate}-{Path(model).name}-{date}.json"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import split
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.bench import provenance
 from specjax.bench.datasets.queries import DatasetSettings, Queries, Query, make_queries
@@ -35,6 +35,7 @@ from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
 from specjax.bench.stages import stages
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint
+from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.writing import write_whole
 from specjax.commands.bench_load import (
     check_peers,
@@ -80,6 +81,7 @@ class ServeRun:
     Attributes:
         model: the model's name in requests: its checkpoint, or its name at --base-url.
         tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init.
+        checkpoint: the model's folder, which peers that are started load; "" without these.
         fields: fields of every request body.
         path: the file of --save-result; None without it.
     """
@@ -88,6 +90,7 @@ class ServeRun:
     load: LoadSettings
     model: str
     tokenizer: str | None
+    checkpoint: str
     queries: Queries
     fields: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -109,15 +112,23 @@ class ServeRun:
             headers=self.headers,
         )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, without the values of headers, which may be secret."""
+        return {**vars(self.args), "model": self.model, "header": list(self.headers)}
+
     @contextmanager
-    def own_server(self) -> Iterator[Endpoint]:
-        """Yield the endpoint to measure: --base-url, or a server that runs within the block."""
+    def own_server(self, *more: str) -> Iterator[Endpoint]:
+        """Yield the endpoint to measure: --base-url, or a server that runs within the block.
+
+        `more` are further arguments of the server that is started.
+        """
         args = self.args
         if args.base_url is not None:
             yield self.endpoint(args.base_url, self.model)
             return
         port = free_port()
-        command = server_command(args, self.model, port)
+        command = [*server_command(args, self.model, port), *more]
         with serving(command, port, args.ready_check_timeout_sec) as url:
             yield self.endpoint(url, self.model)
 
@@ -132,10 +143,12 @@ class ServeRun:
             yield replace(self.endpoint(name, model), headers={})
             return
         port, args = free_port(), self.args
-        words = SERVED_PEERS[name].words(model=self.model, port=port, dtype=args.dtype)
+        dtype = peer_dtype(args.dtype)
+        words = SERVED_PEERS[name].words(model=self.checkpoint, port=port, dtype=dtype)
         words += split(args.peer_args)
         with serving(words, port, args.ready_check_timeout_sec) as url:
-            yield replace(self.endpoint(url, self.model), headers={})
+            served = read_models(url, {}, option="--against")[0]["id"]
+            yield replace(self.endpoint(url, served), headers={})
 
     def run(self, endpoint: Endpoint) -> Traffic:
         """Send warm-up requests, then all requests. Return the requests and their answers."""
@@ -151,6 +164,20 @@ class ServeRun:
             )
 
 
+def peer_dtype(dtype: str) -> str:
+    """Return the --dtype of a peer. On a CPU, specjax' "auto" is float32, a peer's is not."""
+    is_cpu = provenance.describe_client()["platform"] == "cpu"
+    return "float32" if dtype == "auto" and is_cpu else dtype
+
+
+class Measured(NamedTuple):
+    """What a run measured: the requests, the figures by vLLM's keys, and the details."""
+
+    traffic: Traffic
+    figures: dict[str, Any]
+    details: Details
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and show its result. Return 1 if requests failed, else 0.
 
@@ -158,12 +185,28 @@ def run(args: argparse.Namespace) -> int:
     """
     asked, load = read(args), load_now()
     with asked.own_server() as endpoint:
-        moment = Moment.now()
-        traffic = asked.run(endpoint)
-        machine = Machine.look(load, [CpuTime.since(moment)], num_gpus=0)
-        lossless = None
-        if args.verify_lossless and not (traffic.is_gone or traffic.is_interrupted):
-            lossless = verify(endpoint, asked.prompts, traffic)
+        found = measure(asked, endpoint, load)
+    if not found.details.is_interrupted:
+        for name in args.against:
+            try:
+                with asked.peer_server(name) as endpoint:
+                    found.details.peers.append(measure_peer(asked, name, endpoint, found))
+            except ValueError as error:  # what was measured is kept
+                found.details.failures[f"--against {name}: {error}"] = 1
+    write(asked, found.figures, found.details)
+    if found.traffic.is_interrupted:
+        raise KeyboardInterrupt
+    return 1 if found.details.failures else 0
+
+
+def measure(asked: ServeRun, endpoint: Endpoint, load: float) -> Measured:
+    """Send all requests. `load` is the machine's load before any server was started."""
+    args, moment = asked.args, Moment.now()
+    traffic = asked.run(endpoint)
+    machine = Machine.look(load, [CpuTime.since(moment)], num_gpus=0)
+    lossless = None
+    if args.verify_lossless and not (traffic.is_gone or traffic.is_interrupted):
+        lossless = verify(endpoint, asked.prompts, traffic)
     figures = {
         **head(
             asked.load,
@@ -178,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
     }
     details = Details(
         benchmark="serve",
-        settings={**vars(args), "model": asked.model, "header": list(asked.headers)},
+        settings=asked.settings,
         environment=provenance.describe_client(),
         machine={**vars(machine), "doubts": machine.doubts},
         dataset=asked.queries.as_json(),
@@ -186,21 +229,15 @@ def run(args: argparse.Namespace) -> int:
         lossless=lossless,
     )
     fill(details, asked.load, traffic)
-    if not details.is_interrupted:
-        details.peers = [measure_peer(asked, name, figures, traffic) for name in args.against]
-    write(asked, figures, details)
-    if traffic.is_interrupted:
-        raise KeyboardInterrupt
-    return 1 if details.failures else 0
+    return Measured(traffic, figures, details)
 
 
-def measure_peer(asked: ServeRun, name: str, figures: Mapping[str, Any], traffic: Traffic) -> Peer:
-    """Send the same requests to a peer. Return the comparison with `figures` and `traffic`."""
-    with asked.peer_server(name) as endpoint:
-        found = asked.run(endpoint)
+def measure_peer(asked: ServeRun, name: str, endpoint: Endpoint, measured: Measured) -> Peer:
+    """Send the same requests to a peer. Return the comparison with this engine."""
+    found, figures = asked.run(endpoint), measured.figures
     own = {key: figures[key] for key in figures if key not in ("num_prompts", "burstiness")}
     theirs = top(asked.load, found, detailed=False)
-    outputs = compare_outputs(traffic.complete, found.complete)
+    outputs = compare_outputs(measured.traffic.complete, found.complete)
     return as_peer(name, None, own=own, figures=theirs, outputs=outputs)
 
 
@@ -217,6 +254,8 @@ def read(args: argparse.Namespace) -> ServeRun:
     fields = read_fields(args, needs_tokens=args.verify_lossless or bool(args.against))
     check_peers(args.against)
     model, tokenizer = read_names(args, headers)
+    is_started = any(name in SERVED_PEERS for name in args.against)
+    checkpoint = str(resolve(args.model or tokenizer or model)) if is_started else ""
     path = result_path(args, model)
     check_report("--report", args.report)
     check_outputs(output_json=args.output_json, result_filename=path, report=args.report)
@@ -227,6 +266,7 @@ def read(args: argparse.Namespace) -> ServeRun:
         load=load,
         model=model,
         tokenizer=tokenizer,
+        checkpoint=checkpoint,
         queries=queries,
         fields=fields,
         headers=headers,

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from specjax.checkpoint.demo import with_demo_drafter
 from specjax.commands.arguments import read_object
 from specjax.serving.drafters import parse_drafter
 
@@ -28,7 +29,8 @@ def read_speculation(
     if args.speculative_config is not None:
         if given:
             raise ValueError(f"--speculative-config sets everything; leave out {given[0]}")
-        return read_object("--speculative-config", args.speculative_config)
+        config = read_object("--speculative-config", args.speculative_config)
+        return with_demo_drafter(config, target)
     if not given:
         return None
     if args.drafter is None and args.method is None:

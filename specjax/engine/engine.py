@@ -270,7 +270,7 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Let requests use the programs that have become ready.
+        """Queue held requests whose programs are ready now, and use all shapes that are compiled.
 
         Return the samples that have ended because one of their programs failed to compile.
         """
@@ -314,7 +314,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Tell the repertoire how long chunks or a round took. Tell the policy a round's outcome.
+        """Pass the time of chunks or a round to `repertoire`, and a round's outcome to the policy.
 
         `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """
@@ -427,8 +427,8 @@ class Engine:
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
         """Return the times of rounds for each K in `ks`.
 
-        In exact mode, all rounds have one shape, and no time is measured. In other modes, `has_all`
-        means to clear the prefix cache and measure all shapes, not only the largest shape.
+        If `has_all`, clear the prefix cache and measure all shapes; otherwise, only the largest
+        shape. In exact mode, all times are equal, because all rounds have one shape.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

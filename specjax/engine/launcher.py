@@ -132,7 +132,7 @@ class Launcher:
 
         They are separate in exact mode, where all steps run the same programs. They are also
         separate if the chunks need grammar masks or logits processors, if the round's `Decode` is
-        not compiled, or if a request exports the features of its prompt.
+        not compiled, or if a request exports the hidden states of its prompt.
         """
         if self._config.exact:
             return None
@@ -227,5 +227,5 @@ class Launcher:
 
 
 def exports_features(plan: PrefillPlan) -> bool:
-    """Return whether any request of the plan exports the features of its prompt."""
+    """Return whether any request of the plan exports the hidden states of its prompt."""
     return any(chunk.sequence.request.exports_features for chunk in plan.chunks)

@@ -28,18 +28,18 @@ class Metrics:
         num_steps: number of launched steps. A step has prefill chunks, a decode round or both.
         num_prefill_steps: number of steps with prefill chunks.
         num_decode_steps: number of steps with a decode round.
-        acceptance_rate_per_pos: fraction of the draft tokens at each position that were accepted.
-            Rates are unconditional, as in a profile: the acceptance length of K drafts is 1 plus
-            the sum of the first K rates.
+        acceptance_rate_per_pos: fraction of the draft tokens at each position that were accepted. A
+            draft token after a rejected one counts as not accepted, so the acceptance length of K
+            drafts is 1 plus the sum of the first K rates.
         k_histogram: number of rounds per K.
-        request_k_histogram: number of times that a request had this number of draft tokens in a
-            round. A request may have fewer than K.
+        request_k_histogram: for each number of draft tokens, how often a request had this number in
+            a round. A request may have fewer than K.
         drafts_per_context: number of drafts by bucket of the request's length. The key of a bucket
             is its smallest length.
         accepted_tokens_per_context: number of accepted draft tokens by the same buckets.
         drafts_per_source: number of drafts by their source. Sources on the host are "suffix",
-            "corpus" and "history". The drafter is a source, too, and has the name of the
-            method ("ngram" for the method "suffix"). Empty without sources on the host.
+            "corpus" and "history". Drafts of the drafter are counted under the method's name, or
+            under "ngram" if the method is "suffix". Empty without sources on the host.
         draft_tokens_per_source: number of draft tokens by source.
         accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.
@@ -47,7 +47,8 @@ class Metrics:
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
             cache.
         prefix_cache_evictions: number of pages and snapshots evicted.
-        kv_cache_usage: fraction of pages in use now; the largest value, if there are several pools.
+        kv_cache_usage: fraction of pages in use now; the largest fraction, if there are several
+            pools.
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
         in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.
@@ -179,8 +180,8 @@ class Stopwatch:
 class Recorder:
     """Counts steps and their results, and adds up times.
 
-    `is_trained` means that the drafter was trained. If hardly any of its drafts are accepted, a
-    warning is logged.
+    If `is_trained`, the drafter was trained, and a warning is logged if hardly any of its drafts
+    are accepted.
 
     Attributes:
         host: measures the host's work for steps.

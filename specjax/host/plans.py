@@ -56,7 +56,7 @@ class PrefillPlan:
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """The distinct demands of the plan's requests."""
+        """The different `Demands` of the plan's requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
@@ -79,7 +79,7 @@ class DecodePlan:
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """The distinct demands of the plan's requests."""
+        """The different `Demands` of the plan's requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 

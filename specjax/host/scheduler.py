@@ -85,12 +85,12 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of resident sequences, except window pages."""
+        """The allocator of all pages except window pages."""
         return self.residents.pages
 
     @property
     def prefixes(self) -> PrefixCache:
-        """The cached prefixes."""
+        """The prefix cache."""
         return self.residents.prefixes
 
     @property
@@ -352,10 +352,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages, and queue the other samples of requests.
-
-        The other samples of a request are queued once its first sample has been prefilled.
-        """
+        """Cache the chunks' pages. Once a request's first sample is prefilled, queue the others."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence

@@ -117,7 +117,7 @@ class Sequence:
     def max_found(self) -> int:
         """Maximum number of tokens to take from the prefix cache.
 
-        Tokens whose log-probabilities or features are wanted are never taken from the cache.
+        Tokens whose log-probabilities or hidden states are wanted are never taken from the cache.
         """
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def min_length(self) -> int:
-        """Minimum number of tokens, including the prompt, when the rounds in flight have ended."""
+        """The number of tokens, with the prompt, if each round in flight gives only one token."""
         return len(self.token_ids) + self.num_in_flight
 
     def max_drafts(self, k: int, length: int) -> int:

@@ -260,10 +260,10 @@ class RolloutEngine:
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
                 paths; pairs (name, array) or a mapping, with Hugging Face names; or a folder (see
-                `read_weights`). For these names, the first update compiles layout conversions.
-                Floating-point arrays are cast to the engine's dtypes. If the engine's weights are
-                quantised, plain weights are rounded to the same formats. Buffers such as
-                `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                `read_weights`). With Hugging Face names, the first update compiles conversions of
+                layouts. Floating-point arrays are cast to the engine's dtypes. If the engine's
+                weights are quantised, plain weights are rounded to the same formats. Buffers such
+                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
                 drafter, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.

@@ -27,8 +27,7 @@ class VersionAcceptance:
         num_drafts: the number of rounds with drafts; a round counts once for each request in it.
         mean_acceptance_length: the mean number of tokens per request in a round with drafts.
         acceptance_rate_per_pos: for each draft position, the number of accepted drafts divided by
-            the number of drafts. The rate includes drafts after a rejected draft, which are never
-            accepted.
+            the number of drafts. A draft after a rejected draft counts as not accepted.
         k_histogram: the number of rounds for each K. A round with K = 4 has at most 4 drafts per
             request.
         draft_tokens_per_source, accepted_tokens_per_source: the numbers of drafts and of accepted

@@ -266,8 +266,9 @@ class _Prompt:
     def add(self, before: list[int], output: _Output, window: int) -> None:
         """Add an output, and forget the outputs of weights that are too old.
 
-        `before` has the last tokens of the prompt. The outputs of the `window` + 1 highest numbers
-        of updates are kept.
+        `before` has the last tokens of the prompt. `output.update` numbers the weights that
+        generated the output: later weights have a higher number. Only outputs with one of the
+        `window` + 1 highest numbers are kept.
         """
         self.index.add([*before, *output.tokens])
         self.outputs.append(output)

@@ -73,9 +73,10 @@ class CorpusMethods:
     _check_open: Any
 
     def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
-        """Add texts, or lists of token ids, to draft from, such as code that outputs will quote.
+        """Add a corpus: texts, or lists of token ids, that drafts may repeat.
 
-        Corpora do not change outputs. A token takes about 350 bytes of host memory.
+        This helps if outputs quote the texts, for example code. Corpora do not change outputs. A
+        token takes about 350 bytes of host memory.
 
         Raises:
             ValueError: the engine does not draft from texts, there is a corpus of this name, the

@@ -74,7 +74,7 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
 
 
 def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Return tool calls with arguments as mappings, which templates expect, instead of JSON."""
+    """Return tool calls whose arguments are mappings, as templates expect, instead of JSON."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call
@@ -150,16 +150,18 @@ def render_conversations(
     *,
     content_format: str,
     variables: Mapping[str, Any],
+    max_tokens: int | None = None,
     **options: Any,
 ) -> list[TokensPrompt]:
     """Return a prompt for each conversation.
 
     `messages` is a conversation or a list of conversations. `variables` are passed to the template.
-    `options` are passed to `ChatTokenizer.apply_chat_template`.
+    `max_tokens` is for `ChatTokenizer.encode`, and `options` for
+    `ChatTokenizer.apply_chat_template`.
 
     Raises:
-        ValueError: `check_conversation` refuses a conversation, or a variable has the name of an
-            argument of `ChatTokenizer.apply_chat_template`.
+        ValueError: `check_conversation` refuses a conversation, its prompt is too long, or a
+            variable has the name of an argument of `ChatTokenizer.apply_chat_template`.
         CheckpointError: there is no chat template.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -188,6 +190,6 @@ def render_conversations(
     prompts: list[TokensPrompt] = []
     for conversation in checked:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables, **options)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         prompts.append({"prompt": text, "prompt_token_ids": ids})
     return prompts

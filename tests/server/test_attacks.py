@@ -3,13 +3,18 @@
 import json
 import re
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.engines import make_llm
-from support.http import served
+from support.http import served, until
 
+from specjax.server.service import MAX_LONG
 from specjax.server.settings import Limits
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
@@ -47,6 +52,7 @@ BODIES = {  # name: body of /v1/completions, status
     "a pattern as a stop": (body(stop="(a+)+$"), 200),
     "100,000 stops": (body(stop=["a"] * 10**5), 400),
     "100,000 prompts": (body(prompt=["a"] * 10**5), 400),
+    "a prompt of 15 million characters": (body(prompt="ab " * 5 * 10**6), 400),
     "100,000 biases": (body(logit_bias={str(i): 1 for i in range(10**5)}), 400),
     "a regular expression with nested repeats": (constrained(regex="((a{1,99}){1,99}){1,99}"), 200),
     "a regular expression that backtracks": (constrained(regex="((a+)+)+ *"), 200),
@@ -127,6 +133,55 @@ def test_a_request_that_never_comes(attacked):
         begin = time.perf_counter()
         assert exchange(attacked.port, *parts) == b"" and time.perf_counter() - begin < 2.5
     assert told("a connection without a request")
+
+
+def test_texts_that_take_long_hold_nobody(llm):
+    """They are read one after the other, and some may wait; then they are refused."""
+    encode, slow = type(llm.tokenizer).encode, threading.Event()
+
+    def wait(self, text, **options):
+        assert len(text) < 2**18 or slow.wait(30)
+        return encode(self, text, **options)
+
+    with (
+        served(llm) as server,
+        patch.object(type(llm.tokenizer), "encode", wait),
+        ThreadPoolExecutor(40) as threads,
+    ):
+        long = {"prompt": "a" * 2**18}
+        sent = [threads.submit(server.post, "/tokenize", long) for _ in range(MAX_LONG + 4)]
+        try:
+            until(lambda: sum(one.done() for one in sent) == 4)
+            assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status == 200
+        finally:
+            slow.set()
+        statuses = [one.result().status for one in sent]
+        assert sorted(statuses) == [200] * MAX_LONG + [429] * 4
+    assert told("20 texts of 1 MB at the same time").startswith("429")
+
+
+def test_bodies_that_fill_the_memory(llm):
+    with served(llm, limits=Limits(max_pending_bytes=2**16)) as server, ExitStack() as stack:
+        for _ in range(4):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            one.sendall(POST + b"Content-Length: 99999\r\n\r\n" + b" " * 2**14)
+        until(lambda: server.service.num_pending_bytes == 2**16)
+        assert server.post(COMPLETIONS, {"prompt": "a"}).error == (429, None)
+        stack.close()
+        until(lambda: server.service.num_pending_bytes == 0)
+        large = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": "a" * 2**17})
+        assert large.status == 200  # one that is larger than the limit is read alone
+    assert told("bodies of 16 MiB on many connections").startswith("429")
+
+
+def test_a_template_that_takes_too_long(llm):
+    template = "{% for a in messages %}" * 9 + "{% endfor %}" * 9
+    limits = Limits(max_template_seconds=0.2)
+    with served(llm, limits=limits, chat_template=template) as server:
+        answer = server.post(CHAT, {"messages": [HI] * 100})
+        assert answer.error == (400, "messages") and b"too long" in answer.body
+        assert server.post("/tokenize", {"messages": [HI] * 100}).status == 400
+    assert told("messages for which a template loops too long").startswith("400")
 
 
 def test_templates(llm):

@@ -2,7 +2,8 @@
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -19,6 +20,14 @@ from specjax.server.settings import Limits, ServerSettings
 
 JSON = {"content-type": "application/json"}
 LIMIT = 60  # seconds
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 @dataclass(frozen=True)

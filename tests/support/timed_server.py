@@ -20,6 +20,7 @@ class TimedServer:
         seconds: the pause before each chunk.
         tokens: the number of tokens in each chunk.
         dies_at: the number of the request during which the server dies; None if it does not.
+        best: scores by token, the answer to requests for log-probabilities.
         bodies: the time of arrival and the body of each request.
     """
 
@@ -28,6 +29,7 @@ class TimedServer:
     dies_at: int | None = None
     status: int = 200
     counts: bool = True  # tokens in each chunk, not only at the end
+    best: dict[int, float] = field(default_factory=dict)
     bodies: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     port: int = 0
     server: Any = None
@@ -61,6 +63,13 @@ class TimedServer:
         body = json.loads(await reader.readexactly(length))
         number = len(self.bodies)
         self.bodies.append((time.perf_counter(), body))
+        if "logprobs" in body:
+            top = {f"token_id:{token}": score for token, score in self.best.items()}
+            found = json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()
+            kind = b"content-type: application/json\r\n"
+            size = f"content-length: {len(found)}\r\n\r\n".encode()
+            writer.write(b"HTTP/1.1 200 OK\r\n" + kind + size + found)
+            return
         if self.status != 200:
             error = json.dumps({"error": {"message": "too long for this model"}}).encode()
             writer.write(

@@ -1,12 +1,20 @@
-"""Compares two results of the same workload."""
+"""Compares two results, or several repeated results, of one workload."""
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from specjax.bench.reports.content import brief
-from specjax.bench.reports.noise import Interval, of_requests, of_rounds, values_per_request
+from specjax.bench.reports.noise import (
+    Interval,
+    of_pairs,
+    of_requests,
+    of_rounds,
+    values_per_request,
+)
 from specjax.bench.reports.saved import Saved
 
 # Figures that are compared, by their keys. Of rates, more is better; of times, less.
@@ -35,12 +43,15 @@ class Change:
     Attributes:
         interval: 95 % confidence interval of `ratio`; None if the results have too few values to
             estimate it.
+        source: the values that `interval` is estimated from, such as "3 and 3 rounds"; "" if there
+            is no interval.
     """
 
     key: str
     before: float
     after: float
     interval: Interval | None
+    source: str
 
     @property
     def ratio(self) -> float:
@@ -72,36 +83,85 @@ class ResultChanges:
     changes: list[Change]
 
 
-def compare(before: Saved, after: Saved) -> ResultChanges:
-    """Compare two results.
+def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
+    """Compare results from before a change with results from after it.
+
+    If there are several on a side, they are repeated runs, whose means are compared.
 
     Raises:
         ValueError: the workloads differ, so that figures cannot be compared. The message has the
             fields that differ.
     """
-    if wrong := _differing(_workload(before), _workload(after)):
-        fields = "; ".join(f"{name}: {brief(a)} and {brief(b)}" for name, (a, b) in wrong.items())
-        raise ValueError(f"the results are of different workloads, so no figures compare: {fields}")
-    first, second = _figures(before), _figures(after)
-    return ResultChanges(
-        _differing(_settings(before), _settings(after)),
-        [
-            Change(key=key, before=value, after=second[key], interval=_interval(key, before, after))
-            for key, value in first.items()
-            if value and key in second
-        ],
-    )
+    first, *others = [*before, *after]
+    if any(saved.cells for saved in (first, *others)):
+        raise ValueError("compare cells of sweeps: --save-result writes a file for each of them")
+    for other in others:
+        _refuse(_differing(_workload(first), _workload(other)), "are of different workloads")
+    for one, *repeated in before, after:
+        for other in repeated:
+            _refuse(_differing(_settings(one), _settings(other)), "of one side differ")
+    sides = [[_figures(saved) for saved in side] for side in (before, after)]
+    shared = [key for key in sides[0][0] if all(key in one for side in sides for one in side)]
+    changes = []
+    for key in shared:
+        values = [[one[key] for one in side] for side in sides]
+        if not all(values[0]):
+            continue
+        interval, source = _interval(key, before, after, values)
+        means = [fmean(one) for one in values]
+        changes.append(
+            Change(key=key, before=means[0], after=means[1], interval=interval, source=source)
+        )
+    return ResultChanges(_differing(_settings(before[0]), _settings(after[0])), changes)
 
 
-def _interval(key: str, before: Saved, after: Saved) -> Interval | None:
+def _refuse(differing: Mapping[str, tuple[Any, Any]], why: str) -> None:
+    if differing:
+        fields = "; ".join(f"{n}: {brief(a)} and {brief(b)}" for n, (a, b) in differing.items())
+        raise ValueError(f"the results {why}, so no figures compare: {fields}")
+
+
+def _interval(
+    key: str, before: Sequence[Saved], after: Sequence[Saved], values: Sequence[Sequence[float]]
+) -> tuple[Interval | None, str]:
+    """Return the interval of a figure's change, and what it is from.
+
+    `values` holds the figure of each result, for the two sides.
+    """
+    if max(len(before), len(after)) > 1:
+        return _named(of_rounds(*values), f"{len(before)} and {len(after)} runs")
+    (first,), (second,) = before, after
+    if first.details is None:
+        pairs = [_by_prompts(saved, key) for saved in (first, second)]
+        return _named(of_pairs(*pairs), f"{len(pairs[0].keys() & pairs[1].keys())} pairs")
     rounds = [
         [one[key] for one in saved.details.rounds if key in one] if saved.details else []
-        for saved in (before, after)
+        for saved in (first, second)
     ]
-    if (found := of_rounds(*rounds)) is not None or not (match := _OF_REQUESTS.fullmatch(key)):
-        return found
-    first, second = (values_per_request(saved, match[2]) for saved in (before, after))
-    return None if first is None or second is None else of_requests(match[1], first, second)
+    if (found := of_rounds(*rounds)) is not None:
+        return found, " and ".join(str(len(one)) for one in rounds) + " rounds"
+    if (match := _OF_REQUESTS.fullmatch(key)) is None:
+        return None, ""
+    requests = [values_per_request(saved, match[2]) for saved in (first, second)]
+    if requests[0] is None or requests[1] is None:
+        return None, ""
+    return _named(of_requests(match[1], requests[0], requests[1]), "requests")
+
+
+def _named(interval: Interval | None, source: str) -> tuple[Interval | None, str]:
+    return interval, source if interval is not None else ""
+
+
+def _by_prompts(saved: Saved, key: str) -> dict[tuple[int, ...], list[float]]:
+    """Return a figure of `bench speculation` in each round, by the prompts of the round."""
+    name, _, figure = key.rpartition(": ")
+    found: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
+    for one in saved.top["configurations"]:
+        if one["configuration"] == name:
+            for of_round in one.get("rounds", ()):
+                if figure in of_round:
+                    found[tuple(of_round["prompts"])].append(of_round[figure])
+    return found
 
 
 def _figures(saved: Saved) -> dict[str, float]:
@@ -139,6 +199,7 @@ def _settings(saved: Saved) -> dict[str, Any]:
     """Return fields that may differ: other settings, versions and hardware."""
     settings = {k: v for k, v in _given(saved).items() if not _UNSHOWN.fullmatch(k)}
     environment = dict(saved.details.environment if saved.details else saved.top["environment"])
+    environment.pop("clocks", None)  # they vary from run to run
     versions = {f"version of {k}": v for k, v in environment.pop("versions").items()}
     return {**settings, **versions, **environment}
 

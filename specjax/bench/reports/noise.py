@@ -1,7 +1,8 @@
 """Estimates confidence intervals (95 %) of the ratio of a figure in two runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -30,6 +31,24 @@ def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | Non
     below = sum(p**2 / (len(x) - 1) for p, x in zip(parts, (first, second), strict=True))
     width = stats.t.ppf((1 + _LEVEL) / 2, sum(parts) ** 2 / below) * math.sqrt(sum(parts))
     return math.exp(shift - width), math.exp(shift + width)
+
+
+def of_pairs(
+    before: Mapping[Any, Sequence[float]], after: Mapping[Any, Sequence[float]]
+) -> Interval | None:
+    """Return the interval of the ratio of two runs, from pairs of values on the same prompts.
+
+    Each key identifies prompts, and has the values of all passes over them. The interval is
+    Student's, for the mean logarithm of the ratios, one per key in both runs. Return None if it has
+    fewer than two, or if a value is not above 0.
+    """
+    both = [(before[key], after[key]) for key in before if key in after]
+    if len(both) < 2 or min(min(*one, *other) for one, other in both) <= 0:
+        return None
+    shifts = np.array([np.log(other).mean() - np.log(one).mean() for one, other in both])
+    error = float(shifts.std(ddof=1)) / math.sqrt(len(shifts))
+    width = stats.t.ppf((1 + _LEVEL) / 2, len(shifts) - 1) * error
+    return math.exp(shifts.mean() - width), math.exp(shifts.mean() + width)
 
 
 def of_requests(

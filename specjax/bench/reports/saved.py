@@ -1,7 +1,7 @@
 """Reads results of `specjax bench` from JSON files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 from specjax.bench.comparison import SCHEMA_VERSION as SPECULATION_VERSION
 from specjax.bench.result import KEY, SCHEMA_VERSION, Details, Distribution, Peer, Speculation
 
-SPECULATION = "speculation"
+SPECULATION, CELLS = "speculation", "sweep serve"
 _VERSIONS = {
-    **dict.fromkeys(("latency", "throughput", "serve"), SCHEMA_VERSION),
+    **dict.fromkeys(("latency", "throughput", "serve", CELLS), SCHEMA_VERSION),
     SPECULATION: SPECULATION_VERSION,
 }
 _OF_SPECULATION = (
@@ -27,12 +27,15 @@ class Saved:
     Attributes:
         benchmark: "latency", "throughput", "serve" or "speculation".
         top: the whole JSON object.
-        details: the object under the key "specjax"; None for "speculation", which has no such key.
+        details: the object under the key "specjax"; None for results of `bench speculation` and
+            `bench sweep serve`, which have no such key.
+        cells: the results of each cell of `bench sweep serve`; empty for other benchmarks.
     """
 
     benchmark: str
     top: Mapping[str, Any]
     details: Details | None
+    cells: Sequence["Saved"] = ()
 
 
 def read(path: str) -> Saved:
@@ -58,6 +61,10 @@ def parse(text: str, path: str) -> Saved:
         top = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); name the JSON of a result") from None
+    return _saved(top, path)
+
+
+def _saved(top: Any, path: str) -> Saved:
     body = top.get(KEY, top) if isinstance(top, dict) else None
     benchmark = body.get("benchmark") if isinstance(body, dict) else None
     if body is None or benchmark not in _VERSIONS:
@@ -71,11 +78,15 @@ def parse(text: str, path: str) -> Saved:
             f"{path} has schema_version {version}, and this version of specjax reads "
             f"{_VERSIONS[benchmark]}; measure again"
         )
-    needed = _OF_SPECULATION if benchmark == SPECULATION else ("model_id",)
+    needed = {SPECULATION: _OF_SPECULATION, CELLS: ("model_id", "results")}.get(
+        benchmark, ("model_id",)
+    )
     if lacking := [key for key in needed if key not in top]:
         raise ValueError(f"{path} is damaged, it lacks {', '.join(lacking)}; measure again")
     if benchmark == SPECULATION:
         return Saved(benchmark, top, None)
+    if benchmark == CELLS:
+        return Saved(benchmark, top, None, [_saved(one, path) for one in top["results"]])
     try:
         return Saved(benchmark, top, _details(body))
     except (TypeError, KeyError, AttributeError) as error:

@@ -9,7 +9,7 @@ from specjax.bench.reports.content import Chart, Points, shown
 NUM_COLOURS = 8
 _WIDTH, _HEIGHT = 440, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 428, 14, 216  # the box of the data
-_MARKED = 40  # lines of at most this many points have marks
+MARKED = 40  # lines of at most this many points have marks
 
 
 def draw(chart: Chart) -> str:
@@ -102,7 +102,7 @@ def _lines(series: dict[str, list[tuple[float, float]]], place) -> list[str]:
         colour = number % NUM_COLOURS
         path = _path([(across(x), place(y)) for x, y in points])
         parts.append(f'<polyline points="{path}" class="l{colour}"/>')
-        if len(points) <= _MARKED:
+        if len(points) <= MARKED:
             parts += [
                 f'<circle cx="{across(x):.1f}" cy="{place(y):.1f}" r="3" class="f{colour}">'
                 f"{_tooltip(name, x, y)}</circle>"

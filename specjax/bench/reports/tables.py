@@ -31,7 +31,7 @@ _DISTRIBUTIONS = {
     "tokens_per_chunk": "Tokens per chunk",
 }
 _SUMMARY = "mean", "median", "std", "p90", "p99", "max"
-_ACCEPTED = {
+ACCEPTED = {
     "num_drafts": "rounds",
     "num_draft_tokens": "drafts",
     "num_accepted": "accepted",
@@ -92,13 +92,13 @@ def acceptance_tables(found: Speculation) -> list[ReportTable]:
     rows = []
     for name, one in named.items():
         rates = [*one.get("rates_per_position", ()), *[None] * most][:most]
-        rows.append([name, *(one[key] for key in _ACCEPTED), *rates])
+        rows.append([name, *(one[key] for key in ACCEPTED), *rates])
     positions = [f"position {i + 1}" for i in range(most)]
     ks = sorted({*found.k_histogram, *found.ms_per_round, *found.round_over_plain}, key=int)
     by_k = found.k_histogram, found.ms_per_round, found.round_over_plain
     steps = {"host": found.host_ms, "waiting": found.wait_ms, "device, at most": found.device_ms}
     return [
-        ReportTable("Acceptance", ["", *_ACCEPTED.values(), *positions], rows),
+        ReportTable("Acceptance", ["", *ACCEPTED.values(), *positions], rows),
         ReportTable(
             "Rounds by K",
             ["K", "rounds", "ms", "plain steps"],

@@ -1,4 +1,7 @@
-"""Sources of drafts on the host: texts that a request's output may repeat."""
+"""Sources of drafts on the host.
+
+A source has texts that a request's output may repeat.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,7 +22,10 @@ MAX_NEW_TOKENS = 2048  # maximum number of tokens that a step adds to `OwnText`
 
 
 class Source(Protocol):
-    """A source of drafts on the host."""
+    """A source of drafts on the host: texts that a request's output may repeat.
+
+    Where an output repeats a text, the text's next tokens become drafts.
+    """
 
     @property
     def name(self) -> str:
@@ -27,14 +33,14 @@ class Source(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Begin the drafts of a new round."""
+        """Prepare for the drafts of a new round. Limits on the work per round start again."""
         ...
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """Return `num_in_flight` expected tokens of a sample, and then at most `count` drafts.
+        """Return `num_in_flight` expected tokens of a sample, followed by at most `count` drafts.
 
-        The expected tokens are those that rounds in flight will probably give. If the source has no
-        drafts, the result is `NOTHING`.
+        The expected tokens are those that the rounds in flight will probably give. The result is
+        `NOTHING` if the source has no drafts.
         """
         ...
 
@@ -58,7 +64,7 @@ class OwnText:
         self._room = MAX_NEW_TOKENS
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """See `Source`. Indexing a long prompt takes several rounds, which get no drafts."""
+        """See `Source`. A long prompt is indexed in several rounds, which get no drafts from it."""
         index = self._indexes.get(sample)
         if index is None:
             index = self._indexes[sample] = TextIndex()
@@ -99,7 +105,8 @@ class _Texts:
 class EarlierOutputs(_Texts):
     """The outputs of the latest samples that stopped or reached their length limit.
 
-    It keeps about `max_requests` of them, and fewer if they have more than `MAX_OUTPUT_TOKENS`.
+    About `max_requests` outputs are kept, or fewer if they have more than `MAX_OUTPUT_TOKENS`
+    tokens.
     """
 
     name = "suffix"

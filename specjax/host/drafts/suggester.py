@@ -26,7 +26,7 @@ LOOK_EVERY = 8  # if rounds have no drafts, texts are searched once in this numb
 
 
 class Suggestion(NamedTuple):
-    """A path of expected tokens. The first token is for the position `start`."""
+    """A path of expected tokens from the position `start` on. Its last tokens may become drafts."""
 
     start: int
     tokens: list[int]
@@ -57,7 +57,7 @@ class _Found(NamedTuple):
 
 
 class SourceCounts(NamedTuple):
-    """Counts of rounds with drafts from one source, of these drafts, and of accepted drafts."""
+    """Counts for one source of drafts: rounds with its drafts, draft tokens and accepted tokens."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -77,13 +77,13 @@ class _Means:
 class Suggester:
     """Suggests drafts from the source with the highest expected number of accepted drafts.
 
-    If the drafter is expected to do better than all sources, it suggests nothing.
+    No draft is suggested if the drafter is expected to do better than all sources.
 
     Attributes:
         sources: the sources; empty if all drafts come from the drafter.
         max_drafts: the maximum number of drafts in a round.
-        counts: counts by the name of the source. The drafter has an entry, too; see
-            `Method.drafter`.
+        counts: counts by the name of the source. The drafter counts as a source, too; for its name,
+            see `Method.drafter`.
     """
 
     @classmethod

@@ -61,12 +61,15 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """How to split the round whose K was just chosen; None if it is not split."""
+        """Which requests draft in the round whose K was just chosen; None if it is not split."""
         ...
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster, but whose program is not ready; None without one."""
+        """A split round that would be faster, but whose program is not ready; None without one.
+
+        In a split round, only some requests draft.
+        """
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -74,7 +77,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape can run. `time()` measures the milliseconds of one."""
+        """Note that rounds of this shape can run. `time` measures such a round, in milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -170,8 +173,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. It splits rounds if this is faster (see `split`). Ks and
-    splits that slow down requests in one range of context lengths are left out (see `fairness`).
+    tries doubles until another K is best. See `split` for split rounds, and `fairness` for Ks that
+    slow down requests in one range of context lengths.
     """
 
     weighs_requests = True
@@ -190,16 +193,14 @@ class GoodputPolicy:
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
         During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has now, while rates are already being learned. For `max_slowdown`, see
-        `fairness`.
+        `acceptance` has when the policy is built. `max_slowdown` is explained in `fairness`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
         self.acceptance = acceptance
         self.requests = RequestRates(acceptance.max_drafts)
         self.splitter = Splitter()
-        self._learns_cost = learns_cost
-        self._learns_acceptance = learns_acceptance
+        self._learns_cost, self._learns_acceptance = learns_cost, learns_acceptance
         self.is_learning = learns_cost or learns_acceptance
         self._warm_up_rounds = warm_up_rounds
         self._max_slowdown = max_slowdown
@@ -207,8 +208,7 @@ class GoodputPolicy:
         self._tried: Counter[tuple[int, int]] = Counter()  # number of rounds by padded batch, K
         self._k: int | None = None
         self._num_led = 0  # number of rounds in a row in which another K was better
-        self._since_probe = 0
-        self._parked, self._patience = 0, PARKED_FIRST
+        self._since_probe, self._parked, self._patience = 0, 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
         self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost

@@ -8,10 +8,10 @@ rows at once. Until this program is compiled, the two parts may run one after th
     tokens = n + expected number of accepted drafts of the m requests
     ms     = time of m (K + 1) + (n - m) rows in the target, and of K drafts for m requests
 
-The time is not known before a split round of this shape has run. It is first estimated as the time
-of an unsplit round with the same numbers of requests and of rows. In such a round, requests have
-fewer drafts, so the drafter runs fewer times. The time of the missing runs is added. Later, the
-times of served split rounds correct the estimate, separately for each shape.
+The time is not known before a split round of this shape has run. The time is first estimated as the
+time of an unsplit round with the same numbers of requests and of rows. In such a round, requests
+have fewer drafts, so the drafter runs fewer times. The time of the missing runs is added. Later,
+the times of served split rounds correct the estimate, separately for each shape.
 """
 
 import math
@@ -176,7 +176,7 @@ class Splitter:
             self.wish = SplitWish(best.shape, 1 - reached / best.goodput)
 
     def _times(self, cost: StepCost, table: Any, shape: SplitShape) -> tuple[float, float]:
-        """Return the milliseconds of a split round as one program, and as two programs."""
+        """Return a split round's milliseconds as one program, and as two programs."""
         _, level = self._corrections.get(shape, (0, 0.0))
         column = cost.ks.index(shape.k)
         apart = table[cost.batches.index(shape.drafting), column]
@@ -190,7 +190,7 @@ def _order(gains: Any, k: int) -> Any:
 
 
 def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
-    """Return the estimated milliseconds of a split round that runs as one program, without context.
+    """Return the estimated milliseconds of a split round without context, run as one program.
 
     `table` is `cost.table` as an array. If it is None, it is computed.
     """
