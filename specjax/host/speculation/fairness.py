@@ -30,7 +30,11 @@ class Fairness:
 
     @classmethod
     def of(
-        cls, load: DecodeLoad, goodput: Mapping[int, float], max_slowdown: float, cost: StepCost
+        cls,
+        load: DecodeLoad,
+        goodput: Mapping[int, float],
+        max_slowdown: float,
+        cost: StepCost | None,
     ) -> "Fairness | None":
         """Return the limits for a round; None if every round is fair, or if there is no K = 0.
 
@@ -41,7 +45,7 @@ class Fairness:
             load: the load of the round.
             goodput: tokens per millisecond, over all requests, by K.
             max_slowdown: see the module.
-            cost: the times of rounds.
+            cost: the times of rounds, which are being learned; None if they are known.
         """
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
             return None
@@ -49,7 +53,7 @@ class Fairness:
         if len(kinds := sorted(set(buckets))) < 2:
             return None
         members = np.array(buckets)[:, None] == np.array(kinds)
-        doubt = cost.spread(load.num_sequences, 0, load.num_context)
+        doubt = cost.spread(load.num_sequences, 0, load.num_context) if cost else 0.0
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):

@@ -242,7 +242,8 @@ class GoodputPolicy:
             return self._choices[0]
         gains = self._gains(load)
         goodput = self._goodput(load, gains)
-        fairness = Fairness.of(load, goodput, self._max_slowdown, self.cost)
+        learned = self.cost if self._learns_cost else None
+        fairness = Fairness.of(load, goodput, self._max_slowdown, learned)
         fair = fairness.ks(goodput, gains, self._k) if fairness else self._choices
         best = max(fair, key=lambda k: (goodput[k], -k))
         if not self.is_learning:
