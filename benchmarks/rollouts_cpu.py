@@ -34,7 +34,7 @@ BLOCK = "adaptive K, block verification"  # draws other tokens, from the same di
 POLICIES = STATIC, ADAPTIVE, HISTORY, BLOCK
 NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
-MAX_MODEL_LEN, PAGE_SIZE = 448, 16
+MAX_MODEL_LEN, PAGE_SIZE, PREFILL_WIDTH = 448, 16, 64
 TAIL = 0.25  # the tail begins when fewer requests than this fraction of max_num_seqs run
 WARM_UP = 128  # number of samples to warm up
 
@@ -78,6 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--decode-batches", type=int, nargs="+", help="default: powers of two")
     parser.add_argument("--max-k", type=int, default=5, help="of adaptive K; default: %(default)s")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--result", default="rollouts_cpu", help="file; default: %(default)s")
@@ -126,6 +127,9 @@ def open_engines(
         BLOCK: adaptive | {"verification": "block"},
     }
     policies = {OFF: None, **{name: every[name] for name in settings.policies}}
+    batches, shapes = settings.decode_batches, None
+    if batches is not None:  # few programs, which are compiled sooner
+        shapes = ((4, PREFILL_WIDTH),)
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
@@ -135,6 +139,8 @@ def open_engines(
                     max_model_len=MAX_MODEL_LEN,
                     max_num_seqs=max_num_seqs,
                     page_size=PAGE_SIZE,
+                    decode_batches=batches and tuple(batches),
+                    prefill_shapes=shapes,
                     num_pages=max_num_seqs * MAX_MODEL_LEN // PAGE_SIZE,
                     compile_ahead=True,
                 )
