@@ -6,9 +6,11 @@ ranges are the buckets of `contexts`. The mean speed of the requests in a range 
 
     speed(k) = (1 + their mean number of accepted drafts) / ms of the round
 
-and a round is fair if speed(k) >= (1 - max_slowdown) * speed(0) in every range.
+and a round is fair if speed(k) >= (1 - max_slowdown) * speed(0) in every range. Ranges with few
+requests do not count: a single long request should not stop the drafts of all others.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from specjax.host.speculation.rounds import DecodeLoad
 from specjax.host.speculation.step_cost import StepCost
 
 EVERY = slice(None)
+MIN_SHARE = 1 / 8  # minimum fraction of the requests in a range that counts
 
 
 class Fairness:
@@ -50,14 +53,16 @@ class Fairness:
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
             return None
         buckets = [context_bucket(length) for length in load.requests.lengths]
-        if len(kinds := sorted(set(buckets))) < 2:
+        counts = Counter(buckets)
+        if len(counts) < 2:
             return None
+        kinds = [kind for kind, count in counts.items() if count >= MIN_SHARE * len(buckets)]
         members = np.array(buckets)[:, None] == np.array(kinds)
         doubt = cost.spread(load.num_sequences, 0, load.num_context) if cost else 0.0
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):
-        """`members` bool[n, R] says which request is in which range.
+        """`members` bool[n, R] says which request is in which range that counts.
 
         `least` is the number of tokens per millisecond, over all requests, of a round in which
         every range has exactly the least speed.

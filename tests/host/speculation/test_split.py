@@ -95,6 +95,13 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
 
 
+def test_few_long_requests_do_not_stop_the_others():
+    rates, contexts = [0.7] * 63 + [0.02], [1000] * 63 + [66_000]
+    short = slice(0, 63)
+    off = serve(0, rates, contexts, 1, 0).speed(0, short)
+    assert serve(adaptive(), rates, contexts, 200, 0).speed(0, short) > 1.8 * off
+
+
 def test_known_times_are_not_doubted():
     """A profile's K is that of one range of lengths, where all ranges gain a little from drafts."""
     cost, rates = replayed_cost(), [0.13] + [0.0] * (KS[-1] - 1)
