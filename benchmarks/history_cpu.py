@@ -5,7 +5,7 @@
 The demo is trained to use many different tokens. After each update, three engines with equal
 weights and seeds generate rollouts of the same prompts: without speculation, with adaptive EAGLE-3,
 and with adaptive EAGLE-3 and a history. So the rollouts must be equal. The engine with a history
-also generates other rollouts: half of them reuse the noise of earlier rollouts. The times do not
+also generates other rollouts, half of which reuse the noise of earlier rollouts. The times do not
 include training.
 """
 

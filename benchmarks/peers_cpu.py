@@ -3,8 +3,9 @@
     python benchmarks/peers_cpu.py
     python benchmarks/peers_cpu.py --vllm
 
-It runs `specjax bench throughput --against transformers --against transformers-compiled`; with
---vllm, also `specjax bench serve --against vllm`, for which the program vllm must be on the PATH.
+The script runs `specjax bench throughput --against transformers --against transformers-compiled`.
+With --vllm, it also runs `specjax bench serve --against vllm`. The program vllm must then be on the
+PATH.
 """
 
 import argparse
@@ -31,7 +32,7 @@ SHOWN = {
 
 
 def bench(words: list[str], folder: str) -> dict[str, Any]:
-    """Run a benchmark, and return its result."""
+    """Run `specjax bench` with the arguments `words`, and return its result."""
     path = Path(folder, f"{words[0]}.json")
     command = [sys.executable, "-m", "specjax.cli", "bench", *words, "--output-json", str(path)]
     subprocess.run(command, check=True)
@@ -39,12 +40,15 @@ def bench(words: list[str], folder: str) -> dict[str, Any]:
 
 
 def equal(peer: dict[str, Any]) -> str:
-    """Return how many outputs have the same tokens."""
+    """Return a text that says how many of a peer's outputs have the same tokens as specjax's."""
     return f"{peer['outputs']['num_same']} of {peer['outputs']['num_compared']}"
 
 
 def offline_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the rates and the ratios of rounds, in which the engines take turns."""
+    """Return a table of tokens per second, and of specjax's ratio to each engine in the same round.
+
+    In a round, the engines take turns.
+    """
     details, key = found["specjax"], "output_tokens_per_second"
     own = [one[key] for one in details["rounds"]]
     rows: list[list[Any]] = [["specjax, EAGLE-3, K = 3", summary(own), "", ""]]
@@ -62,7 +66,7 @@ def offline_table(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def served_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of two servers, which ran one after the other."""
+    """Return a table that compares two servers, which ran one after the other."""
     (peer,) = found["specjax"]["peers"]
     figures = peer["figures"]
     rows = [[name, found[k], figures[k], found[k] / figures[k]] for k, name in SHOWN.items()]

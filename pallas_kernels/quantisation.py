@@ -31,16 +31,16 @@ def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax
 
 
 def widened(numbers: jax.Array, dtype: Any) -> jax.Array:
-    """Return the stored numbers of a pool in `dtype`."""
+    """Return the numbers in a pool as numbers of `dtype`, without multiplying by scales."""
     if numbers.dtype == FP8_BYTES.dtype:
         return float8_of(numbers).astype(dtype)
     return numbers.astype(dtype)
 
 
 def float8_of(codes: jax.Array) -> jax.Array:
-    """Return the e4m3 numbers with codes u8 as f32.
+    """Return the float8_e4m3fn numbers with the bits `codes` u8, as f32.
 
-    XLA's conversion from float8 takes twice as long on a CPU.
+    On a CPU, XLA's conversion from float8 would take twice as long.
     """
     code = codes.astype(jnp.int32)
     size = code & 0x7F  # four bits of exponent, three of mantissa
@@ -51,11 +51,11 @@ def float8_of(codes: jax.Array) -> jax.Array:
 
 
 def widened_after(x: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
-    """Return quantised values in `dtype`, to be multiplied by x.
+    """Return quantised `values` as numbers of `dtype`, to be multiplied by x.
 
-    On a CPU, the result depends on x. Otherwise, XLA would widen the matrices of all layers at the
-    start of a program, in memory that is allocated for each call. This took four times as long as
-    all products.
+    On a CPU, the compiled result seems to depend on x. Otherwise, XLA would widen the matrices of
+    all layers at the start of a program, in memory that is allocated for each call. This took four
+    times as long as all products.
     """
 
     def on_cpu(x: jax.Array, values: jax.Array) -> jax.Array:

@@ -55,10 +55,10 @@ class LoadSettings:
 
 
 def as_traced(settings: LoadSettings, queries: Sequence[Query]) -> LoadSettings:
-    """Return the load with the arrival times of the prompts, if their data set has some.
+    """Return `settings` with the arrival times of the prompts, if the data set gives such times.
 
     Raises:
-        ValueError: the load has a rate, too.
+        ValueError: `settings` also have a rate.
     """
     trace = [query.arrival for query in queries if query.arrival is not None]
     if not trace:
@@ -195,8 +195,8 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
 def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
     """Return the date and the settings of a run, under the keys that `vllm bench serve` uses.
 
-    They are the first fields of a result. As in vLLM, infinity becomes "inf". The rate of a trace
-    is "trace".
+    They are the first fields of a result. As in vLLM, an infinite rate becomes "inf". If requests
+    arrive as in a trace, the rate is "trace".
     """
     arrivals = settings.arrivals
     rate = arrivals.rate if arrivals.rate != float("inf") else "inf"

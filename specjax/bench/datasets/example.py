@@ -125,12 +125,13 @@ def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
 
 
 def read_text(source: RowSource, remedy: str) -> str:
-    """Return the text of a file. A file whose name ends in .gz is decompressed.
+    """Return the text of the file that the user gave.
 
-    `remedy` ends the messages of errors, and says where to get the file.
+    A file whose name ends in .gz is decompressed. `remedy` says where to get the file. It is the
+    end of the error messages.
 
     Raises:
-        ValueError: there is no such file, or it cannot be read.
+        ValueError: no file was given, or the file cannot be read.
     """
     path = source.path
     if path is None:
@@ -145,10 +146,10 @@ def read_text(source: RowSource, remedy: str) -> str:
 
 
 def parse_rows(path: Path, text: str) -> Iterator[Row]:
-    """Yield the objects of a file's text: one per line, or the items of one JSON array.
+    """Yield the objects in a file's `text`: one per line, or the items of one JSON array.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the text is malformed.
     """
     if text.lstrip().startswith("["):
         for i, item in enumerate(_parse(path, "the array", text), start=1):

@@ -1,7 +1,7 @@
-"""Traces of real services: when requests arrived, and how long they and their answers were.
+"""Traces of real services: when requests arrived, and the lengths of prompts and answers.
 
 The texts are not published, so prompts have random tokens. Mooncake's traces also say which blocks
-of tokens prompts share; the made prompts share them, too.
+of tokens are the same in several prompts. These blocks are then also the same in the made prompts.
 """
 
 import csv
@@ -27,7 +27,10 @@ def _seconds_of_date(text: str) -> float:
 
 
 class Columns(NamedTuple):
-    """The fields of a kind of trace. `seconds` reads the text of the field `time`."""
+    """The names of the fields in a kind of trace.
+
+    `seconds` converts the text of the field `time` to seconds.
+    """
 
     time: str
     seconds: Callable[[str], float]
@@ -44,9 +47,9 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A CSV, or JSON objects, with the columns of Azure's, BurstGPT's or Mooncake's traces.
+    """A file of CSV or JSON objects, with the columns of Azure's, BurstGPT's or Mooncake's traces.
 
-    The first requests in the order of time are used. Mooncake's "timestamp" is in milliseconds.
+    Only the earliest requests are used. Mooncake's "timestamp" is in milliseconds.
     """
 
     speed: float = option(1.0, "2 halves the times between requests")
@@ -145,7 +148,10 @@ def _count(row: Row, name: str, least: int) -> int:
 def _tokens(
     one: _Request, ids: Sequence[int], blocks: dict[int, list[int]], random: Random
 ) -> list[int]:
-    """Return a prompt. Blocks with the same id have the same tokens, which `blocks` keeps."""
+    """Return a prompt. Blocks with the same id have the same tokens.
+
+    `blocks` holds the tokens of the blocks so far, by id.
+    """
     tokens: list[int] = []
     for block in one.blocks:
         if block not in blocks:

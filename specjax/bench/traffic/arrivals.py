@@ -1,6 +1,6 @@
 """When requests arrive: all at once, with gaps from a gamma distribution, or as in a trace.
 
-The distribution of the gaps has the mean 1 / rate and the shape `burstiness`. The shape 1 makes the
+The gamma distribution has the mean 1 / rate and the shape `burstiness`. The shape 1 makes the
 arrivals a Poisson process. Smaller shapes make them burstier, larger ones more regular, and
 infinity makes all gaps equal.
 """
@@ -19,14 +19,15 @@ _MIN_GAPS = 8  # fewer are too few for a test
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """The distribution of arrival times.
+    """When requests arrive.
 
     Args:
         rate: requests per second; infinity: all arrive at once.
         burstiness: shape of the gamma distribution; see the module's docstring.
         ramp: how the rate changes over the requests, one of `RAMPS`; None for a constant rate.
         start_rate, end_rate: rates at the first and the last request of a ramp.
-        trace: seconds at which requests arrive; None without a trace.
+        trace: the seconds at which requests arrive; then no other field is used. None without a
+            trace.
     """
 
     rate: float = math.inf
@@ -61,7 +62,7 @@ class Arrivals:
 
     @property
     def is_timed(self) -> bool:
-        """Whether requests have gaps of a rate, and do not arrive all at once or as in a trace."""
+        """Whether requests arrive at a finite rate, and not all at once or as in a trace."""
         return self.ramp is not None or self.rate != math.inf
 
     def rates(self, count: int) -> np.ndarray:
@@ -89,17 +90,18 @@ class Arrivals:
         return np.cumsum(gaps).tolist()
 
     def check(self, times: Sequence[float], late: Sequence[float]) -> dict[str, Any] | None:
-        """Compare the actual arrivals of a run with this distribution.
+        """Compare the actual arrivals of a run with the planned arrivals.
 
         Args:
             times: seconds at which the requests arrived, in order.
             late: seconds by which each request was later than planned.
 
         Returns:
-            None if all requests arrive at once, or none did. Otherwise the distribution, the
-            p-value of a Kolmogorov-Smirnov test of the gaps, and the lateness. A p-value below
-            about 0.001 means that the client could not send requests as planned. The p-value is
-            None if there are fewer than 8 gaps, if all gaps should be equal, or for a trace.
+            None if all requests arrive at once, or if there are no requests. Otherwise the
+            distribution, the p-value of a Kolmogorov-Smirnov test of the gaps, and the lateness. A
+            p-value below about 0.001 means that the client could not send requests as planned. The
+            p-value is None if there are fewer than 8 gaps, if all gaps should be equal, or if there
+            is a trace.
         """
         if not times or not (self.is_timed or self.trace is not None):
             return None
