@@ -1,4 +1,4 @@
-"""Weights of a parameter tree: random ones, without a program to draw them, and plain ones."""
+"""Random weights of a parameter tree, drawn by NumPy without compiling a program; plain weights."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _plain = jax.jit(dequantise, static_argnums=1)
 
 
 def plain_of(params: Any, dtype: Any) -> Any:
-    """`dequantise` on one device, by one program for each kind of matrix."""
+    """Return `dequantise(params, dtype)`, by one program per kind of matrix; on one device."""
     return jax.tree.map(
         lambda x: _plain(x, dtype) if len(jax.tree.leaves(x)) > 1 else x,  # else it is plain
         params,
@@ -21,9 +21,9 @@ def plain_of(params: Any, dtype: Any) -> Any:
 
 
 def random_params(specs: Any, seed: int) -> Any:
-    """f32 arrays for a tree of `TensorSpec` in which norms and gates matter, too.
+    """Return random f32 arrays for a tree of `TensorSpec`. Norms and gates change the outputs.
 
-    Matrices keep the scale of what they multiply; recurrent states last.
+    Matrices keep the scale of their inputs. Recurrent states decay slowly.
     """
     rng = np.random.default_rng(seed)
 
