@@ -207,7 +207,7 @@ def show(limits: Limits, output: str) -> Iterator[str]:
 def dry_run(without: Sequence[str]) -> int:
     """Run the plan's blocks on this machine's CPU, and print the faults. Return 1 if there are any.
 
-    Cases that cannot run on a CPU are left out, and so are those of the groups `without`.
+    Cases that cannot run on a CPU, and cases of the groups in `without`, are left out.
     """
     blocks = []
     for block in BLOCKS:

@@ -1,4 +1,7 @@
-"""Random weights of a parameter tree, drawn by NumPy without compiling a program; plain weights."""
+"""Random weights for a parameter tree, and the dequantised weights of a parameter tree.
+
+NumPy draws the random weights, so that no program is compiled.
+"""
 
 from typing import Any
 
@@ -12,7 +15,10 @@ _plain = jax.jit(dequantise, static_argnums=1)
 
 
 def plain_of(params: Any, dtype: Any) -> Any:
-    """Return `dequantise(params, dtype)`, by one program per kind of matrix; on one device."""
+    """Return `dequantise(params, dtype)`, for parameters on one device.
+
+    One program is compiled for each kind of matrix.
+    """
     return jax.tree.map(
         lambda x: _plain(x, dtype) if len(jax.tree.leaves(x)) > 1 else x,  # else it is plain
         params,
