@@ -114,7 +114,7 @@ def _check_lengths(service: Service, job: Job) -> None:
 
 
 def _check_logprobs(service: Service, job: Job) -> None:
-    """Refuse requests for more log-probabilities than the limit, which protects the memory."""
+    """Refuse a request whose log-probabilities would fill the memory."""
     params, limit, longest = job.params, service.limits.max_request_logprobs, service.max_model_len
     most = service.llm.config.max_logprobs  # -1 asks for this number
     per_token = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
