@@ -61,7 +61,7 @@ class StepRequest:
         enable_expert_parallel: whether each GPU has whole experts, instead of a part of each.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
         quantization: the kind of numbers to which unquantised weights are rounded, see `LLM`.
-        narrow: pairs: `head_dtype` and `quantization` of the `SpeculativeConfig`, if set.
+        narrow: pairs (field, value): the drafter's `head_dtype` and `quantization`, if set.
     """
 
     model: str | Path

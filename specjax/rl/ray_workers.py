@@ -98,8 +98,8 @@ class RayRollouts:
     ) -> RolloutBatch:
         """Continue prompts or aborted rollouts; see `RolloutEngine.generate`.
 
-        Each call sends `history` to the workers. They draft from it, and from their own rollouts of
-        the group at hand.
+        Each call sends `history` to the workers. They draft from it, and from the rollouts that
+        they have generated for the same group of prompts.
 
         Raises:
             ValueError: a prompt or parameter is not supported.

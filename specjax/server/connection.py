@@ -19,9 +19,9 @@ class Connection(HttpToolsProtocol):
 
     Args:
         max_stall_seconds: the maximum time to receive a head, from the start of the connection, or
-            from the first byte of a later request. Then the connection is closed. It is also closed
-            if the client has not read anything for so long after an answer is complete. (While an
-            answer is streamed, `Events` watches the client.)
+            from the first byte of a later request. Then the connection is closed. The connection is
+            also closed if the client reads nothing for this time after an answer is complete.
+            (While an answer is streamed, `Events` watches the client.)
     """
 
     def __init__(self, *arguments: Any, max_stall_seconds: float, **options: Any):

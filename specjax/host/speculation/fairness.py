@@ -62,7 +62,7 @@ class Fairness:
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):
-        """`members` bool[n, R] says which request is in which range that counts.
+        """`members` bool[n, R] says which request is in which of the R ranges that count.
 
         `least` describes a round in which every range has the lowest speed that is allowed. It is
         the number of tokens per millisecond of this round, over all requests.
