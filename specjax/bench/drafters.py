@@ -1,4 +1,7 @@
-"""The drafters of measurements that run several Ks: their speculative configs, without K."""
+"""Reads and names the drafters of commands that measure several Ks.
+
+A drafter is given as a speculative config without K.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,10 +19,11 @@ _SET_BY_K = (
 def read_config(text: str, target: str) -> dict[str, Any]:
     """Parse the JSON of --speculative-config, for a command whose --k sets K.
 
-    `target` is the model to draft for; a demo's drafter may be left out.
+    `target` is the model to draft for. If it is a demo, the config may leave out the drafter's
+    checkpoint.
 
     Raises:
-        ValueError: it is not an object with a "method", it sets K, or a value is wrong.
+        ValueError: the JSON is not an object with a "method", it sets K, or a value is wrong.
     """
     option = "--speculative-config"
     try:

@@ -229,7 +229,7 @@ def repetition_line(figures: Sequence[Figures]) -> str:
 
 
 def source_lines(figures: Sequence[Figures]) -> list[str]:
-    """Return a line about the sources of drafts, for each configuration with more than one."""
+    """Return a line about the sources of drafts for each configuration that has several sources."""
     return [
         f"{one.configuration}, drafts accepted: "
         + ", ".join(

@@ -157,6 +157,7 @@ class Peer:
         ratios: this engine's figure divided by the peer's, by key.
         outputs: how many outputs had the same tokens: {"num_compared", "num_same",
             "first_differences"}; None if tokens were sampled or not returned.
+        rounds: the figures of each repetition, in turn with this engine's `Details.rounds`.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Peer:
     figures: dict[str, Any]
     ratios: dict[str, float]
     outputs: dict[str, Any] | None
+    rounds: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -238,7 +240,10 @@ def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
 
 
 def cells_as_json(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the result of `bench sweep serve`, from the `bench serve` result of each cell."""
+    """Return the result of `bench sweep serve`.
+
+    `results` are the results of `bench serve` for each rate and concurrency.
+    """
     made = datetime.now(UTC).isoformat(timespec="seconds")
     body = {
         **{"benchmark": "sweep serve", "schema_version": SCHEMA_VERSION, "timestamp": made},

@@ -54,6 +54,18 @@ class LoadSettings:
     seed: int = 0
 
 
+def as_traced(settings: LoadSettings, queries: Sequence[Query]) -> LoadSettings:
+    """Return the load with the arrival times of the prompts, if their data set has some.
+
+    Raises:
+        ValueError: the load has a rate, too.
+    """
+    trace = [query.arrival for query in queries if query.arrival is not None]
+    if not trace:
+        return settings
+    return replace(settings, arrivals=replace(settings.arrivals, trace=trace))
+
+
 def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]) -> None:
     """Send the first prompts, and ignore the results. Send at least one.
 
@@ -150,7 +162,7 @@ def speculation(traffic: Traffic) -> Speculation | None:
 def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> dict[str, Any]:
     """Send the requests again without drafts, and compare the tokens.
 
-    Where they differ, a near-tie is told from a mismatch; see `ties`.
+    If tokens differ, `ties` decides whether this is a near-tie or a mismatch.
 
     Raises:
         ValueError: the server drafted although the requests ask for no drafts, or it returns no
@@ -183,9 +195,11 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
 def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
     """Return the date and the settings of a run, under the keys that `vllm bench serve` uses.
 
-    They are the first fields of a result. As in vLLM, infinity becomes "inf".
+    They are the first fields of a result. As in vLLM, infinity becomes "inf". The rate of a trace
+    is "trace".
     """
     arrivals = settings.arrivals
+    rate = arrivals.rate if arrivals.rate != float("inf") else "inf"
     result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": known["backend"],
@@ -195,7 +209,7 @@ def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
         "tokenizer_id": known["tokenizer"],
         "num_prompts": known["num_prompts"],
         **known["metadata"],
-        "request_rate": arrivals.rate if arrivals.rate != float("inf") else "inf",
+        "request_rate": rate if arrivals.trace is None else "trace",
         "burstiness": arrivals.burstiness if arrivals.burstiness != float("inf") else "inf",
         "max_concurrency": settings.max_concurrency,
     }

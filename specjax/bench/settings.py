@@ -17,7 +17,7 @@ class BenchSettings:
     """Options of `specjax bench`.
 
     Args:
-        drafters: speculative configs without K, by the name that results give to each.
+        drafters: the drafters to measure, as speculative configs without K, by name in results.
     """
 
     model: str

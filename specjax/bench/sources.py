@@ -9,12 +9,12 @@ from specjax.engine.metrics import Metrics
 
 
 class DraftsBySource(NamedTuple):
-    """Counts by source. All are empty without sources on the host.
+    """Counts of drafts by source. They are empty if only the drafter makes drafts.
 
     Attributes:
-        drafts: number of rounds with drafts from the source, counted once per request.
-        tokens: number of draft tokens.
-        accepted: number of accepted draft tokens.
+        drafts: number of rounds with drafts from each source, counted once per request.
+        tokens: number of draft tokens from each source.
+        accepted: number of accepted draft tokens from each source.
     """
 
     drafts: Mapping[str, int]
@@ -23,7 +23,7 @@ class DraftsBySource(NamedTuple):
 
     @classmethod
     def between(cls, before: Metrics, after: Metrics) -> "DraftsBySource":
-        """Return the growth of the counts between two snapshots."""
+        """Return the growth of the counts between two snapshots of the engine's metrics."""
         names = "drafts_per_source", "draft_tokens_per_source", "accepted_tokens_per_source"
         return cls(*(Counter(getattr(after, n)) - Counter(getattr(before, n)) for n in names))
 

@@ -106,13 +106,14 @@ def read_drafters(
     *,
     takes_all: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return the speculative config of each drafter, without K, by the name in results.
+    """Return the speculative config of each drafter, without K, by the drafter's name in results.
+
+    If no drafter is given, return drafters of the demo model `model`; none for another model.
 
     Args:
         given: the values of --drafter; None if there are none.
         configs: the values of --speculative-config; None if there are none.
-        takes_all: whether all drafters of the demo model `model` are the default, and not only its
-            usual one. Other models have no default.
+        takes_all: whether to return all drafters of the demo model, or only the usual one.
     """
     if not given and not configs:
         if takes_all or model not in DRAFTERS:

@@ -1,8 +1,9 @@
-"""Tells rounding differences from mismatches, for outputs of a server that reports scores.
+"""Distinguishes rounding differences from mismatches, for outputs of a server.
 
-At temperature 0 the next token has the best logit. In float32, logits of programs of different
-shapes differ by up to 4e-5, which can swap the two best if they are very close: a near-tie. Two
-outputs that differ from there on are both greedy outputs of the model.
+At temperature 0 the next token is the token with the highest logit. In float32, logits of programs
+of different shapes differ by up to 4e-5. This can swap the two best tokens if their logits are very
+close, which is called a near-tie. Two outputs that diverge at a near-tie are both greedy outputs of
+the model. The server must report log-probabilities, to show whether a difference is a near-tie.
 """
 
 import asyncio
@@ -26,10 +27,10 @@ _GREEDY = (
 def tell_ties(
     endpoint: Endpoint, pairs: Sequence[tuple[Record, Record]]
 ) -> tuple[list[str], list[str]]:
-    """Return sentences about near-ties and about mismatches, for pairs of outputs that differ.
+    """Return sentences about near-ties, and sentences about mismatches.
 
-    The first record of a pair has the expected tokens. The server is asked for the two best tokens
-    at the first difference.
+    `pairs` are outputs that differ. The first record of a pair has the expected tokens. The server
+    is asked for the two best tokens at the first difference.
     """
     return asyncio.run(_tell_ties(endpoint, pairs))
 
@@ -73,7 +74,7 @@ async def _two_best(
 ) -> dict[int, float] | None:
     """Return the two best tokens after an output's first `place` tokens, with log-probabilities.
 
-    Return None if the server does not say.
+    Return None if the server does not report them.
     """
     body = {
         "model": endpoint.model,

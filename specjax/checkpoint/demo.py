@@ -47,7 +47,10 @@ def demo_folder(name: str) -> Path:
 
 
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
-    """Return a speculative config, with the demo's drafter if it names none for a demo target."""
+    """Return a speculative config, with the demo's drafter as its "model" if it has no "model".
+
+    `config` is returned unchanged unless `target` is a demo with a separate drafter for the method.
+    """
     drafters = DRAFTERS.get(target or "", {})
     found = drafters.get(config.get("method") or "")
     return dict(config) if found in (None, target) else {"model": found, **config}

@@ -91,7 +91,9 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     add_quantization(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    parser.add_argument(
+        "--output", "--output-json", metavar="FILE", help="also write the JSON to a file"
+    )
     parser.add_argument("--report", metavar="FILE", help=REPORT)
     add_devices(parser)
 
@@ -124,7 +126,9 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="a PNG; default: sweep.png, if matplotlib is there"
     )
-    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    parser.add_argument(
+        "--output", "--output-json", metavar="FILE", help="also write the JSON to a file"
+    )
 
 
 def _add_setup(

@@ -83,7 +83,10 @@ def add_sweep_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_served(parser: argparse.ArgumentParser) -> Any:
-    """Declare what `serve` and `sweep serve` share. Return the group of options of the load."""
+    """Declare the arguments that `serve` and `sweep serve` share.
+
+    Return the group of options about the load.
+    """
     _add_endpoint(parser)
     load = _add_load(parser)
     _add_figures(parser)

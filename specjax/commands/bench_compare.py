@@ -67,10 +67,10 @@ def read_limit(text: str | None) -> float | None:
 
 
 def read_paths(text: str) -> list[str]:
-    """Return the files of one side, which commas separate.
+    """Return the paths in a text that separates them by commas.
 
     Raises:
-        ValueError: a file is named twice, or a name is empty.
+        ValueError: a path occurs twice, or is empty.
     """
     paths = text.split(",")
     if not all(paths):

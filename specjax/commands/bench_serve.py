@@ -31,7 +31,7 @@ from specjax.bench.peers.server import free_port, serving
 from specjax.bench.reports import check_report, write_report
 from specjax.bench.reports.saved import parse
 from specjax.bench.result import Details, Peer, as_json
-from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
+from specjax.bench.serve import LoadSettings, as_traced, fill, head, top, verify, warm_up
 from specjax.bench.stages import stages
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint
@@ -80,8 +80,8 @@ class ServeRun:
 
     Attributes:
         model: the model's name in requests: its checkpoint, or its name at --base-url.
-        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init.
-        checkpoint: the model's folder, which peers that are started load; "" without these.
+        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init. checkpoint: the
+            model's folder, for peers that are started; "" if none is started.
         fields: fields of every request body.
         path: the file of --save-result; None without it.
     """
@@ -121,7 +121,7 @@ class ServeRun:
     def own_server(self, *more: str) -> Iterator[Endpoint]:
         """Yield the endpoint to measure: --base-url, or a server that runs within the block.
 
-        `more` are further arguments of the server that is started.
+        `more` are further arguments for starting the server.
         """
         args = self.args
         if args.base_url is not None:
@@ -165,13 +165,16 @@ class ServeRun:
 
 
 def peer_dtype(dtype: str) -> str:
-    """Return the --dtype of a peer. On a CPU, specjax' "auto" is float32, a peer's is not."""
+    """Return the --dtype for starting a peer, given the --dtype of this engine.
+
+    On a CPU, specjax resolves "auto" to float32. A peer may not, so it gets "float32".
+    """
     is_cpu = provenance.describe_client()["platform"] == "cpu"
     return "float32" if dtype == "auto" and is_cpu else dtype
 
 
 class Measured(NamedTuple):
-    """What a run measured: the requests, the figures by vLLM's keys, and the details."""
+    """The results of a run: its requests, the figures by vLLM's keys, and the details."""
 
     traffic: Traffic
     figures: dict[str, Any]
@@ -200,7 +203,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(asked: ServeRun, endpoint: Endpoint, load: float) -> Measured:
-    """Send all requests. `load` is the machine's load before any server was started."""
+    """Send all requests, and return the results.
+
+    `load` is the machine's load before any server was started.
+    """
     args, moment = asked.args, Moment.now()
     traffic = asked.run(endpoint)
     machine = Machine.look(load, [CpuTime.since(moment)], num_gpus=0)
@@ -233,7 +239,7 @@ def measure(asked: ServeRun, endpoint: Endpoint, load: float) -> Measured:
 
 
 def measure_peer(asked: ServeRun, name: str, endpoint: Endpoint, measured: Measured) -> Peer:
-    """Send the same requests to a peer. Return the comparison with this engine."""
+    """Send the same requests to a peer. Return the peer's figures, compared with this engine's."""
     found, figures = asked.run(endpoint), measured.figures
     own = {key: figures[key] for key in figures if key not in ("num_prompts", "burstiness")}
     theirs = top(asked.load, found, detailed=False)
@@ -263,7 +269,7 @@ def read(args: argparse.Namespace) -> ServeRun:
     form.prompt(queries.queries[0])
     return ServeRun(
         args=args,
-        load=load,
+        load=as_traced(load, queries.queries),
         model=model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
@@ -351,9 +357,9 @@ def describe(
         "Successful requests": figures["completed"],
         "Failed requests": figures["failed"],
         "Maximum request concurrency": load.max_concurrency,
-        "Request rate configured (RPS)": None
-        if figures["request_rate"] == "inf"
-        else load.arrivals.rate,
+        "Request rate configured (RPS)": load.arrivals.rate
+        if load.arrivals.is_timed and load.arrivals.ramp is None
+        else None,
         "Benchmark duration (s)": figures["duration"],
         "Total input tokens": figures["total_input_tokens"],
         "Total generated tokens": figures["total_output_tokens"],

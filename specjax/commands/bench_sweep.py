@@ -1,6 +1,6 @@
 """Runs `specjax bench sweep serve`: `bench serve` at several rates and concurrencies.
 
-One server answers all runs, which are called cells. Each is a whole result of `bench serve`.
+The same server answers all runs. A run is called a cell, and has a whole result of `bench serve`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from specjax.bench.reports import write_report
 from specjax.bench.reports.cells import cell_name, text_of_cells
 from specjax.bench.reports.saved import parse
 from specjax.bench.result import as_json, cells_as_json
+from specjax.bench.serve import as_traced
 from specjax.bench.traffic.endpoint import Endpoint
 from specjax.checkpoint.writing import write_whole
 from specjax.commands.bench_load import read_load, result_path
@@ -28,7 +29,7 @@ _PATIENCE_SECONDS = 30.0
 def run(args: argparse.Namespace) -> int:
     """Measure all cells and show them. Return 1 if requests failed, else 0.
 
-    After an interrupt, or if the server dies, the result covers the cells until then.
+    After an interrupt, or if the server dies, the result covers the cells so far.
     """
     cells, load = read_cells(args), load_now()
     done: list[Measured] = []
@@ -66,10 +67,10 @@ def measure_peers(cells: Sequence[ServeRun], name: str, done: Sequence[Measured]
 
 
 def read_cells(args: argparse.Namespace) -> list[ServeRun]:
-    """Read the arguments, and return the run of each pair of a rate and a concurrency.
+    """Read the arguments, and return a run for each pair of a rate and a concurrency.
 
     Raises:
-        ValueError: an option cannot be used, or there is one cell only.
+        ValueError: an option cannot be used, or there is only one pair.
     """
     if args.result_filename:
         raise ValueError("--result-filename names one file, and each cell needs one; leave it out")
@@ -84,7 +85,9 @@ def read_cells(args: argparse.Namespace) -> list[ServeRun]:
     loads = [read_load(one) for one in given]
     first = read(given[0])
     return [
-        replace(first, args=one, load=load, path=result_path(one, first.model))
+        replace(
+            first, args=one, load=as_traced(load, first.prompts), path=result_path(one, first.model)
+        )
         for one, load in zip(given, loads, strict=True)
     ]
 
@@ -102,9 +105,9 @@ def _read(option: str, text: str | None, kind: type, example: str) -> list:
 
 
 def clear_prefix_cache(endpoint: Endpoint) -> list[str]:
-    """Empty the server's prefix cache, so that a cell finds no prompts of the one before.
+    """Empty the server's prefix cache, so that a cell finds no prompts of the previous cell.
 
-    Return a note if the server cannot do that.
+    Return a list with a note if the server cannot do this, else an empty list.
     """
     url = f"{endpoint.root}/reset_prefix_cache"
     try:

@@ -76,7 +76,7 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 
 
 def shapes_like(one: Divisible, params: Any) -> Any:
-    """Return the shapes of `params`, which are parameters of a model or head, or their shapes.
+    """Return the shapes of the parameters `params` of a model or head, which may be shapes already.
 
     The shapes are divided over the devices of `one`, even if all arrays are on one device. All
     arrays of a quantised weight are divided if its unquantised array would be.

@@ -29,7 +29,7 @@ def load_of(
         shapes: the shapes whose programs are compiled.
         splits: the shapes of split rounds whose programs are compiled; None if the round may not
             be split.
-        suggester: searches texts for drafts, if it has any.
+        suggester: searches texts for drafts, if it has sources.
     """
     if not policy.weighs_requests:
         return DecodeLoad(len(ready), 0, max_tokens)

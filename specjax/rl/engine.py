@@ -18,7 +18,7 @@ from specjax.llm import LLM
 from specjax.rl.checksum import checksum
 from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
-from specjax.rl.history import RolloutHistory, check_reuse
+from specjax.rl.history import RolloutHistory, check_reuse, identity_of
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
 from specjax.rl.quantising import Origin
@@ -155,9 +155,9 @@ class RolloutEngine:
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
             history: earlier rollouts of the prompts, used as drafts. New rollouts are added to it.
-            reuse_noise: the fraction of each prompt's samples that get seeds of rollouts of earlier
-                weights in `history`, which then are their drafts. Seeds in the parameters have no
-                effect on these samples. See the caveat in docs/rl.md.
+            reuse_noise: the fraction of each prompt's samples that reuse seeds of earlier weights'
+                rollouts in `history`. These rollouts are their drafts. Seeds in the parameters have
+                no effect on these samples. See the caveat in docs/rl.md.
 
         Raises:
             ValueError: a prompt, parameter or history is not supported; raised before generation.
@@ -394,7 +394,7 @@ class RolloutEngine:
         self, prompts: Any, params: Any, history: RolloutHistory | None, reuse_noise: float
     ) -> list[Start]:
         self._loop.check_ready()
-        check_reuse(history, self._llm, reuse_noise)
+        check_reuse(history, lambda: identity_of(self._llm), reuse_noise)
         starts = self._starts.make(prompts, params)
         with self._turns:
             if history is not None:

@@ -127,7 +127,7 @@ class RolloutBatch(Sequence[Rollout]):
 
     @classmethod
     def ordered(cls, rollouts: Iterable[tuple[tuple[int, int], Rollout]]) -> "RolloutBatch":
-        """Return rollouts, each given with its place, in the order of their places."""
+        """Return the rollouts of pairs (place, rollout), in the order of their places."""
         return cls(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))
 
     def __init__(self, rollouts: Iterable[Rollout]):

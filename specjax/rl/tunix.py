@@ -66,7 +66,7 @@ class TunixRollout:
             None for Tunix's Llama3, Qwen2 and Qwen3, whose rules are known, and for a
             `PolicyModule`, whose parameters need no rules.
         lora_scale: alpha / rank of the actor's LoRA adapters, which are merged at every update.
-        history: earlier rollouts from which rollouts are drafted; see `RolloutEngine.generate`.
+        history: earlier rollouts, which are used as drafts; see `RolloutEngine.generate`.
         options: as for `RolloutEngine`.
 
     Raises:

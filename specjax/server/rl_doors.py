@@ -80,8 +80,8 @@ def _route(
     """Return an endpoint that answers with JSON.
 
     `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
-    If `is_update` is true, the request is timed as a weight update. `classes` are for
-    `DescribedRoute`.
+    If `is_update` is true, the request is timed as a weight update. `classes` are further arguments
+    of `DescribedRoute`.
     """
 
     async def answer(request: Request) -> Response:

@@ -30,8 +30,12 @@ class Limits:
     max_body_bytes: int = _flag(2**24, "size of a request's body; beyond it: 413")
     max_pending_bytes: int = _flag(2**28, "size of all bodies being received; beyond it: 429")
     max_request_samples: int = _flag(1024, "prompts times n of a request; beyond it: 400")
+    max_request_logprobs: int = _flag(
+        2**23, "log-probabilities that a request may ask for; beyond it: 400"
+    )
     max_stops: int = _flag(16, "stop texts of a request; beyond it: 400")
-    max_stop_chars: int = _flag(1024, "characters of a stop text; beyond it: 400")
+    max_stop_chars: int = _flag(1024, "characters of a stop text or bad word; beyond it: 400")
+    max_token_ids: int = _flag(2**18, "ids in allowed_token_ids and similar; beyond it: 400")
     max_schema_bytes: int = _flag(2**18, "size of a schema or grammar; beyond it: 400")
     max_schema_seconds: float = _flag(10.0, "time to compile a schema or grammar; beyond it: 422")
     max_template_seconds: float = _flag(10.0, "time to render a chat template; beyond it: 400")
@@ -179,8 +183,8 @@ class ServerSettings:
     def read_chat_template(self) -> str | None:
         """Return the chat template in the setting `chat_template`, or None.
 
-        If the setting is the path of a file, return the file's text, else the setting itself: a
-        name, or a text with a brace.
+        If the setting is the path of a file, return the file's text. Otherwise, return the setting
+        itself: the name of a template, or a template, which contains a brace.
         """
         given = self.chat_template
         if given is None or "{" in given or not Path(given).is_file():

@@ -72,7 +72,7 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter: their architectures and small weight vectors."""
+    """Return a digest of a target and its drafter: architectures and vectors, such as norms."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:

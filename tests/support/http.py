@@ -23,7 +23,7 @@ LIMIT = 60  # seconds
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
+    """Wait until a condition holds. Fail after `LIMIT` seconds."""
     end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end

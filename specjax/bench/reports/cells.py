@@ -1,10 +1,13 @@
-"""The report of `specjax bench sweep serve`: throughput against latency, and a row per cell."""
+"""The report of `specjax bench sweep serve`: charts of throughput, and a table with a row per cell.
+
+A cell is a run of `specjax bench serve` with one rate and one concurrency.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specjax.bench.describe import closing_lines
+from specjax.bench.describe import DOUBT, closing_lines
 from specjax.bench.reports.content import Cell, Chart, Content, ReportTable, shown
 from specjax.bench.reports.saved import Saved
 from specjax.bench.table import format_table
@@ -14,7 +17,7 @@ _LATENCY = re.compile(r"(median|p([\d.]+))_(ttft|tpot|itl|e2el)_ms")
 
 
 def content_of_cells(saved: Saved) -> Content:
-    """Return the content of the report."""
+    """Return the content of the report of a sweep."""
     return Content(
         title=f"specjax bench sweep serve: {saved.top['model_id']}",
         notes=[*_notes(saved.cells), saved.top["specjax"]["timestamp"]],
@@ -24,41 +27,52 @@ def content_of_cells(saved: Saved) -> Content:
 
 
 def text_of_cells(saved: Saved) -> str:
-    """Return the table and the notes as text."""
+    """Return the report's table and notes as text."""
     table = _table(saved.cells).without_empty_columns()
     rows = [[shown(cell) for cell in row] for row in table.rows]
     return "\n".join([format_table([table.header, *rows]), *_notes(saved.cells)])
 
 
 def cell_name(top: Mapping[str, Any]) -> str:
-    """Return the name of a cell, from its request_rate and max_concurrency."""
+    """Return the name of a cell, from the request_rate and the max_concurrency in `top`."""
     rate, limit = top["request_rate"], top["max_concurrency"]
-    name = "all at once" if rate in ("inf", float("inf")) else f"{rate:g} requests/s"
+    name = rate if isinstance(rate, str) else f"{rate:g} requests/s"
+    name = "all at once" if rate in ("inf", float("inf")) else name
     return name if limit is None else f"{name}, {limit} at a time"
 
 
 def _notes(cells: Sequence[Saved]) -> list[str]:
-    """Return the closing lines of all cells, each once, after the cell with most goodput."""
+    """Return a line that names the cell with the most goodput, and the closing lines of all cells.
+
+    Lines that are the same in several cells occur once.
+    """
     lines: list[str] = []
     good = {cell_name(one.top): one.top["request_goodput"] or 0.0 for one in cells}
     if any(good.values()):
         best = max(good, key=lambda name: good[name])
         lines.append(f"most requests/s within all limits: {good[best]:.2f}, with {best}")
-    for one in cells:
-        if one.details is not None:
-            lines += closing_lines(one.details, one.top["model_id"])
+    closing = [
+        closing_lines(one.details, one.top["model_id"]) for one in cells if one.details is not None
+    ]
+    doubts = [of[0] for of in closing if of[0].startswith(DOUBT)]
+    if doubts:
+        lines.append(f"in {len(doubts)} of {len(cells)} cells, {doubts[0]}")
+    lines += [line for of in closing for line in of if not line.startswith(DOUBT)]
     return list(dict.fromkeys(lines))
 
 
 def _engines(cell: Saved) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names and the figures of this engine and of its peers."""
+    """Yield pairs of a name and figures: for this engine, then for each peer (another engine)."""
     yield _OWN, cell.top
     for peer in cell.details.peers if cell.details is not None else ():
         yield peer.name, peer.figures
 
 
 def _latencies(top: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Return pairs of a statistic and its key, by latency: the median and the last percentile."""
+    """Return two statistics of each latency: the median and the highest percentile.
+
+    A statistic is a pair: its name, and its key in the result.
+    """
     found: dict[str, list[tuple[float, str, str]]] = {}
     for key in top:
         if match := _LATENCY.fullmatch(key):
@@ -89,7 +103,7 @@ def _table(cells: Sequence[Saved]) -> ReportTable:
 
 
 def _charts(cells: Sequence[Saved]) -> list[Chart]:
-    """Return a chart of throughput against each latency, whose points are the cells."""
+    """Return a chart for each latency: the throughput of every cell against this latency."""
     has_peers = any(len(list(_engines(cell))) > 1 for cell in cells)
     rates, limits = (
         len({cell.top[key] for cell in cells}) for key in ("request_rate", "max_concurrency")

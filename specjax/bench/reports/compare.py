@@ -1,4 +1,4 @@
-"""Compares two results, or several repeated results, of one workload."""
+"""Compares two results of the same workload, or the means of repeated results."""
 
 import re
 from collections import defaultdict
@@ -38,7 +38,7 @@ _UNSHOWN = re.compile(  # of a result's own files
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The value of a figure in two results.
+    """The value of a figure in two results, or its means over repeated results.
 
     Attributes:
         interval: 95 % confidence interval of `ratio`; None if the results have too few values to
@@ -86,11 +86,11 @@ class ResultChanges:
 def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
     """Compare results from before a change with results from after it.
 
-    If there are several on a side, they are repeated runs, whose means are compared.
+    Several results before, or after, are of repeated runs. Then their means are compared.
 
     Raises:
-        ValueError: the workloads differ, so that figures cannot be compared. The message has the
-            fields that differ.
+        ValueError: workloads differ, settings of repeated runs differ, or a result is of `bench
+            sweep serve`.
     """
     first, *others = [*before, *after]
     if any(saved.cells for saved in (first, *others)):
@@ -124,9 +124,9 @@ def _refuse(differing: Mapping[str, tuple[Any, Any]], why: str) -> None:
 def _interval(
     key: str, before: Sequence[Saved], after: Sequence[Saved], values: Sequence[Sequence[float]]
 ) -> tuple[Interval | None, str]:
-    """Return the interval of a figure's change, and what it is from.
+    """Return the confidence interval of a figure's change, and the values that it comes from.
 
-    `values` holds the figure of each result, for the two sides.
+    `values` has two lists: the figure in each result before the change, and after it.
     """
     if max(len(before), len(after)) > 1:
         return _named(of_rounds(*values), f"{len(before)} and {len(after)} runs")
@@ -153,7 +153,10 @@ def _named(interval: Interval | None, source: str) -> tuple[Interval | None, str
 
 
 def _by_prompts(saved: Saved, key: str) -> dict[tuple[int, ...], list[float]]:
-    """Return a figure of `bench speculation` in each round, by the prompts of the round."""
+    """Return the values of a figure by batch of prompts, from the rounds of `bench speculation`.
+
+    Each round decodes one batch. A batch has several values if several rounds decode it.
+    """
     name, _, figure = key.rpartition(": ")
     found: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
     for one in saved.top["configurations"]:

@@ -36,11 +36,12 @@ def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | Non
 def of_pairs(
     before: Mapping[Any, Sequence[float]], after: Mapping[Any, Sequence[float]]
 ) -> Interval | None:
-    """Return the interval of the ratio of two runs, from pairs of values on the same prompts.
+    """Return the confidence interval of the ratio of two runs, compared on the same prompts.
 
-    Each key identifies prompts, and has the values of all passes over them. The interval is
-    Student's, for the mean logarithm of the ratios, one per key in both runs. Return None if it has
-    fewer than two, or if a value is not above 0.
+    A key identifies a batch of prompts, and has a value for each round with this batch. Each key
+    that both runs have gives the logarithm of a ratio. The result is Student's t-interval for the
+    mean of these logarithms. Return None if the runs share fewer than two keys, or if a value is
+    not above 0.
     """
     both = [(before[key], after[key]) for key in before if key in after]
     if len(both) < 2 or min(min(*one, *other) for one, other in both) <= 0:

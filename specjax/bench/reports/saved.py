@@ -25,11 +25,12 @@ class Saved:
     """A result that was read from a file.
 
     Attributes:
-        benchmark: "latency", "throughput", "serve" or "speculation".
+        benchmark: "latency", "throughput", "serve", "sweep serve" or "speculation".
         top: the whole JSON object.
         details: the object under the key "specjax"; None for results of `bench speculation` and
-            `bench sweep serve`, which have no such key.
-        cells: the results of each cell of `bench sweep serve`; empty for other benchmarks.
+            `bench sweep serve`, which have no such details.
+        cells: the results of `bench serve` in a result of `bench sweep serve`; empty for other
+            benchmarks.
     """
 
     benchmark: str

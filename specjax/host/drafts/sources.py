@@ -188,7 +188,8 @@ class References(_Texts):
 class Replays:
     """Earlier outputs that were sampled with the same noise; see `Request.replays`.
 
-    A sample is drafted from its earlier output, as long as it repeats this output.
+    The drafts of a sample are the next tokens of the earlier output with the same noise, as long as
+    the sample repeats this output.
     """
 
     name = "replay"

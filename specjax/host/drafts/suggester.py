@@ -37,7 +37,8 @@ class Suggestion(NamedTuple):
 def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
     """Return whether the device used a path in the round that gave the last `num_kept` tokens.
 
-    It did if the path agrees with the tokens before these, and continues after them.
+    A path is used if it agrees with the tokens that were known before the round, and continues
+    after them.
     """
     if path is None:
         return False
@@ -48,7 +49,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The continuation that is expected to do best."""
+    """The continuation with the highest expected number of accepted drafts, of all sources."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight
@@ -122,7 +123,7 @@ class Suggester:
     ) -> tuple[Suggestion | None, ...]:
         """Return a suggestion or None for each sequence of a round that has just been planned.
 
-        The round has `num_drafts` drafts. If this is 0, the result is ().
+        The round has `num_drafts` drafts. The result is () if `num_drafts` is 0.
         """
         if not num_drafts:
             return ()
@@ -137,8 +138,10 @@ class Suggester:
         """Return what each sequence of the next round may draft from texts.
 
         The round is not planned yet, and its number of drafts may depend on the result. While
-        rounds have no drafts, the result is None in most rounds, which saves the host's time.
+        rounds have no drafts, texts are searched only in some rounds, to save the host's time; in
+        all other rounds, the result is None.
         """
+        self._found.clear()
         idle, self._num_idle = self._num_idle, self._num_idle + 1
         if idle % LOOK_EVERY:
             return None
@@ -153,7 +156,6 @@ class Suggester:
         return expected
 
     def _begin_step(self) -> None:
-        self._found.clear()
         for source in self.sources:
             source.begin_step()
 
@@ -169,7 +171,7 @@ class Suggester:
         return Suggestion(start, tokens, found.source, min(found.best.score, k))
 
     def _find(self, sequence: Sequence, k: int, most_in_flight: int) -> _Found:
-        """Return the best continuation after up to `most_in_flight` tokens that are not known."""
+        """Return the best continuation after up to `most_in_flight` tokens of rounds in flight."""
         means = self._means.get(sequence)
         if means is None:
             means = self._means[sequence] = _Means(self._mean_of_drafter)

@@ -32,10 +32,7 @@ CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 class Policy(Protocol):
-    """The interface of a policy, which chooses K when a step is scheduled.
-
-    Drafting and verifying use the same K.
-    """
+    """The interface of a policy, which chooses the K of drafting and verifying for each step."""
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -66,10 +63,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster, but whose program is not ready; None without one.
-
-        In a split round, only some requests draft.
-        """
+        """A split round that would be faster, but whose program is not ready; None without one."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -173,8 +167,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. See `split` for split rounds, and `fairness` for Ks that
-    slow down requests in one range of context lengths.
+    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
+    It avoids Ks and splits that slow down one range of context lengths (see `fairness`).
     """
 
     weighs_requests = True
@@ -192,8 +186,8 @@ class GoodputPolicy:
     ):
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
-        During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has when the policy is built. `max_slowdown` is explained in `fairness`.
+        During the first `warm_up_rounds` rounds with drafts, K is chosen from the initial rates of
+        `acceptance`, while new rates are learned. For `max_slowdown`, see `fairness`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
@@ -242,7 +236,8 @@ class GoodputPolicy:
             return self._choices[0]
         gains = self._gains(load)
         goodput = self._goodput(load, gains)
-        fairness = Fairness.of(load, goodput, self._max_slowdown, self.cost)
+        learned = self.cost if self._learns_cost else None
+        fairness = Fairness.of(load, goodput, self._max_slowdown, learned)
         fair = fairness.ks(goodput, gains, self._k) if fairness else self._choices
         best = max(fair, key=lambda k: (goodput[k], -k))
         if not self.is_learning:
@@ -251,8 +246,9 @@ class GoodputPolicy:
         k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        times = self.cost, self._chunk_ms
-        split = self.splitter.choose(load, gains, goodput[best], *times, self.requests, fairness)
+        split = self.splitter.choose(
+            load, gains, goodput[best], self.cost, self._chunk_ms, self.requests, fairness
+        )
         return k if split is None else split.shape.k
 
     @property
@@ -271,16 +267,13 @@ class GoodputPolicy:
         `best` replaces the current K if it is clearly better, if the current K has not been the
         best for many rounds in a row, or if the current K is not in `fair`.
         """
-        lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
+        k = best if self._k is None else self._k
+        lead = goodput[best] / goodput[k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
-        if (
-            self._k is None
-            or self._k not in fair
-            or lead >= HYSTERESIS
-            or self._num_led >= LONG_LED
-        ):
-            self._k, self._num_led = best, 0
-        return self._k
+        if k not in fair or lead >= HYSTERESIS or self._num_led >= LONG_LED:
+            k, self._num_led = best, 0
+        self._k = k
+        return k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
         """Return the estimated number of tokens per millisecond for each K."""

@@ -19,7 +19,7 @@ class TextDrafts(NamedTuple):
     Attributes:
         num_drafts: number of drafts found, or 0.
         num_accepted: how many of these drafts are expected to be accepted, if they are used.
-        chance: probability that they are used, and not the drafter's drafts.
+        chance: probability that these drafts are used instead of the drafter's drafts.
     """
 
     num_drafts: int
@@ -103,10 +103,10 @@ class RequestRates:
     ) -> np.ndarray:
         """Return the expected number of accepted drafts for 0..K drafts, f64[n, K+1].
 
-        `rates` are unconditional, f64[n, K], and of the drafter's drafts. `limits` holds each
+        `rates` f64[n, K] are the unconditional rates of the drafter's drafts. `limits` holds each
         request's maximum number of drafts; None means that requests have no limits. `texts` are the
-        drafts from texts, which may be used instead of the drafter's drafts. Each of them is taken
-        to be equally likely accepted.
+        drafts from texts, which may be used instead of the drafter's drafts. All drafts of a text
+        are assumed to be equally likely accepted.
         """
         rates = np.asarray(rates)
         n, k = rates.shape
