@@ -14,7 +14,7 @@ PAGES = ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 
 def commands_of(page):
     """The arguments of each `specjax` command in a block of a page."""
-    text = page.read_text().replace("\\\n", " ")
+    text = re.sub(r"\$\w+", "1", page.read_text().replace("\\\n", " "))  # variables of the shell
     fenced = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M))
     indented = re.findall(r"^    (.*)", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
     for line in (*fenced.splitlines(), *indented):
