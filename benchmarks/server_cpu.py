@@ -136,7 +136,7 @@ def wait_for(port: int) -> None:
 
 
 def read(port: int, path: str) -> dict[str, float]:
-    """Return the JSON of a door."""
+    """Return the JSON that the server sends for GET `path`."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("GET", path)
     return json.loads(connection.getresponse().read())

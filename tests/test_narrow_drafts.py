@@ -105,15 +105,13 @@ def test_what_is_refused(checkpoints, given, words):
     refusal(lambda: LLM(folder, speculative_config=config, **SIZES), *words)
 
 
-def test_what_is_quantised_already_or_divided_is_refused(checkpoints):
+def test_what_is_quantised_already_is_refused(checkpoints):
     target = llama(checkpoints)
     config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
     config |= {"num_speculative_tokens": K, "head_dtype": "fp8"}
     options = {"speculative_config": config, **SIZES}
     words = "head_dtype='fp8'", "the output head is quantised already"
     refusal(lambda: LLM(target.folder, quantization="int8", **options), *words)
-    words = "head_dtype='fp8'", "tensor_parallel_size=1"
-    refusal(lambda: LLM(target.folder, tensor_parallel_size=2, **options), *words)
 
 
 def test_info_counts_the_copy(checkpoints, capsys):

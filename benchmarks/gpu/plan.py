@@ -1,5 +1,4 @@
-"""Plans measurements in limited time on a GPU machine, as calls that each get a copy of the work
-tree.
+"""Plans measurements on a GPU machine, as calls of limited time. Each gets a copy of the work tree.
 
     python benchmarks/gpu/plan.py                 plan for 15 minutes, 10 per call, 64 MiB of files
     python benchmarks/gpu/plan.py --report FILE   print the faults in the returned lines
@@ -103,7 +102,9 @@ class Limits:
     size: float
 
     def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
-        """Yield a list of calls for each machine. A call is a list of blocks, in order.
+        """Yield lists of calls. Each list fits in the time of one machine.
+
+        A call is a list of blocks, in order.
 
         Args:
             sizes: the bytes of each checkpoint by name.

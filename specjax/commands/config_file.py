@@ -14,14 +14,14 @@ SECRETS = ("api-key",)
 
 
 def with_config(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of `specjax serve`, with the flags of their config file if they name it.
+    """Return the arguments of `specjax serve`, with the flags from the file that --config names.
 
-    The file is YAML: names of flags, with dashes or underscores, and their values. `model` is the
-    model. Arguments take precedence over the file.
+    The file is YAML: the names of flags, with dashes or underscores, and their values. The key
+    `model` sets the model. Arguments take precedence over the file.
 
     Raises:
-        ValueError: the file cannot be read, or has something else than flags. Or it has a key, and
-            other users can read it.
+        ValueError: the file cannot be read, or has content other than flags. Or it has an API key,
+            and other users can read the file.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config")
@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _arguments(flags: dict[str, Any], given: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments for those flags of a file that are not among the arguments `given`."""
+    """Yield the flags of a file as arguments, except flags that are among the arguments `given`."""
     taken = {one.partition("=")[0] for one in given}
     for name, value in flags.items():
         if {f"--{name}", f"--no-{name}"} & taken:

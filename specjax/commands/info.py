@@ -23,7 +23,6 @@ from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positi
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent, page_windows
-from specjax.device.parallel import specs_of
 from specjax.device.placement import default_device
 from specjax.device.weights.stored import dequantise
 from specjax.host.windows import window_pages
@@ -31,7 +30,7 @@ from specjax.inspect.gpus import GPU, GPUS
 from specjax.serving.assembly import Plan, make_plan
 from specjax.serving.defaults import DEFAULTS, DtypeChoice
 from specjax.serving.drafters import with_method
-from specjax.serving.memory import CacheBytes, EngineNeeds, weight_bytes
+from specjax.serving.memory import CacheBytes, EngineNeeds, parameter_bytes, weight_bytes
 from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
@@ -225,12 +224,7 @@ class Reported:
 
         If the drafter has a quantised copy of an output head, the copy is included.
         """
-        if self.target.num_devices > 1 and self.drafter.weights is not None:
-            return weight_bytes(specs_of(self.drafter.weights), dtype)
-        return self.plan.head_bytes + sum(
-            x.size * np.dtype(dtype if _is_wide(x) else x.dtype).itemsize
-            for x in jax.tree.leaves(self.drafter_params)
-        )
+        return self.plan.head_bytes + parameter_bytes(self.drafter_params, dtype)
 
     def needs(self, dtype: str) -> Needs:
         """Return the memory for weights and requests.
@@ -431,11 +425,6 @@ def describe_device(setup: Reported, config: EngineConfig) -> dict[str, Any]:
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _is_wide(x: Any) -> bool:
-    """Return whether an array is cast to the weights' dtype: only floats of 16 bits or more are."""
-    return _is_float(x) and x.dtype.itemsize > 1
 
 
 def _plain(value: Any) -> Any:

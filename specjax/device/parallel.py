@@ -25,7 +25,7 @@ class Divisible(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
+        """How each kind of axis, such as attention heads, is divided; see `TensorSpec.cuts`."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Divisible(Protocol):
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the weights as a tree of `TensorSpec`s, which do not divide arrays over devices.
+        """Return the weights as a tree of `TensorSpec`s of whole arrays, which are not divided yet.
 
         `names` are the checkpoint's tensor names; see `Model.specs`.
         """
@@ -73,6 +73,22 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype)
 
     return jax.tree.map(shape, specs)
+
+
+def shapes_like(one: Divisible, params: Any) -> Any:
+    """Return the shapes of the parameters `params` of a model or head, which may be shapes already.
+
+    The shapes are divided over the devices of `one`, even if all arrays are on one device. All
+    arrays of a quantised weight are divided if its unquantised array would be.
+    """
+    specs = jax.tree_util.tree_leaves_with_path(specs_of(one), is_leaf=is_weight)
+    divided = {path for path, x in specs if _is_divided(x)}
+
+    def shape(path: Any, x: Any) -> Any:
+        make = divided_shape if path in divided else jax.ShapeDtypeStruct
+        return jax.tree.map(lambda array: make(array.shape, array.dtype), x)
+
+    return jax.tree_util.tree_map_with_path(shape, params, is_leaf=is_weight)
 
 
 def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
@@ -114,9 +130,9 @@ def check_shapes(one: Divisible, params: Any) -> None:
 
 
 def padding_of(one: Divisible) -> str:
-    """Return a text that lists the sections of weights that are padded with zeros, and their sizes.
+    """Return a text that lists the kinds of axes that are padded with zeros, and their sizes.
 
-    The text is empty if every section divides evenly.
+    A kind of axis is, for example, attention heads. The text is empty if every kind divides evenly.
     """
     count = one.num_devices
     return ", ".join(
@@ -124,6 +140,10 @@ def padding_of(one: Divisible) -> str:
         for name, share in one.shares.items()
         if count > 1 and name != "first" and sum(share.counts) < count * share.size
     )
+
+
+def _is_divided(x: Any) -> bool:
+    return any(isinstance(spec, DividedSpec) for spec in jax.tree.leaves(x))
 
 
 def _summed(weight: Weight) -> Weight:

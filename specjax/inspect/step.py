@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
+from specjax.device.drafters.narrow import narrow_drafter, with_head_copy
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
 from specjax.device.models.model import Model
-from specjax.device.parallel import shapes_of, specs_of
+from specjax.device.parallel import shapes_like, shapes_of
 from specjax.device.placement import divided_shape, is_divided, local_shape
 from specjax.device.verification import SeedExact, Verification, make_verification
 from specjax.engine.programs import Decode, Observe
@@ -148,30 +149,19 @@ def open_parts(
     source = open_model(model, takes_configs=True, quantization=quantization, **devices)
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
-    if speculation is not None:
-        config = SpeculativeConfig.of(speculation)
+    config = None if speculation is None else SpeculativeConfig.of(speculation)
+    if config is not None:
         drafter, drafter_params = open_drafter(config, source, dtype)
         verification = make_verification(config)
     fewer = target if num_layers is None else with_layers(target, num_layers)
     drafter = reading_at_most(drafter, fewer.num_layers)
-    given = _drafter_shapes(drafter, drafter_params, dtype)
-    params = Params(shapes_of(replace(source, target=fewer).specs, dtype), given)
+    if drafter.weights is not None:
+        drafter_params = shapes_like(drafter.weights, drafter_params)
+    params = Params(shapes_of(replace(source, target=fewer).specs, dtype), drafter_params)
+    if config is not None:
+        params = params._replace(drafter=narrow_drafter(drafter_params, config))
+        params = with_head_copy(params, drafter, config)
     return Parts(fewer, drafter, verification, params, target.num_layers)
-
-
-def _drafter_shapes(drafter: Drafter, params: Any, dtype: str) -> Any:
-    """Return the shapes of a drafter's parameters, which may be arrays on this device."""
-    if drafter.weights is None:
-        return params
-    specs = jax.tree_util.tree_leaves_with_path(shapes_of(specs_of(drafter.weights), dtype))
-    divided = {path for path, x in specs if is_divided(x)}
-
-    def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        if path in divided:
-            return divided_shape(x.shape, x.dtype)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    return jax.tree_util.tree_map_with_path(shape, params)
 
 
 def with_layers(target: Model, num_layers: int) -> Model:

@@ -132,8 +132,8 @@ def render(
 def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without unknown keys, and log the names of these keys.
 
-    A client may send the server's own answers as earlier messages. They have further keys, which
-    templates do not need.
+    A client may send the server's own answers as earlier messages. The server's answers have
+    further keys, which templates do not need.
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:

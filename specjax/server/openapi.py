@@ -46,7 +46,7 @@ async def show_openapi(request: Request) -> Response:
 
 
 def describe(endpoints: Sequence[DescribedRoute]) -> dict[str, Any]:
-    """Return the description of endpoints."""
+    """Return the OpenAPI description of endpoints."""
     classes = [ErrorReply, *(kind for one in endpoints for kind in (one.body, one.query) if kind)]
     _, schemas = msgspec.json.schema_components(classes, ref_template=_REF)
     return {

@@ -63,11 +63,11 @@ def read_params(
 
 
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
-    """Return the error to send to the client for a value that was refused with `error`.
+    """Return the error to send to the client for a refused value. `error` tells why it was refused.
 
-    `param` of the result is the first word of `error` if this is a field of the request, else
-    `other`. If the first word is a field of `SamplingParams` that the request sets by a field with
-    another name, the request's name is used instead.
+    The first word of `error` is usually a field of `SamplingParams`. If the request sets this field
+    by a field with another name, that name is used instead. `param` of the result is this field if
+    the request has it, else `other`.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

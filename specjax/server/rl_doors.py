@@ -80,8 +80,8 @@ def _route(
     """Return an endpoint that answers with JSON.
 
     `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
-    If `is_update` is true, the request is timed as a weight update. `classes` are for
-    `DescribedRoute`.
+    If `is_update` is true, the request is timed as a weight update. `classes` are further arguments
+    of `DescribedRoute`.
     """
 
     async def answer(request: Request) -> Response:
@@ -187,7 +187,7 @@ async def _start_drafter(service: Service, control: Control, request: Request) -
 
 
 async def _update(service: Service, control: Control, request: Request) -> Any:
-    """Add weights to the update that has started. If none has, replace the target's weights."""
+    """Add weights to the update that has started. Without one, replace the target's weights."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     weights: Any
     if content_type in JSON_TYPES:

@@ -183,8 +183,8 @@ class ServerSettings:
     def read_chat_template(self) -> str | None:
         """Return the chat template in the setting `chat_template`, or None.
 
-        If the setting is the path of a file, return the file's text, else the setting itself: a
-        name, or a text with a brace.
+        If the setting is the path of a file, return the file's text. Otherwise, return the setting
+        itself: the name of a template, or a template, which contains a brace.
         """
         given = self.chat_template
         if given is None or "{" in given or not Path(given).is_file():

@@ -20,8 +20,8 @@ from specjax.device.drafters.narrow import narrow_drafter, with_head_copy
 from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
-from specjax.device.parallel import divide_params, shapes_of
-from specjax.device.placement import Placement, default_device
+from specjax.device.parallel import divide_params, shapes_like, shapes_of
+from specjax.device.placement import Placement, default_device, local_shape
 from specjax.device.verification import Verification, make_verification
 from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import second_form_bytes
@@ -89,11 +89,15 @@ class Plan:
     @property
     def head_bytes(self) -> int:
         """The bytes of the drafter's quantised copy of an output head; 0 if it has none."""
-        given = self.source.params
-        target = shapes_of(self.source.specs, self.dtype.name) if given is None else given
-        copied = partial(with_head_copy, drafter=self.drafter, config=self.speculation)
-        made = jax.eval_shape(copied, Params(target, self.drafter_params))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.head))
+        target = shapes_of(self.source.specs, self.dtype.name)
+        if self.source.params is not None and self.source.target.num_devices == 1:
+            target = shapes_like(self.source.target, self.source.params)
+        params = Params(target, self.drafter_params)
+        if self.drafter.weights is not None:
+            params = params._replace(drafter=shapes_like(self.drafter.weights, params.drafter))
+        made = with_head_copy(params, self.drafter, self.speculation)
+        each = map(local_shape, jax.tree.leaves(made.head))
+        return sum(x.size * x.dtype.itemsize for x in each)
 
     def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
         """Return the bytes of the target's caches, and of the drafter's caches.
@@ -128,7 +132,7 @@ class Plan:
 
 
 class Replica(NamedTuple):
-    """What each replica of an engine has separately."""
+    """What each replica of an engine has for itself: weights, policy, suggester and devices."""
 
     params: Params
     policy: Policy
@@ -212,7 +216,8 @@ def make_plan(
     if speculative_config is not None:
         speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
     plain = source
-    pages = choose_pages(source, speculation, kv_cache_dtype, kv_cache_dtype_skip_layers, log)
+    own = kv_cache_dtype, kv_cache_dtype_skip_layers, log, sizes.get("kernels", "auto")
+    pages = choose_pages(source, speculation, *own)
     source = pages.source
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
@@ -238,13 +243,9 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
-    narrow = {"head_dtype": speculation.head_dtype, "quantization": speculation.quantization}
-    for name, value in narrow.items():
-        if value is not None and target.num_devices > 1:
-            raise ValueError(
-                f"speculative_config.{name}={value!r} needs tensor_parallel_size=1; leave it out"
-            )
     drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
+    if placement is None and drafter.weights is not None:  # nothing runs: all is on one device
+        params = shapes_like(drafter.weights, params)
     params = narrow_drafter(params, speculation)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)

@@ -95,17 +95,11 @@ def check_options(
             f"are {num_devices} devices, and each replica has {tensor_parallel_size} of them "
             "(tensor_parallel_size)"
         )
-    if quantization is not None:
-        if quantization not in BITS:
-            raise ValueError(
-                f"quantization={quantization!r} is not supported; choose one of {', '.join(BITS)} "
-                "for a plain checkpoint, or leave it out: quantised checkpoints stay as they are"
-            )
-        if tensor_parallel_size > 1:
-            raise ValueError(
-                f"quantization={quantization!r} needs tensor_parallel_size=1: matrices are rounded "
-                "whole; write them with specjax quantize first, or use data_parallel_size"
-            )
+    if quantization is not None and quantization not in BITS:
+        raise ValueError(
+            f"quantization={quantization!r} is not supported; choose one of {', '.join(BITS)} "
+            "for a plain checkpoint, or leave it out: quantised checkpoints stay as they are"
+        )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(
             f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the fraction of "
@@ -169,7 +163,7 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
-    """Return the dtype that the option `given` means, and the reason for it.
+    """Return the dtype of an engine, and the reason for it. `given` is the option `dtype`.
 
     "auto" depends on the device and on `stored`, the checkpoint's dtype.
 
@@ -211,7 +205,7 @@ def _card_without_bfloat16() -> str | None:
 
 
 def choose_kernels(given: str) -> str:
-    """Return the implementation of the GPU operations that the option `given` means.
+    """Return the implementation of the GPU operations. `given` is the option `kernels`.
 
     If the device should support Triton but a small trial kernel fails, e.g. because of an outdated
     driver, return "reference" and warn.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.page_formats import PageFormat
@@ -13,7 +14,8 @@ from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model, init_caches, is_recurrent
-from specjax.device.placement import default_device
+from specjax.device.placement import default_device, local_shape
+from specjax.device.weights.weight import ARRAYS, is_weight
 from specjax.host.memory import available_bytes
 from specjax.host.windows import pages_in_use, window_pages
 from specjax.serving.defaults import device_defaults
@@ -46,8 +48,8 @@ class CacheBytes(NamedTuple):
         """Return the config with pages for every request at full length, or with as many as fit.
 
         Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
-        Layers with a window get as many pages as `window_pages` returns, but not more than would
-        fit if all layers had equally many pages.
+        Layers with a window get the number of pages that `window_pages` returns. But their number
+        is at most the number of pages that would fit if all layers had the same number.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -120,6 +122,21 @@ def weight_bytes(specs: Any, dtype: str) -> int:
         math.prod(spec.local_shape) * np.dtype(spec.dtype or dtype).itemsize
         for spec in jax.tree.leaves(specs)
     )
+
+
+def parameter_bytes(params: Any, dtype: str) -> int:
+    """Return the bytes that arrays, or their shapes, take on each device if loaded in `dtype`.
+
+    Arrays of quantised weights keep their dtypes, as do integers.
+    """
+    total = 0
+    for x in jax.tree.leaves(params, is_leaf=is_weight):
+        for path, array in jax.tree_util.tree_leaves_with_path(x):
+            is_float = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1
+            stays = not is_float or any(getattr(key, "name", "") in ARRAYS[1:] for key in path)
+            size = np.dtype(array.dtype if stays else dtype).itemsize
+            total += math.prod(local_shape(array).shape) * size
+    return total
 
 
 class EngineNeeds(NamedTuple):

@@ -78,7 +78,7 @@ def _check_message(message: Any, where: str, unread: list[str], *, has_parts: bo
 
 
 def _parse_calls(calls: Any, where: str, unread: list[str]) -> list[Message]:
-    """Return tool calls with arguments as mappings, which templates expect, instead of JSON.
+    """Return tool calls whose arguments are mappings, as templates expect, instead of JSON.
 
     The places of calls whose arguments are not a JSON object are appended to `unread`.
     """

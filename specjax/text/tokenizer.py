@@ -37,7 +37,7 @@ class ChatTokenizer(TokenizerNames):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. Other threads run meanwhile, however long it is.
+        """Return the token ids of a text. Other threads can run meanwhile, even if it is long.
 
         With `add_special_tokens`, these include the special tokens that the model expects in a
         prompt.

@@ -134,8 +134,6 @@ def test_the_plain_model_is_never_in_memory_as_a_whole(monkeypatch):
 def test_what_cannot_be_quantised_is_refused(checkpoints, rewrite_tensors):
     folder = checkpoints.target("llama").folder
     refusal(lambda: LLM(folder, quantization="fp4"), "'fp4' is not supported", "fp8, int8, int4")
-    words = "quantization='fp8' needs tensor_parallel_size=1", "data_parallel_size"
-    refusal(lambda: LLM(folder, quantization="fp8", tensor_parallel_size=2), *words)
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     other = checkpoints.copy(folder, quantization_config=config)
     refusal(lambda: LLM(other, quantization="fp8"), "quantization_config", "quantised already")

@@ -1,4 +1,4 @@
-"""Random weights for a model's parameter tree, without a program to draw them."""
+"""Random weights for a model's parameter tree, drawn by NumPy without compiling a program."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def random_params(specs: Any, seed: int) -> Any:
-    """f32 arrays for a tree of `TensorSpec` in which norms and gates matter, too.
+    """Return random f32 arrays for a tree of `TensorSpec`. Norms and gates change the outputs.
 
-    Matrices keep the scale of what they multiply; recurrent states last.
+    Matrices keep the scale of their inputs. Recurrent states decay slowly.
     """
     rng = np.random.default_rng(seed)
 

@@ -7,7 +7,11 @@ from specjax.checkpoint.quantised.bits import Bits
 
 
 def nearest(
-    weights: jax.Array, block: tuple[int, int], bits: Bits, scales_dtype: str = "float32"
+    weights: jax.Array,
+    block: tuple[int, int],
+    bits: Bits,
+    scales_dtype: str = "float32",
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return numbers [..., O, I] and scales [..., blocks of O, blocks of I] of weights [..., O, I].
 
@@ -15,9 +19,14 @@ def nearest(
     absolute weight, divided by half the range of the numbers. Weights are divided by their scale
     and rounded, as compressed-tensors does without calibration. The numbers have the dtype of
     `bits`, except that 4-bit integers are returned as int8.
+
+    If blocks are divided over the devices of a mesh axis, `axis` is the name of this axis. Then all
+    devices have the same scale for a block.
     """
     wide = in_blocks(weights.astype(jnp.float32), block)
-    scales = jnp.abs(wide).max(axis=(-3, -1)) / ((bits.largest - bits.least) / 2)
+    largest = jnp.abs(wide).max(axis=(-3, -1))
+    largest = largest if axis is None else jax.lax.pmax(largest, axis)
+    scales = largest / ((bits.largest - bits.least) / 2)
     scales = scales.astype(scales_dtype)
     scales = jnp.where(scales == 0, jnp.ones_like(scales), scales)
     numbers = wide / scales.astype(jnp.float32)[..., :, None, :, None]

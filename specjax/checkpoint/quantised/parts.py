@@ -6,8 +6,8 @@ through a group of weights that share a scale, parts have smaller groups, and th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,17 @@ def part_of(tensor: Any, cut: Cut | None, device: int) -> Any:
     if make is None or cut is None:
         return None if make is None else tensor
     return make(tensor, cut, device)
+
+
+def computed_once(tensor: Any) -> Any:
+    """Return a quantised tensor whose numbers are computed only once for all devices' parts.
+
+    The tensor is returned unchanged if a file has the numbers, or if it is not quantised.
+    """
+    if type(tensor) not in PARTS or not isinstance(tensor.weight, Part):
+        return tensor
+    compute = cache(lambda: np.asarray(tensor.weight.read()))
+    return replace(tensor, weight=replace(tensor.weight, compute=compute))
 
 
 def _cut(tensor: Readable, cut: Cut, device: int) -> Part:

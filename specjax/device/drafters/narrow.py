@@ -4,7 +4,6 @@ The target keeps its weights, and verifies every draft. So fewer drafts may be a
 do not become worse.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +29,8 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     shapes are returned.
 
     Raises:
-        ValueError: one of these options is set, and all its weights are quantised already.
+        ValueError: one of these options is set, but all weights that it is for are quantised
+            already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -40,17 +40,15 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
         own = [(path, x) for path, x in named if _option_of(path) == name]
         if value and own and all(x.numbers for _, x in own):
             _refuse(name, value, own[0][0])
-    make = partial(_narrowed, chosen=chosen)
-    leaves = jax.tree.leaves(params)
-    is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-    return jax.eval_shape(make, params) if is_shape else make(params)
+    return _narrowed(params, chosen)
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params` with a `head`: a copy of the drafter's shared head, in `head_dtype`.
+    """Return `params` with a `head`: the output head shared with the target, in `head_dtype`.
 
-    `params` are returned unchanged if `head_dtype` is None, or if the drafter has a separate output
-    head, which `narrow_drafter` quantises.
+    If the shared head is only shapes, its copy is only shapes, too. `params` are returned unchanged
+    if `head_dtype` is None, or if the drafter has a separate output head, which `narrow_drafter`
+    quantises.
 
     Raises:
         ValueError: the head to copy is quantised already.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax.checkpoint.division import DividedSpec
-from specjax.checkpoint.quantised.parts import part_of
+from specjax.checkpoint.quantised.parts import computed_once, part_of
 from specjax.checkpoint.spec import TensorSpec
 
 
@@ -19,13 +19,13 @@ from specjax.checkpoint.spec import TensorSpec
 class DividedParts(DividedSpec):
     """The `DividedSpec` of an array that belongs to a quantised weight, such as its scales.
 
-    `local` reads one device's array from that device's parts of the quantised tensors. The tensor
-    names in `local` are the numbers "0", "1", ... of these parts.
+    The spec in the field `local` builds one device's array from that device's parts of the
+    quantised tensors. The spec names these parts "0", "1", ....
     """
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
         """Return the quantised tensors, unread. `parts` later reads each device's parts of them."""
-        return [find(name) for name in self.names]
+        return [computed_once(find(name)) for name in self.names]
 
     read_partly = read
 

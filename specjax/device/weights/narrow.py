@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.packed_matmul import FourBits
 from specjax.checkpoint.quantised.bits import BITS, Bits
+from specjax.device.placement import AXIS, divided_shape, is_divided, local_shape
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.packed import Packed
@@ -21,19 +22,41 @@ from specjax.device.weights.weight import Weight
 def narrow(x: Weight, quantization: str) -> Weight:
     """Return the weight `x`, rounded to the numbers of `quantization`, a key of `BITS`.
 
-    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. A table
-    becomes a matrix that serves only as an output head. A weight is returned unchanged if its class
-    has no form with such numbers, or if its inputs cannot be divided into groups.
+    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. An embedding
+    table becomes a matrix that can only be used as an output head. A weight is returned unchanged
+    if its class has no form with such numbers, or if its inputs on a device cannot be divided into
+    groups.
+
+    The weight may be divided over devices. If its array is only a shape, the arrays of the result
+    are shapes, too.
     """
     make = _FORMS.get(type(x))
-    form = None if make is None else make(x, BITS[quantization])
+    local = jax.tree.map(lambda one: local_shape(_shape(one)), x)
+    form = None if make is None else make(local, BITS[quantization])
     return x if form is None else _quantise(form, x)
 
 
 def _quantise(form: Weight, x: Weight) -> Weight:
     """Return `x`, quantised like `form`. `form` is a weight whose arrays are only shapes."""
     shapes, tree = jax.tree.flatten(form)
-    return jax.jit(lambda plain: jax.tree.unflatten(tree, shapes).quantise(plain))(x)
+
+    def quantise(plain: Weight) -> Weight:
+        return jax.tree.unflatten(tree, shapes).quantise(plain)
+
+    (array,) = jax.tree.leaves(x)
+    if is_divided(array):
+        quantise = jax.vmap(quantise, axis_name=AXIS)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        made = jax.eval_shape(quantise, x)
+        return jax.tree.map(lambda one: _shape(one, like=array), made)
+    return jax.jit(quantise, out_shardings=array.sharding)(x)
+
+
+def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:
+    """Return an array's shape. It is divided over devices if `like`, by default `array`, is."""
+    if is_divided(array if like is None else like):
+        return divided_shape(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _matrix(x: Dense | Table, bits: Bits) -> Weight | None:
@@ -54,7 +77,7 @@ def _matrix(x: Dense | Table, bits: Bits) -> Weight | None:
 
 def _merged(x: Dense, bits: Bits) -> Weight | None:
     form: Any = _matrix(x, bits)
-    return form and replace(form, parts=x.parts)
+    return form and replace(form, parts=x.parts, axis=x.axis)
 
 
 def _experts(x: ExpertMatrices, bits: Bits) -> Weight | None:
@@ -63,7 +86,7 @@ def _experts(x: ExpertMatrices, bits: Bits) -> Weight | None:
     num_experts, num_in, num_out = x.values.shape
     values: Any = jax.ShapeDtypeStruct((num_experts, num_out, num_in), bits.dtype)
     scales: Any = jax.ShapeDtypeStruct((num_experts, num_out, 1), jnp.float32)
-    return ScaledExperts(values, scales=scales, block=(1, num_in))
+    return ScaledExperts(values, x.axis, scales=scales, block=(1, num_in))
 
 
 # By class of unquantised weights: a function that returns the `form` for `_quantise`; None if the

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.given import dotted
 from specjax.checkpoint.quantised.bits import BITS
@@ -21,7 +22,8 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
     """Return `files` as `RoundedFiles`: projections are quantised when they are read.
 
     A projection stays plain if its inputs cannot be divided into groups with one scale each, or if
-    its class of weights has no form with the quantised numbers.
+    its class of weights has no form with the quantised numbers. The division of a model over
+    devices does not change which projections are quantised, nor their numbers.
 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.
@@ -30,8 +32,9 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
     Raises:
         ValueError: no matrix can be quantised.
     """
-    made = round_matrices(files, projections(specs), quantization, dtype)
-    made = made.without(unpacked(specs, made.files, keep_name), files)
+    whole = jax.tree.map(lambda x: x.whole if isinstance(x, DividedSpec) else x, specs)
+    made = round_matrices(files, projections(whole), quantization, dtype)
+    made = made.without(unpacked(whole, made.files, keep_name), files)
     if not made.matrices:
         raise ValueError(
             f"quantization={quantization!r} changes no matrix of {files.folder}: experts stay "

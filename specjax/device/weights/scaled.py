@@ -38,9 +38,12 @@ class Scaled(Quantised):
         return (name_of(self.values.dtype.name),)
 
     def quantise(self, plain: Any) -> "Scaled":
-        """See `Weight`."""
+        """See `Weight`. If the inputs are divided over devices, a `vmap` must name their axis."""
         bits = BITS[self.numbers[0]]
-        values, scales = nearest(plain.by_output, self.block, bits)
+        matrix = plain.by_output
+        # Devices that hold parts of the inputs share the scales of outputs.
+        axis = self.axis if self.block[1] >= matrix.shape[1] else None
+        values, scales = nearest(matrix, self.block, bits, axis=axis)
         return replace(self, values=values, scales=scales)
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
