@@ -86,7 +86,7 @@ def test_no_order_of_calls_kills_the_engine(server, folder):
             body = {"update_info": {"path": folder.name}}
         return server.send(method, path, body, headers).status
 
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
     @given(st.lists(st.lists(calls(data), min_size=1, max_size=3), max_size=8))
     def run(groups):
         with ThreadPoolExecutor(32) as threads:

@@ -54,7 +54,7 @@ BODIES = {  # name: body of /v1/completions, status
     "100,000 stops": (body(stop=["a"] * 10**5), 400),
     "100,000 prompts": (body(prompt=["a"] * 10**5), 400),
     "a prompt of 15 million characters": (body(prompt="ab " * 5 * 10**6), 400),
-    "500,000 biases": (body(logit_bias={str(i): 1 for i in range(5 * 10**5)}), 400),
+    "200,000 biases": (body(logit_bias={str(i): 1 for i in range(2 * 10**5)}), 400),
     "a bad word of 4 MB": (body(bad_words=["ab " * 2**20]), 400),
     "100,000 bad words": (body(bad_words=["ab"] * 10**5), 400),
     "millions of log-probabilities": (body(n=1024, logprobs=20, max_tokens=200), 400),

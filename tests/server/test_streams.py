@@ -204,6 +204,17 @@ def test_a_request_beyond_the_queue_is_refused_and_openai_retries_it(simulated):
         assert server.post(COMPLETIONS, {"prompt": "a", "n": 9, "max_tokens": 2}).status == 200
 
 
+def test_a_pause_is_503_and_openai_retries_it(simulated):
+    with served(simulated, rl=True) as server:
+        assert server.send("POST", "/pause", headers={}).status == 200
+        answer = server.post(COMPLETIONS, {"prompt": "a"})
+        assert answer.error == (503, None) and answer.headers["retry-after"] == "1"
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=3)
+        threading.Timer(0.5, server.send, ["POST", "/resume", None, {}]).start()
+        (choice,) = client.completions.create(model="tiny", prompt="a", max_tokens=3).choices
+        assert choice.finish_reason in ("length", "stop")
+
+
 def test_a_request_ends_with_its_tokens_when_its_time_is_over(simulated):
     with served(simulated, limits=Limits(max_request_seconds=0.1)) as server:
         with held(simulated) as let_go:
