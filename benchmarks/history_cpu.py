@@ -4,8 +4,9 @@
 
 The demo is trained to use many different tokens. After each update, three engines with equal
 weights and seeds generate rollouts of the same prompts: without speculation, with adaptive EAGLE-3,
-and with adaptive EAGLE-3 and a history. So the rollouts must be equal. The times do not include
-training.
+and with adaptive EAGLE-3 and a history. So the rollouts must be equal. The engine with a history
+also generates other rollouts: half of them reuse the noise of earlier rollouts. The times do not
+include training.
 """
 
 import argparse
@@ -29,8 +30,9 @@ from specjax.engine.metrics import Metrics  # noqa: E402
 from specjax.rl import RolloutBatch, RolloutEngine, RolloutHistory  # noqa: E402
 
 NEITHER, ADAPTIVE, HISTORY = "no speculation", "adaptive EAGLE-3", "with a history"
+REUSED = "with half of the noise reused"
 NUM_SAMPLES, MAX_TOKENS, PROMPT_LENGTH = 4, 64, 96
-SOURCES = "eagle3", "suffix", "history"
+SOURCES = "eagle3", "suffix", "history", "replay"
 
 
 def main() -> None:
@@ -43,36 +45,34 @@ def main() -> None:
     settings = parser.parse_args()
     source = provenance(["optax"])
     drafter = {"method": "eagle3", "model": str(demo_folder(DRAFTERS[TARGET]["eagle3"]))}
-    configs = {
-        NEITHER: None,
-        ADAPTIVE: drafter | {"adaptive": True},
-        HISTORY: drafter | {"adaptive": True, "with": ["suffix"]},
-    }
+    adaptive = drafter | {"adaptive": True, "num_speculative_tokens": 3}
+    configs = {NEITHER: None, ADAPTIVE: adaptive, HISTORY: adaptive | {"with": ["suffix"]}}
+    names = [*configs, REUSED]
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(open_engine(config)) for name, config in configs.items()
         }
         rows, num_differing = train(engines, settings)
-    first = [row[1:4] for row in rows[1:]]  # the first update has no history
-    ratios = [[summary([a[0] / a[i] for a in first])] for i in range(3)]
+    later = [row[1:5] for row in rows[1:]]  # the first update has no history
+    ratios = [summary([seconds[0] / seconds[i] for seconds in later]) for i in range(4)]
     table = {
         "title": f"Rollouts of {settings.prompts} prompts with {NUM_SAMPLES} samples, by update",
         "columns": [
-            "update", *(f"{name}, s" for name in configs), "acceptance length without a history",
-            "with it", *(f"{name}: drafts" for name in SOURCES),
+            "update", *(f"{name}, s" for name in names), "acceptance length without a history",
+            "with it", "with reused noise", *(f"{name}: drafts" for name in SOURCES),
             *(f"{name}: accepted" for name in SOURCES),
         ],
         "rows": rows,
         "notes": [
             f"Up to {MAX_TOKENS} tokens at temperature {settings.temperature:g}. Of "
             f"{settings.updates * settings.prompts * NUM_SAMPLES} rollouts, {num_differing} differ "
-            "between the engines. Drafts and accepted drafts are of the engine with a history."
+            "between the first three columns. Drafts and accepted drafts are of the last two."
         ],
     }  # fmt: skip
     speeds = {
         "title": "Speed of rollouts, from the second update on",
-        "columns": [f"{name} x {NEITHER}" for name in configs],
-        "rows": [[cell for (cell,) in ratios]],
+        "columns": [f"{name} x {NEITHER}" for name in names],
+        "rows": [ratios],
         "notes": [],
     }
     for one in table, speeds:
@@ -96,7 +96,9 @@ def open_engine(config: Mapping[str, Any] | None) -> RolloutEngine:
         speculative_config=config,
         max_model_len=PROMPT_LENGTH + MAX_TOKENS,
         max_num_seqs=16,
-        decode_batches=(4, 16),
+        decode_batches=(16,),
+        prefill_shapes=((4, PROMPT_LENGTH),),
+        max_num_batched_tokens=4 * PROMPT_LENGTH,
         dtype="float32",
         compile_ahead=True,
     )
@@ -113,7 +115,8 @@ def train(
     optimizer = grpo.make_optimizer(settings.rate)
     update = grpo.make_update(policy.target, optimizer, grpo.grpo_loss)
     learner = grpo.begin(policy.params.target, optimizer)
-    history, names = RolloutHistory(), list(engines)
+    histories = {HISTORY: RolloutHistory(), REUSED: RolloutHistory()}
+    names, engine_of = [*engines, REUSED], {**engines, REUSED: engines[HISTORY]}
     prompts = read_questions()[: settings.prompts]
     rows: list[list[Any]] = []
     num_differing = 0
@@ -122,16 +125,20 @@ def train(
             n=NUM_SAMPLES, temperature=settings.temperature, max_tokens=MAX_TOKENS, seed=number
         )
         seconds, batches, counts = {}, {}, {}
-        for name in [*names[number % 3 :], *names[: number % 3]]:
-            before, start = engines[name].metrics(), time.perf_counter()
-            own = history if name == HISTORY else None
-            batches[name] = engines[name].generate(prompts, params, history=own)
+        for name in [*names[number % 4 :], *names[: number % 4]]:
+            engine, own = engine_of[name], histories.get(name)
+            before, start = engine.metrics(), time.perf_counter()
+            reuse = 0.5 * (name == REUSED)
+            batches[name] = engine.generate(prompts, params, history=own, reuse_noise=reuse)
             seconds[name] = time.perf_counter() - start
-            counts[name] = before, engines[name].metrics()
-        outputs = [[one.token_ids.tolist() for one in batches[name]] for name in names]
+            counts[name] = before, engine.metrics()
+        outputs = [[one.token_ids.tolist() for one in batches[name]] for name in engines]
         num_differing += sum(len({str(x) for x in same}) > 1 for same in zip(*outputs, strict=True))
-        lengths = [acceptance_length(*counts[name]) for name in (ADAPTIVE, HISTORY)]
-        drafts, accepted = (by_source(*counts[HISTORY], of) for of in ("draft", "accepted"))
+        lengths = [acceptance_length(*counts[name]) for name in (ADAPTIVE, HISTORY, REUSED)]
+        drafts, accepted = (
+            np.add(*(by_source(*counts[name], of) for name in histories)).tolist()
+            for of in ("draft", "accepted")
+        )
         rows.append([number, *(seconds[name] for name in names), *lengths, *drafts, *accepted])
         print(*rows[-1], sep="\t", flush=True)
         padded = batches[NEITHER].padded(0, prompt_length=PROMPT_LENGTH, length=MAX_TOKENS)

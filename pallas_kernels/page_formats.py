@@ -27,6 +27,9 @@ class PageFormat(NamedTuple):
 
 FP8 = PageFormat("float8_e4m3fn", 448.0, False, (8, 9))
 INT8 = PageFormat("int8", 127.0, True, (8, 0))
+# The same numbers as bytes, for CPUs: to read or write a part of a float8 array, XLA converts all
+# of it to float16 there.
+FP8_BYTES = FP8._replace(dtype="uint8")
 MAX_SIGNED = 2**31
 # By the names that users give. The formats' dtypes must differ.
 PAGE_FORMATS = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8, "int8_per_token_head": INT8}
@@ -34,7 +37,8 @@ PAGE_FORMATS = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8, "int8_per_token_head"
 
 def page_format(dtype: Any) -> PageFormat | None:
     """Return the format of pools with `dtype`, or None if they hold plain numbers."""
-    return next((one for one in PAGE_FORMATS.values() if one.dtype == str(dtype)), None)
+    known = *PAGE_FORMATS.values(), FP8_BYTES
+    return next((one for one in known if one.dtype == str(dtype)), None)
 
 
 def why_no_kernel(pool: Any, capability: tuple[int, int] | None) -> str | None:

@@ -1,11 +1,11 @@
-"""Conversion of numbers to the 8-bit formats of pages, in plain JAX and inside kernels."""
+"""Conversion of numbers to and from 8-bit formats, in plain JAX and inside kernels."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.page_formats import PageFormat, page_format
+from pallas_kernels.page_formats import FP8, FP8_BYTES, PageFormat, page_format
 
 
 def token_scales(x: jax.Array, stored: PageFormat) -> jax.Array:
@@ -23,9 +23,52 @@ def quantise(x: jax.Array, scales: jax.Array | float, stored: PageFormat) -> jax
     Quotients outside the format's range are clipped.
     """
     x = jnp.clip(x / scales, -stored.largest, stored.largest)
+    if stored == FP8_BYTES:
+        return jax.lax.bitcast_convert_type(x.astype(FP8.dtype), jnp.uint8)
     if jnp.issubdtype(stored.dtype, jnp.integer):  # whose conversion drops the fraction
         x = jnp.where(x < 0, x - 0.5, x + 0.5)
     return x.astype(stored.dtype)
+
+
+def widened(numbers: jax.Array, dtype: Any) -> jax.Array:
+    """Return the stored numbers of a pool in `dtype`."""
+    if numbers.dtype == FP8_BYTES.dtype:
+        return float8_of(numbers).astype(dtype)
+    return numbers.astype(dtype)
+
+
+def float8_of(codes: jax.Array) -> jax.Array:
+    """Return the e4m3 numbers with codes u8 as f32.
+
+    XLA's conversion from float8 takes twice as long on a CPU.
+    """
+    code = codes.astype(jnp.int32)
+    size = code & 0x7F  # four bits of exponent, three of mantissa
+    normal = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+    number = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+    number = jnp.where(size == 0x7F, jnp.nan, number)
+    return jnp.where(code > 0x7F, -number, number)
+
+
+def widened_after(x: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
+    """Return quantised values in `dtype`, to be multiplied by x.
+
+    On a CPU, the result depends on x. Otherwise, XLA would widen the matrices of all layers at the
+    start of a program, in memory that is allocated for each call. This took four times as long as
+    all products.
+    """
+
+    def on_cpu(x: jax.Array, values: jax.Array) -> jax.Array:
+        is_float = values.dtype == jnp.float8_e4m3fn
+        codes = jax.lax.bitcast_convert_type(values, jnp.uint8) if is_float else values
+        first = jax.lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
+        is_known = (first | 1) != 0  # always true, but XLA does not know it
+        codes = jnp.where(is_known, codes, jnp.zeros_like(codes))
+        return (float8_of(codes) if is_float else codes).astype(dtype)
+
+    return jax.lax.platform_dependent(
+        x, values, cpu=on_cpu, default=lambda x, values: values.astype(dtype)
+    )
 
 
 def zero_of(dtype: Any) -> float | int:

@@ -99,7 +99,9 @@ def check_bytes(llm, case):
     """Pools have their dtypes and scales, and as many bytes as was planned."""
     engine = llm.engine
     config, state, target = engine.config, engine.programs.state, engine.target
-    stored, own = (PAGE_FORMATS[one] for one in (case.dtype, case.drafters or case.dtype))
+    stored, own = config.page_format, config.draft_page_format
+    asked = [PAGE_FORMATS[one].largest for one in (case.dtype, case.drafters or case.dtype)]
+    assert [stored.largest, own.largest] == asked
     pages = dict(zip(target.cache_kinds, state.caches, strict=True))
     pages = {kind: one for kind, one in pages.items() if not kind.is_recurrent}
     kept = [kind.keeps_dtype for kind in pages]

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantisation import widened
+
 BLOCK_TOKENS = 128
 
 
@@ -90,10 +92,10 @@ def dequantised(
     or None if all are 1.
     """
     if scales is None:
-        return entries.astype(dtype)
+        return widened(entries, dtype)
     has_token_scales = scales.ndim > 2
     own = scales[layer, ids] if has_token_scales else scales[layer]  # [..., 2]
     is_latent = jnp.arange(entries.shape[-1]) < rank
     own = jax.lax.broadcast_to_rank(own, entries.ndim)
     each = jnp.where(jax.lax.broadcast_to_rank(is_latent, own.ndim), own[..., :1], own[..., 1:])
-    return (entries.astype(jnp.float32) * each).astype(dtype)
+    return (widened(entries, jnp.float32) * each).astype(dtype)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.packed_matmul.four_bits import FourBits, powers
+from pallas_kernels.quantisation import widened_after
 
 
 def packed_matmul_reference(
@@ -19,7 +20,8 @@ def packed_matmul_reference(
     first: int,
 ) -> jax.Array:
     """See `packed_matmul`."""
-    given = values, scales, zeros, factors, form, x.shape[1], x.dtype
+    codes = widened_after(x, values, values.dtype)
+    given = codes, scales, zeros, factors, form, x.shape[1], x.dtype
     matrix = unpacked(*given)[first:]
     y = jnp.einsum("ni,oi->no", x, matrix, preferred_element_type=jnp.float32)
     return y.astype(dtype)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantisation import widened
+
 BLOCK_TOKENS = 128
 
 
@@ -66,7 +68,7 @@ def paged_attention_reference(
             return tokens.reshape(batch, num_kv_heads, pages * page_size, *tokens.shape[4:])
 
         def load(which):
-            return gather(kv, which).astype(q.dtype)
+            return widened(gather(kv, which), q.dtype)
 
         def scales_of(which):  # of tokens, [B, H_kv, 1, C]
             return jnp.where(used, gather(scales, which), 0.0)[:, :, None]

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantisation import widened_after
+
 
 def scaled_matmul_reference(
     x: jax.Array,
@@ -17,8 +19,10 @@ def scaled_matmul_reference(
     """See `scaled_matmul`."""
     if block[1] >= values.shape[1]:  # one scale per output, applied to the product
         of_outputs = by_number(scales, (len(values), 1), (block[0], 1))[first:]
-        return (_multiply(x, values[first:].astype(x.dtype)) * of_outputs.T).astype(dtype)
-    return _multiply(x, dequantised(values, scales, block, x.dtype)[first:]).astype(dtype)
+        matrix = widened_after(x, values, x.dtype)[first:]
+        return (_multiply(x, matrix) * of_outputs.T).astype(dtype)
+    wide = widened_after(x, values, jnp.float32)
+    return _multiply(x, dequantised(wide, scales, block, x.dtype)[first:]).astype(dtype)
 
 
 def dequantised(

@@ -16,6 +16,8 @@ from specjax.inspect.hlo import Launch
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe, in_layer
 from specjax.methods import METHODS, OWN_SHAPE
 
+_NARROW = "head_dtype", "quantization"  # fields of a speculative config
+_SPECULATION = "method", "model", "num_speculative_tokens", *_NARROW
 _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 
 
@@ -70,9 +72,8 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         raise ValueError(
             "--devices does not go with --compile; give --tensor-parallel-size instead"
         )
-    if args.adaptive or args.speculative_config is not None:
-        given = "--adaptive" if args.adaptive else "--speculative-config"
-        raise ValueError(f"{given} does not go with --compile; give --drafter and --k instead")
+    if args.adaptive:
+        raise ValueError("--adaptive does not go with --compile; give --k instead")
     model = read_model(args)
     given = argparse.Namespace(**{**vars(args), "k": None})
     speculation = read_speculation(given, model, takes_shapes=True) or {}
@@ -80,7 +81,12 @@ def read_request(args: argparse.Namespace) -> StepRequest:
     if method is not None and not METHODS[method].has_weights:
         known = ", ".join(name for name, needs in METHODS.items() if needs.has_weights)
         raise ValueError(f"method {method!r} drafts without a model; give one of {known}")
-    k = args.k if args.k is not None else 3 if speculation else 0
+    if unused := [name for name in speculation if name not in _SPECULATION]:
+        raise ValueError(
+            f"--speculative-config: {unused[0]!r} does not go with --compile; leave it out"
+        )
+    usual = speculation.get("num_speculative_tokens", 3) if speculation else 0
+    k = args.k if args.k is not None else usual
     return StepRequest(
         target=args.compile,
         model=model,
@@ -97,6 +103,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives or "auto",
         quantization=args.quantization,
+        narrow=tuple((name, speculation[name]) for name in _NARROW if speculation.get(name)),
     )
 
 
@@ -155,6 +162,8 @@ def _about(report: StepReport) -> Iterator[str]:
     if request.quantization is not None:
         yield _line("quantization", request.quantization)
     yield _line("drafter", request.drafter or drafter.get(request.method, str(request.method)))
+    if request.narrow:
+        yield _line("drafter's weights", ", ".join(f"{name} {x}" for name, x in request.narrow))
     yield _line("layers", f"{compiled} of {report.num_layers}")
     yield _line("GEMMs", request.gemm)
     if request.tensor_parallel_size > 1:

@@ -61,6 +61,7 @@ class StepRequest:
         enable_expert_parallel: whether each GPU has whole experts, instead of a part of each.
         collectives: how these GPUs exchange sums (see `EngineConfig`).
         quantization: the kind of numbers to which unquantised weights are rounded, see `LLM`.
+        narrow: pairs: `head_dtype` and `quantization` of the `SpeculativeConfig`, if set.
     """
 
     model: str | Path
@@ -77,6 +78,7 @@ class StepRequest:
     enable_expert_parallel: bool = False
     collectives: str = "auto"
     quantization: str | None = None
+    narrow: tuple[tuple[str, Any], ...] = ()
     target: str = "h200"
 
     def __post_init__(self):
@@ -110,7 +112,7 @@ class StepRequest:
         if drafter is None and self.method in METHODS and METHODS[self.method].needs_shape:
             drafter = OWN_SHAPE
         fields = {"method": self.method, "model": drafter, "num_speculative_tokens": max(self.k, 1)}
-        SpeculativeConfig.of(fields)
+        SpeculativeConfig.of(fields := fields | dict(self.narrow))
         return fields
 
     @property
@@ -139,8 +141,7 @@ class StepRequest:
     @property
     def options(self) -> dict[str, Any]:
         """XLA's options, as an engine sets them."""
-        is_divided = self.tensor_parallel_size > 1
-        own = collective_options(self.collectives) if is_divided else {}
+        own = collective_options(self.collectives) if self.tensor_parallel_size > 1 else {}
         return {**GPU_OPTIONS, **GEMMS[self.gemm], **own}
 
 

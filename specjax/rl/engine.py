@@ -18,7 +18,7 @@ from specjax.llm import LLM
 from specjax.rl.checksum import checksum
 from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
-from specjax.rl.history import RolloutHistory, check_reuse
+from specjax.rl.history import RolloutHistory, check_reuse, identity_of
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
 from specjax.rl.quantising import Origin
@@ -394,7 +394,7 @@ class RolloutEngine:
         self, prompts: Any, params: Any, history: RolloutHistory | None, reuse_noise: float
     ) -> list[Start]:
         self._loop.check_ready()
-        check_reuse(history, self._llm, reuse_noise)
+        check_reuse(history, lambda: identity_of(self._llm), reuse_noise)
         starts = self._starts.make(prompts, params)
         with self._turns:
             if history is not None:

@@ -114,9 +114,9 @@ def _check_lengths(service: Service, job: Job) -> None:
 
 
 def _check_logprobs(service: Service, job: Job) -> None:
-    """Refuse requests for so many log-probabilities that they would fill the memory."""
+    """Refuse a request whose log-probabilities would fill the memory."""
     params, limit, longest = job.params, service.limits.max_request_logprobs, service.max_model_len
-    most = service.llm.config.max_logprobs  # -1 asks for so many
+    most = service.llm.config.max_logprobs  # -1 asks for this number
     per_token = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
     per_token = {k: 1 + (most if n < 0 else n) for k, n in per_token.items() if n is not None}
     num_prompt = sum(min(len(one["prompt_token_ids"]), longest) for one in job.prompts)

@@ -216,7 +216,8 @@ def make_plan(
     if speculative_config is not None:
         speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
     plain = source
-    pages = choose_pages(source, speculation, kv_cache_dtype, kv_cache_dtype_skip_layers, log)
+    own = kv_cache_dtype, kv_cache_dtype_skip_layers, log, sizes.get("kernels", "auto")
+    pages = choose_pages(source, speculation, *own)
     source = pages.source
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pallas_kernels.page_formats import PAGE_FORMATS, PageFormat
+from pallas_kernels.page_formats import FP8, FP8_BYTES, PAGE_FORMATS, PageFormat
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.kv_scales import KVScales, read_kv_scales
 from specjax.checks import check_choice, is_integer
@@ -12,6 +12,7 @@ from specjax.config import KV_CACHE_DTYPES, SpeculativeConfig
 from specjax.device.loading import Log
 from specjax.device.models.model import Model
 from specjax.device.models.tensor_names import TensorNames
+from specjax.device.placement import default_device
 from specjax.serving.source import ModelSource
 
 WINDOWS = "sliding_window"
@@ -35,6 +36,7 @@ def choose_pages(
     kv_cache_dtype: Any,
     skip_layers: Any,
     log: Log,
+    kernels: str = "auto",
 ) -> ChosenPages:
     """Return what the options `kv_cache_dtype` and `kv_cache_dtype_skip_layers` mean.
 
@@ -46,9 +48,9 @@ def choose_pages(
         CheckpointError: a scale in the checkpoint is not one positive number.
     """
     check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    stored = PAGE_FORMATS.get(kv_cache_dtype)
+    stored = _format(kv_cache_dtype, kernels)
     own = speculation.kv_cache_dtype if speculation else None
-    drafters = stored if own is None else PAGE_FORMATS.get(own)
+    drafters = stored if own is None else _format(own, kernels)
     kept = _kept_layers(source.target, skip_layers)
     if stored is None:
         if kept:
@@ -61,6 +63,13 @@ def choose_pages(
     if kept or scales:
         source = replace(source, target=source.target.with_pages(kept, scales))
     return ChosenPages(source, stored, drafters)
+
+
+def _format(name: str, kernels: str) -> PageFormat | None:
+    """Return the format of pages on the device on which engines run."""
+    stored = PAGE_FORMATS.get(name)
+    on_cpu = default_device().platform == "cpu" and kernels != "interpret"
+    return FP8_BYTES if on_cpu and stored == FP8 else stored
 
 
 def _kept_layers(target: Model, skipped: Any) -> tuple[int, ...]:

@@ -23,10 +23,14 @@ def commands_of(page):
                 yield shlex.split(command, comments=True)[1:]
 
 
-COMMANDS = [(page.name, " ".join(command), command) for page in PAGES for command in commands_of(page)]
+COMMANDS = [
+    (page.name, " ".join(command), command) for page in PAGES for command in commands_of(page)
+]
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, id=f"{page}: {c_}") for page, c_, c in COMMANDS])
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, id=f"{page}: {c_}") for page, c_, c in COMMANDS]
+)
 def test_commands_on_pages_are_parsed(command):
     build_parser().parse_args(command)
 

@@ -20,9 +20,9 @@ from support.kernels_paged_attention import (
 
 from pallas_kernels.dispatch import UnsupportedError, _log_once
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.page_formats import PAGE_FORMATS, why_no_kernel
+from pallas_kernels.page_formats import FP8_BYTES, PAGE_FORMATS, why_no_kernel
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantisation import as_stored, quantise
+from pallas_kernels.quantisation import as_stored, float8_of, quantise, widened
 from pallas_kernels.rope_write import HeadWeights, rope_write
 from specjax.device.cache.latent_prompt import attend_plainly
 from specjax.device.cache.pages import Pages
@@ -43,6 +43,12 @@ def test_numbers_are_rounded_to_the_nearest_and_never_overflow():
     wanted = np.asarray(x)[:-4].astype(ml_dtypes.float8_e4m3fn)  # ties to even
     np.testing.assert_array_equal(stored[:-4].view(np.uint8), wanted.view(np.uint8))
     assert [*stored[-4:-1].astype(np.float32)] == [448.0, -448.0, 448.0] and np.isnan(stored[-1])
+    as_bytes = quantise(x, 1.0, FP8_BYTES)
+    np.testing.assert_array_equal(as_bytes, stored.view(np.uint8))
+    np.testing.assert_array_equal(widened(as_bytes, jnp.float32), stored.astype(np.float32))
+    codes = np.arange(256, dtype=np.uint8)
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(float8_of)(codes), expected)
     halved, _ = as_stored(x[:10], FP8.dtype, jnp.float32(2.0))
     np.testing.assert_array_equal(np.asarray(halved), wanted[:10].astype(np.float32) / 2)
 

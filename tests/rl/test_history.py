@@ -11,10 +11,12 @@ from scipy.special import softmax
 from support.engines import SIZES, VOCAB, K, random_prompts, simulated_engines
 from support.fits import FIXED_SEED, pvalue
 from support.logits import hf_logits
+from support.one_thread_ray import OneThread
 from support.rollouts import copied, noisy
 
 from specjax import SamplingParams
-from specjax.rl import RolloutBatch, RolloutEngine, RolloutHistory
+from specjax.rl import RolloutBatch, RolloutEngine, RolloutHistory, ray_workers
+from specjax.rl.ray_workers import RayRollouts
 
 CONFIG = {"method": "suffix", "num_speculative_tokens": K}
 PROMPTS = random_prompts(9, 20, 5, vocab_size=VOCAB)
@@ -111,6 +113,32 @@ def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
     assert len({one.seed for one in batch}) == len(batch)
     assert RolloutBatch(batch).padded(0).reuses_noise.mean() == 0.5
     assert not any(one.reuses_noise for one in generate(engine, history))
+
+
+def test_workers_share_a_history(target, monkeypatch):
+    """Rollouts of either are drafts of both, under the noise that a single engine would have."""
+    monkeypatch.setattr(ray_workers, "import_ray", lambda name: OneThread())
+    options = {**SIZES, "speculative_config": CONFIG}
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
+    history = RolloutHistory()
+    with (
+        simulated_engines(),
+        RolloutEngine(target.folder, **options) as single,
+        RayRollouts(target.folder, num_workers=2, group_size=1, **options) as workers,
+    ):
+        first = workers.generate(PROMPTS, params, history=history)
+        assert outputs_of(first) == outputs_of(single.generate(PROMPTS, params))
+        assert len(history) == 9 and history._identity["vocabulary"] == VOCAB
+        workers.update_weights(copied(single.params.target))
+        again = [*workers.stream(PROMPTS[::-1], params, history=history, reuse_noise=1.0)]
+        assert all(one.reuses_noise for one in again) and len(history) == 18
+        tokens = {one.seed: one.token_ids.tolist() for one in first}
+        assert {one.seed: one.token_ids.tolist() for one in again} == tokens
+        accepted = [one.accepted_tokens_per_source.get("replay", 0) for one in workers.metrics()]
+        assert sum(accepted) > 100 and min(accepted) > 0
+        history._identity["model"] = "another"
+        with pytest.raises(ValueError, match="rollouts of another model"):
+            workers.generate(PROMPTS, params, history=history)
 
 
 def test_noise_is_not_reused_twice_at_a_time(engine):

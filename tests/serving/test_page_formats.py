@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.tiny import tiny_llama
 
-from pallas_kernels.page_formats import FP8, INT8
+from pallas_kernels.page_formats import FP8, FP8_BYTES, INT8
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.loading import no_log
@@ -20,9 +20,10 @@ from specjax.serving.source import ModelSource
 WINDOWED = tiny_llama(num_layers=4, windows=(8, None, 8, None))
 
 
-def chosen(dtype, skipped=None, drafters=None, model=WINDOWED):
+def chosen(dtype, skipped=None, drafters=None, model=WINDOWED, kernels="interpret"):
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, kv_cache_dtype=drafters)
-    return choose_pages(ModelSource(model, None, params={}), config, dtype, skipped, no_log)
+    source = ModelSource(model, None, params={})
+    return choose_pages(source, config, dtype, skipped, no_log, kernels)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,8 @@ def chosen(dtype, skipped=None, drafters=None, model=WINDOWED):
 def test_names_are_formats(names, formats):
     dtype, drafters = names
     assert chosen(dtype, drafters=drafters)[1:] == formats
+    on_cpu = tuple(FP8_BYTES if one == FP8 else one for one in formats)
+    assert chosen(dtype, drafters=drafters, kernels="auto")[1:] == on_cpu
 
 
 @pytest.mark.parametrize(

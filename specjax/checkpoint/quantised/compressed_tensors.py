@@ -27,7 +27,13 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.compressed_parts import stored_parts
 from specjax.checkpoint.quantised.described import Described, is_named, of_config
-from specjax.checkpoint.quantised.format import Converted, check_shape, group_size, take
+from specjax.checkpoint.quantised.format import (
+    Converted,
+    check_axes,
+    check_shape,
+    group_size,
+    take,
+)
 from specjax.checkpoint.quantised.fp4 import MXFP4, NVFP4_RECIPROCAL, fp4_tensor
 from specjax.checkpoint.quantised.fp8 import one_block
 from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking, nibbles
@@ -128,6 +134,8 @@ def _integers(
     words, shape = tensors.pop(packed), take(tensors, folder, f"{plain}_shape", packed)
     scales = take(tensors, folder, scale, packed)
     zeros, groups = tensors.pop(zero, None), tensors.pop(order, None)
+    check_axes(folder, packed, words)
+    check_shape(folder, f"{plain}_shape", packed, shape, (2,))
     num_out, num_in = (int(size) for size in np.ravel(shape.read()))
     widths = {bits: -(-num_in * bits // 32) for bits in (4, 8)}
     about = f"{plain} {[num_out, num_in]}"

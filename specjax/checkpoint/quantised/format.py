@@ -96,6 +96,14 @@ def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any)
         )
 
 
+def check_axes(folder: Path, name: str, found: Readable, count: int = 2) -> None:
+    """Raise a CheckpointError unless the tensor `found`, called `name`, has `count` axes."""
+    if len(found.shape) != count:
+        raise CheckpointError(
+            f"{folder}: {name} must be an array with {count} axes; got {list(found.shape)}"
+        )
+
+
 def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> np.ndarray:
     """Return scales as they are stored. `name` is their tensor's name.
 
@@ -105,6 +113,8 @@ def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> 
     """
     found = scales.read()
     wide = np.asarray(found, np.float32)
+    if found.dtype == np.uint8:  # exponents of powers of two
+        wide = np.where(found == 255, np.nan, wide)
     if not (np.isfinite(wide) & ((wide > 0) | (may_be_zero & (wide == 0)))).all():
         raise CheckpointError(
             f"{scales.path}: {name} has scales that are not positive numbers; "

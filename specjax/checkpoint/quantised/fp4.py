@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.quantised.format import check_shape
+from specjax.checkpoint.quantised.format import check_axes, check_shape
 from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking, nibbles
 from specjax.checkpoint.stored_tensor import Readable
 
@@ -57,6 +57,7 @@ def fp4_tensor(
     Raises:
         CheckpointError: a tensor has a wrong shape; the error names it.
     """
+    check_axes(folder, name, words)
     (num_out, width), group = words.shape, GROUPS[unpack]
     about = f"{name} {list(words.shape)}"
     check_shape(folder, scales[0], about, scales[1], (num_out, -(-2 * width // group)))

@@ -6,7 +6,7 @@ import numpy as np
 
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.described import Described, tensor
-from specjax.checkpoint.quantised.format import check_shape, group_size, take
+from specjax.checkpoint.quantised.format import check_axes, check_shape, group_size, take
 from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking
 
 _END = ".qweight"
@@ -43,6 +43,7 @@ def with_qweights(
         parts = [f"{stem}.{part}" for part in ("scales", "qzeros", "g_idx")]
         scales, zeros = (take(tensors, folder, part, name) for part in parts[:2])
         groups = tensors.pop(parts[2], None)
+        check_axes(folder, name, words)
         num_in, num_out = (8 * n if i == axis else n for i, n in enumerate(words.shape))
         count = scales.shape[0] if scales.shape else 0
         size = group_size(num_in, count, group) or (group if group > 0 else num_in)

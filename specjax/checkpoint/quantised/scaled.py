@@ -139,6 +139,11 @@ def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> Ten
         scales = next((name + one for one in SUFFIXES if name + one in tensors), None)
         if weight.dtype not in STORED or scales is None:
             continue
+        if len(weight.shape) < 2:
+            raise CheckpointError(
+                f"{files.folder}: {name} must be a matrix, because it has scales ({scales}); got "
+                f"{list(weight.shape)}"
+            )
         found = tensors.pop(scales)
         blocks = {num_blocks(weight.shape, one): one for one in _possible(weight, found, block)}
         fitting = [one for shape, one in blocks.items() if _is_like(found.shape, shape)]

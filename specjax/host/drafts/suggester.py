@@ -141,6 +141,7 @@ class Suggester:
         rounds have no drafts, texts are searched only in some rounds, to save the host's time; in
         all other rounds, the result is None.
         """
+        self._found.clear()
         idle, self._num_idle = self._num_idle, self._num_idle + 1
         if idle % LOOK_EVERY:
             return None
@@ -155,7 +156,6 @@ class Suggester:
         return expected
 
     def _begin_step(self) -> None:
-        self._found.clear()
         for source in self.sources:
             source.begin_step()
 

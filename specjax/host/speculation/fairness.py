@@ -6,9 +6,11 @@ The ranges are the buckets of `contexts`. The mean speed of the requests in a ra
 
     speed(k) = (1 + their mean number of accepted drafts) / ms of the round
 
-and a round is fair if speed(k) >= (1 - max_slowdown) * speed(0) in every range.
+and a round is fair if speed(k) >= (1 - max_slowdown) * speed(0) in every range. Ranges with few
+requests do not count: a single long request should not stop the drafts of all others.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from specjax.host.speculation.rounds import DecodeLoad
 from specjax.host.speculation.step_cost import StepCost
 
 EVERY = slice(None)
+MIN_SHARE = 1 / 8  # minimum fraction of the requests in a range that counts
 
 
 class Fairness:
@@ -30,7 +33,11 @@ class Fairness:
 
     @classmethod
     def of(
-        cls, load: DecodeLoad, goodput: Mapping[int, float], max_slowdown: float, cost: StepCost
+        cls,
+        load: DecodeLoad,
+        goodput: Mapping[int, float],
+        max_slowdown: float,
+        cost: StepCost | None,
     ) -> "Fairness | None":
         """Return the limits for a round; None if every round is fair, or if there is no K = 0.
 
@@ -41,19 +48,21 @@ class Fairness:
             load: the load of the round.
             goodput: tokens per millisecond, over all requests, by K.
             max_slowdown: see the module's docstring.
-            cost: the times of rounds.
+            cost: the times of rounds, which are being learned; None if they are known.
         """
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
             return None
         buckets = [context_bucket(length) for length in load.requests.lengths]
-        if len(kinds := sorted(set(buckets))) < 2:
+        counts = Counter(buckets)
+        if len(counts) < 2:
             return None
+        kinds = [kind for kind, count in counts.items() if count >= MIN_SHARE * len(buckets)]
         members = np.array(buckets)[:, None] == np.array(kinds)
-        doubt = cost.spread(load.num_sequences, 0, load.num_context)
+        doubt = cost.spread(load.num_sequences, 0, load.num_context) if cost else 0.0
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):
-        """`members` bool[n, R] says which request is in which range.
+        """`members` bool[n, R] says which request is in which range that counts.
 
         `least` describes a round in which every range has the lowest speed that is allowed. It is
         the number of tokens per millisecond of this round, over all requests.

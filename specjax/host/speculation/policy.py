@@ -236,7 +236,8 @@ class GoodputPolicy:
             return self._choices[0]
         gains = self._gains(load)
         goodput = self._goodput(load, gains)
-        fairness = Fairness.of(load, goodput, self._max_slowdown, self.cost)
+        learned = self.cost if self._learns_cost else None
+        fairness = Fairness.of(load, goodput, self._max_slowdown, learned)
         fair = fairness.ks(goodput, gains, self._k) if fairness else self._choices
         best = max(fair, key=lambda k: (goodput[k], -k))
         if not self.is_learning:
@@ -245,8 +246,9 @@ class GoodputPolicy:
         k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        times = self.cost, self._chunk_ms
-        split = self.splitter.choose(load, gains, goodput[best], *times, self.requests, fairness)
+        split = self.splitter.choose(
+            load, gains, goodput[best], self.cost, self._chunk_ms, self.requests, fairness
+        )
         return k if split is None else split.shape.k
 
     @property
@@ -265,16 +267,13 @@ class GoodputPolicy:
         `best` replaces the current K if it is clearly better, if the current K has not been the
         best for many rounds in a row, or if the current K is not in `fair`.
         """
-        lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
+        k = best if self._k is None else self._k
+        lead = goodput[best] / goodput[k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
-        if (
-            self._k is None
-            or self._k not in fair
-            or lead >= HYSTERESIS
-            or self._num_led >= LONG_LED
-        ):
-            self._k, self._num_led = best, 0
-        return self._k
+        if k not in fair or lead >= HYSTERESIS or self._num_led >= LONG_LED:
+            k, self._num_led = best, 0
+        self._k = k
+        return k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
         """Return the estimated number of tokens per millisecond for each K."""

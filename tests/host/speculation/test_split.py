@@ -13,7 +13,9 @@ from host.speculation.h100_rounds import (
     serve,
 )
 
+from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.methods import adaptive_policy
+from specjax.host.speculation.policy import GoodputPolicy
 from specjax.host.speculation.requests import ReadyRequests, TextDrafts
 from specjax.host.speculation.rounds import DecodeLoad
 
@@ -91,6 +93,29 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     served = serve(policy, rates, contexts, 400, 0)
     assert (served.drafts[-50:].min(axis=1) == served.drafts[-50:].max(axis=1)).all()
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
+
+
+def test_few_long_requests_do_not_stop_the_others():
+    rates, contexts = [0.7] * 63 + [0.02], [1000] * 63 + [66_000]
+    short = slice(0, 63)
+    off = serve(0, rates, contexts, 1, 0).speed(0, short)
+    assert serve(adaptive(), rates, contexts, 200, 0).speed(0, short) > 1.8 * off
+
+
+def test_known_times_are_not_doubted():
+    """A profile's K is that of one range of lengths, where all ranges gain a little from drafts."""
+    cost, rates = replayed_cost(), [0.13] + [0.0] * (KS[-1] - 1)
+    found = []
+    for contexts in [1000] * 4, of((800, 4100), 4):
+        policy = GoodputPolicy(
+            KS, cost, Acceptance(KS[-1], rates), learns_cost=False, learns_acceptance=False
+        )
+        requests = ReadyRequests(range(4), [None] * 4, contexts, [KS[-1]] * 4)
+        load = DecodeLoad(4, sum(contexts), None, requests)
+        goodput = policy.goodput(load)
+        assert 1.0 < goodput[1] / goodput[0] < 1.05
+        found.append(policy.choose(load))
+    assert found == [1, 1]
 
 
 def test_requests_draft_if_texts_are_expected_to_be_accepted():
