@@ -127,9 +127,11 @@ def open_engines(
         BLOCK: adaptive | {"verification": "block"},
     }
     policies = {OFF: None, **{name: every[name] for name in settings.policies}}
-    batches, shapes = settings.decode_batches, None
-    if batches is not None:  # few programs, which are compiled sooner
-        shapes = ((4, PREFILL_WIDTH),)
+    sizes: dict[str, Any] = {}
+    if settings.decode_batches is not None:  # few programs, which are compiled sooner
+        sizes["decode_batches"] = tuple(settings.decode_batches)
+        sizes["prefill_shapes"] = ((4, PREFILL_WIDTH),)
+        sizes["max_num_batched_tokens"] = 4 * PREFILL_WIDTH
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
@@ -139,10 +141,9 @@ def open_engines(
                     max_model_len=MAX_MODEL_LEN,
                     max_num_seqs=max_num_seqs,
                     page_size=PAGE_SIZE,
-                    decode_batches=batches and tuple(batches),
-                    prefill_shapes=shapes,
                     num_pages=max_num_seqs * MAX_MODEL_LEN // PAGE_SIZE,
                     compile_ahead=True,
+                    **sizes,
                 )
             )
             for name, config in policies.items()
