@@ -215,7 +215,7 @@ def rivals():
             yield pytest.param(grid, shift, name, marks=marks)
 
 
-@pytest.mark.parametrize("grid, shift, name", rivals())
+@pytest.mark.parametrize("grid, shift, name", [*rivals()])
 def test_adaptive_regrets_less_than(grid, shift, name):
     assert regret(runs(grid, shift, "adaptive", False)) < regret(runs(grid, shift, name, False))
 
