@@ -1,6 +1,9 @@
 """Embeddings that compressed-tensors has quantised: they stay packed, and rows are dequantised."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
@@ -37,7 +40,7 @@ def folders(request, checkpoints, rewrite_tensors):
     plain, narrow = checkpoints.copy(target), checkpoints.copy(target, quantization_config=config)
 
     def edit(tensors, stored):
-        written = FORMS[form].write(tensors[NAME].float())
+        written: Any = FORMS[form].write(tensors[NAME].float())
         if not stored:
             return tensors | {NAME: written[1]}
         left = {n: x for n, x in tensors.items() if n != NAME}
@@ -56,7 +59,7 @@ def test_they_stay_packed(folders, tmp_path):
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     assert weight_bytes(open_model(folders[0]).specs, "float32") == size
     assert size < sum(x.nbytes for x in jax.tree.leaves(expected))
-    ids = np.array([3, 95, 0, 3])
+    ids = jnp.array([3, 95, 0, 3])
     np.testing.assert_array_equal(
         params.embedding.rows(ids), np.asarray(expected.embedding.values)[ids]
     )
