@@ -89,7 +89,8 @@ def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
 def measure_sweep(setup: Setup) -> list[dict[str, Any]]:
     """Return tables of the tokens per second of every policy at every batch size.
 
-    With the drafter's own acceptance, a table also compares K = 0 and no drafter.
+    If drafts are really verified, not synthetically, one more table compares an engine without
+    drafter to an engine that has a drafter and uses K = 0.
     """
     report, rates = bench(setup, None, show_progress=False), setup.synthetic_rates
     statics = [f"K={k}" for k in setup.ks]
@@ -331,7 +332,10 @@ def run_tail(
 
 
 def _acceptance(before: Metrics, after: Metrics, num_requests: int) -> float:
-    """Return the mean number of tokens per round of a request, without a request's first token."""
+    """Return the mean number of tokens per round of a request.
+
+    The first token of each request is not counted, because it comes from the prompt.
+    """
     num_tokens = after.num_generation_tokens - before.num_generation_tokens - num_requests
     return num_tokens / (num_tokens - (after.num_accepted_tokens - before.num_accepted_tokens))
 

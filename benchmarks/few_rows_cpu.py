@@ -3,9 +3,9 @@
     python benchmarks/few_rows_cpu.py
 
 A round verifies K + 1 rows. So speculation pays off if K + 1 rows cost little more than one row.
-The products of rows and weights are those in the layers of demo-llama, with norms and SwiGLU
-between them and without attention. Each form stores the weights and multiplies by them in another
-way. The last form is NumPy's BLAS.
+The measured program has the matrix products, norms and SwiGLU of demo-llama's layers, without
+attention. A form is a way to store the weights and to multiply by them. The last form is NumPy's
+BLAS.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NOTE = "Engines have blocks in a batch. One row of bfloat16 goes through a plain
 
 
 class Form(NamedTuple):
-    """A form of weights.
+    """A way to store weights and to multiply by them.
 
     Attributes:
         multiply: a function that takes rows [N, in] and a packed weight, and returns the product.
@@ -49,7 +49,10 @@ def _rows_of(tiles: jax.Array) -> jax.Array:
 
 
 def _by_sums(x: jax.Array, tiles: jax.Array) -> jax.Array:
-    """Multiply by one XLA loop per block. The block stays in the cache while all rows read it."""
+    """Multiply x by blocks of columns, with one XLA loop for each block.
+
+    A block stays in the processor's cache while it is multiplied by all rows.
+    """
     if len(x) == 1:  # XLA's loop for one row is slow
         return _by_sums(jnp.repeat(x, 2, axis=0), tiles)[:1]
     return _rows_of((x[None, :, :, None] * tiles[:, None]).sum(2))

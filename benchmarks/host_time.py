@@ -4,8 +4,8 @@
     python benchmarks/host_time.py --only simulated --steps 100
 
 The engine's loop runs on the tests' simulated device, whose time is excluded. For up to 64
-requests, the loop also runs on this machine's CPU, with demo-llama and its EAGLE-3 drafter. There,
-the phase `run` includes the part of XLA's computation that is done before the call returns.
+requests, the loop also runs on this machine's CPU, with demo-llama and its EAGLE-3 drafter. On the
+CPU, the phase `run` includes the part of XLA's computation that is done before the call returns.
 """
 
 import argparse

@@ -262,7 +262,7 @@ def recovery(lost: np.ndarray, times: np.ndarray) -> int:
 
 
 def against_static(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
-    """Return a table of adaptive K's speed relative to the best static K, at first and later."""
+    """Return a table of adaptive K's speed, divided by the speed of the best static K."""
     cases = list(product(LAWS, H100_MS))
     jobs = [(*case, seed) for case in cases for seed in range(seeds)]
     found = list(pool.map(hold_h100, *zip(*jobs, strict=True), chunksize=4))

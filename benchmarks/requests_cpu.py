@@ -64,10 +64,10 @@ class Whole(GoodputPolicy):
 def main() -> None:
     """Run the measurements, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=60, help="default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=40, help="steps; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     settings = parser.parse_args()
     source = provenance()
     high, low = (tuple(accumulate(repeat(rate, KS[-1]), mul)) for rate in RATES)

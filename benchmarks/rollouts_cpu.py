@@ -26,13 +26,15 @@ from specjax import SamplingParams
 from specjax.bench.workload import read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS, TARGET, demo_folder
 from specjax.checks import check_positive
-from specjax.rl import RolloutEngine
+from specjax.rl import RolloutEngine, RolloutHistory
 
 OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"
+HISTORY = "adaptive K, history"  # drafts also from the rollouts of earlier repeats
 BLOCK = "adaptive K, block verification"  # draws other tokens, from the same distribution
+POLICIES = STATIC, ADAPTIVE, HISTORY, BLOCK
 NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
-MAX_MODEL_LEN, PAGE_SIZE = 448, 16
+MAX_MODEL_LEN, PAGE_SIZE, PREFILL_WIDTH = 448, 16, 64
 TAIL = 0.25  # the tail begins when fewer requests than this fraction of max_num_seqs run
 WARM_UP = 128  # number of samples to warm up
 
@@ -76,13 +78,17 @@ def main() -> None:
     )
     parser.add_argument("--num-prompts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--decode-batches", type=int, nargs="+", help="default: powers of two")
+    parser.add_argument("--max-k", type=int, default=5, help="of adaptive K; default: %(default)s")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--result", default="rollouts_cpu", help="file; default: %(default)s")
     settings = parser.parse_args()
     check_positive(**{"--repeats": settings.repeats, "--num-prompts": settings.num_prompts})
     source = provenance()
     lengths = draw_lengths(settings.num_prompts * NUM_SAMPLES)
     tables = []
     for max_num_seqs in settings.max_num_seqs:
-        with open_engines(max_num_seqs) as engines:
+        with open_engines(max_num_seqs, settings) as engines:
             runs = measure(engines, lengths, settings)
         tables += tabulate(runs, max_num_seqs, lengths, settings)
     for table in tables:
@@ -98,7 +104,7 @@ def main() -> None:
         "settings": vars(settings),
         "tables": tables,
     }
-    write_result(RESULTS / "rollouts_cpu.json", result)
+    write_result(RESULTS / f"{settings.result}.json", result)
 
 
 def draw_lengths(count: int) -> list[int]:
@@ -108,15 +114,22 @@ def draw_lengths(count: int) -> list[int]:
 
 
 @contextmanager
-def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
+def open_engines(
+    max_num_seqs: int, settings: argparse.Namespace
+) -> Iterator[dict[str, RolloutEngine]]:
     """Open one engine per policy."""
     drafter = {"method": "eagle3", "model": str(demo_folder(DRAFTERS[TARGET]["eagle3"]))}
-    policies = {
-        OFF: None,
+    adaptive = drafter | {"adaptive": True, "num_speculative_tokens": settings.max_k}
+    every = {
         STATIC: drafter | {"num_speculative_tokens": 3},
-        ADAPTIVE: drafter | {"adaptive": True},
-        BLOCK: drafter | {"adaptive": True, "verification": "block"},
+        ADAPTIVE: adaptive,
+        HISTORY: adaptive | {"with": ["suffix"]},
+        BLOCK: adaptive | {"verification": "block"},
     }
+    policies = {OFF: None, **{name: every[name] for name in settings.policies}}
+    batches, shapes = settings.decode_batches, None
+    if batches is not None:  # few programs, which are compiled sooner
+        shapes = ((4, PREFILL_WIDTH),)
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
@@ -126,6 +139,8 @@ def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
                     max_model_len=MAX_MODEL_LEN,
                     max_num_seqs=max_num_seqs,
                     page_size=PAGE_SIZE,
+                    decode_batches=batches and tuple(batches),
+                    prefill_shapes=shapes,
                     num_pages=max_num_seqs * MAX_MODEL_LEN // PAGE_SIZE,
                     compile_ahead=True,
                 )
@@ -161,26 +176,31 @@ def measure(
             for i, length in enumerate(lengths)
         ]
 
-    names = list(engines)
+    names, histories = list(engines), {HISTORY: RolloutHistory()}
     runs: dict[str, list[Run]] = {name: [] for name in names}
-    for engine in engines.values():  # untimed: touches memory, and adaptive K learns rates
-        roll_out(engine, prompts[:WARM_UP], params(settings.repeats)[:WARM_UP])
+    for name, engine in engines.items():  # untimed: touches memory, and adaptive K learns rates
+        last = params(settings.repeats)[:WARM_UP]
+        roll_out(engine, prompts[:WARM_UP], last, histories.get(name))
     for repeat in range(settings.repeats):
         first = repeat % len(names)
         for name in [*names[first:], *names[:first]]:
-            runs[name].append(roll_out(engines[name], prompts, params(repeat)))
+            run = roll_out(engines[name], prompts, params(repeat), histories.get(name))
+            runs[name].append(run)
             print(f"{name}: {runs[name][-1].makespan:.1f} s", flush=True)
     return runs
 
 
 def roll_out(
-    engine: RolloutEngine, prompts: Sequence[Any], params: Sequence[SamplingParams]
+    engine: RolloutEngine,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    history: RolloutHistory | None,
 ) -> Run:
     """Generate all samples, and return the run."""
     outputs, ends, rounds = {}, [0.0], [Counter()]
     engine.update_weights(engine.params.target)
     before, start = engine.metrics(), time.perf_counter()
-    for rollout in engine.stream(prompts, params):
+    for rollout in engine.stream(prompts, params, history=history):
         ends.append(time.perf_counter() - start)
         rounds.append(Counter(engine.metrics().k_histogram) - Counter(before.k_histogram))
         outputs[rollout.prompt_index] = rollout.token_ids.tolist()
@@ -198,7 +218,8 @@ def tabulate(
     settings: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return two tables: makespans by policy, and adaptive K's choices by samples left."""
-    num_tail = int(TAIL * max_num_seqs)
+    num_tail, (_, second, *_) = int(TAIL * max_num_seqs), runs
+    adaptive = next((name for name in (ADAPTIVE, HISTORY) if name in runs), second)
     spans = {name: [run.makespan for run in mine] for name, mine in runs.items()}
     tails = {
         name: [run.makespan - run.when(num_tail - 1) for run in mine] for name, mine in runs.items()
@@ -212,7 +233,7 @@ def tabulate(
             name,
             summary(spans[name]),
             times(spans, name, OFF),
-            times(spans, name, STATIC),
+            times(spans, name, second),
             summary([part / whole for part, whole in zip(tails[name], spans[name], strict=True)]),
             times(tails, name, OFF),
             float(np.mean([run.acceptance for run in mine])),
@@ -221,7 +242,8 @@ def tabulate(
     ]
     pairs = [
         (output, plain.outputs[i])
-        for name in (STATIC, ADAPTIVE)
+        for name in (STATIC, ADAPTIVE, HISTORY)
+        if name in runs
         for run, plain in zip(runs[name], runs[OFF], strict=True)
         for i, output in run.outputs.items()
     ]
@@ -230,7 +252,7 @@ def tabulate(
         {
             "title": f"Makespan, max_num_seqs={max_num_seqs}",
             "columns": [
-                "policy", "makespan, s", f"x {OFF}", f"x {STATIC}", "tail's share",
+                "policy", "makespan, s", f"x {OFF}", f"x {second}", "tail's share",
                 f"tail x {OFF}", "acceptance length",
             ],
             "rows": rows,
@@ -248,9 +270,9 @@ def tabulate(
             ],
         },
         {
-            "title": f"What adaptive K chose, max_num_seqs={max_num_seqs}",
+            "title": f"What {adaptive} chose, max_num_seqs={max_num_seqs}",
             "columns": ["samples left", "part of the time", "rounds", "mean K"],
-            "rows": list(stretches(runs[ADAPTIVE], len(lengths), max_num_seqs)),
+            "rows": list(stretches(runs[adaptive], len(lengths), max_num_seqs)),
             "notes": ["All repeats together."],
         },
     ]  # fmt: skip

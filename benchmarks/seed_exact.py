@@ -167,7 +167,10 @@ def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int =
 def configurations(
     settings: argparse.Namespace,
 ) -> Iterator[tuple[str, Callable[[], tuple[Engine, dict[str, Any]]]]]:
-    """Yield pairs (name, function). The function returns an engine, and policies by name of K."""
+    """Yield pairs of a name and a function that makes an engine.
+
+    The function returns the engine, and the policies to run, by name.
+    """
     static = {str(k): StaticPolicy(k) for k in KS}
 
     def eagle(head, batch, policies):

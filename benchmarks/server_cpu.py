@@ -25,11 +25,11 @@ from unittest.mock import patch
 
 from report import RESULTS, provenance, summary, write_result
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from specjax.async_llm import AsyncLLM
 from specjax.cli import main as run_command
 from specjax.server import app
+from specjax.server.openapi import DescribedRoute
 
 MODEL, K, NUM_RUNS = "demo-llama", 2, 7
 PATHS = "/v1/completions", "/v1/chat/completions"
@@ -104,7 +104,7 @@ def serve(port: int, num_streams: int) -> None:
     async def times(_: Any) -> JSONResponse:
         return JSONResponse({name: thread_seconds(one) for name, one in threads.items()} | spent)
 
-    app.ROUTES.append(Route("/times", times))
+    app.ROUTES.append(DescribedRoute("/times", times))
     command = f"serve {MODEL} --device simulated --port {port} --speculative-config".split()
     command.append(json.dumps({"method": "ngram", "num_speculative_tokens": K}))
     sizes = {"max_model_len": 1024, "max_num_seqs": num_streams, "max_num_batched_tokens": 4096}
@@ -136,7 +136,7 @@ def wait_for(port: int) -> None:
 
 
 def read(port: int, path: str) -> dict[str, float]:
-    """Return the JSON of a door."""
+    """Return the JSON that the server sends for GET `path`."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("GET", path)
     return json.loads(connection.getresponse().read())

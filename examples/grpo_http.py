@@ -3,10 +3,10 @@
     python examples/grpo_http.py
 
 The trainer knows the server only by HTTP: it sends questions, gets answers with the log-probability
-of each token, and sends new weights. With `--transport folder`, these pass through a folder in
-memory that both processes share; with `wire`, they are the body of a request. The server drafts
-with EAGLE-3 and adaptive K, which changes no answer's distribution. The task is that of
-`grpo_arithmetic.py`, which uses engines in its own process.
+of each token, and sends new weights. With `--transport folder`, the weights pass through a folder
+in memory that both processes share. With `--transport wire`, they are the body of a request. The
+server drafts with EAGLE-3 and adaptive K, which changes no answer's distribution. The task is the
+same as in `grpo_arithmetic.py`, which runs its engines in the trainer's process.
 """
 
 import argparse
@@ -77,7 +77,7 @@ LINE = "{:4}  {:6.3f}  {:8.2f}  {:12.2f}  {:10.2f}  {:8.2f}"
 
 
 class Client:
-    """Calls the doors of a server."""
+    """Sends requests to the server."""
 
     def __init__(self, port: int, root: Path):
         self._port, self._root = port, root

@@ -25,7 +25,7 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Imitation:
-    """How long and from what a model imitates."""
+    """The settings of the imitation: number of steps, batch size, learning rate and so on."""
 
     steps: int = 100
     batch: int = 16

@@ -1,4 +1,4 @@
-"""Streams answers to three callers of one engine. An answer grows by the accepted tokens.
+"""Streams answers to three callers of one engine. Each new part has one round's accepted tokens.
 
 python examples/streaming.py
 """

@@ -2,8 +2,8 @@
 
     pip install "specjax[train]" && python examples/train_drafter.py
 
-A useful drafter needs real questions and hundreds of steps; the cards in `checkpoints/` have the
-commands. This drafter imitates the target's answers to 32 made-up questions.
+A useful drafter needs real questions and hundreds of steps; the model cards in `checkpoints/` have
+the commands. This drafter imitates the target's answers to 32 made-up questions.
 """
 
 import json

@@ -22,6 +22,7 @@ from specjax.host.sequence import Sequence as Sample
 from specjax.llm import LLM
 from specjax.outputs import CompletionOutput, RequestOutput
 from specjax.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
+from specjax.serving.corpora import AsyncCorpusMethods
 from specjax.serving.vllm_methods import Refusing
 from specjax.text.completions import Shown
 from specjax.text.prompts import Prompt, prompt_text, refuse_lora
@@ -32,7 +33,7 @@ Answer = TypeVar("Answer")
 CLOSED = "this AsyncLLM is closed; build a new one"
 
 
-class AsyncLLM(Refusing):
+class AsyncLLM(AsyncCorpusMethods, Refusing):
     """An `LLM` for asyncio: `async for output in llm.generate_stream(prompt, params)`.
 
     A background thread runs the engine, so that no call blocks the event loop. All methods must be
@@ -110,7 +111,7 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a request with a single sample that another engine has begun.
+        """Continue a request that another engine has begun. The request must have a single sample.
 
         `before` is the other engine's output. Yield later outputs as in `generate_stream`.
 

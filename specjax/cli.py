@@ -23,6 +23,7 @@ _MODULES = {
     "serve": "specjax.commands.serve",
     "bench": "specjax.bench.speculation",
     **{f"bench {name}": one.module for name, one in bench.SUBCOMMANDS.items()},
+    "bench sweep serve": "specjax.commands.bench_sweep",
     "profile": "specjax.bench.profile",
     "profile show": "specjax.bench.profile_show",
     "quantize": "specjax.commands.quantize",
@@ -47,14 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["serve"]:
-        argv = respelled(argv)
+        try:
+            read = import_module("specjax.commands.config_file")
+            argv = list(read.with_config(respelled(argv)))
+        except ValueError as error:
+            return _fail(str(error))
     args = build_parser().parse_args(argv)
-    command, subcommand = args.command, getattr(args, "subcommand", None)
-    if subcommand:
-        # Options before a subcommand would be ignored.
-        if argv[1] != subcommand:
-            return _fail(f"{argv[1]} precedes {subcommand}; put options after the subcommand")
-        command = f"{command} {subcommand}"
+    command = args.command
+    for place, name in enumerate(("subcommand", "sweep_kind"), start=1):
+        if word := getattr(args, name, None):
+            # Options before a subcommand would be ignored.
+            if argv[place] != word:
+                return _fail(f"{argv[place]} precedes {word}; put options after the subcommand")
+            command = f"{command} {word}"
     if command == "info" and (args.compile is not None or args.check):
         command = "info --check" if args.check else "info --compile"
     try:

@@ -46,8 +46,9 @@ class SpeculativeConfig:
     Attributes:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
-            draft), "ngram" (continues the last earlier occurrence of the latest tokens), or
-            "suffix" (continues them as the request's text, earlier outputs or corpora mostly did).
+            draft), "ngram" (the tokens after the last earlier occurrence of the latest tokens), or
+            "suffix" (the most frequent next tokens in the request's text, earlier outputs and
+            corpora).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
         sources: further sources of drafts: () or ["suffix"]; in a mapping, the key may be "with".
@@ -61,6 +62,8 @@ class SpeculativeConfig:
             is chosen from its times and rates. With `adaptive`, learning begins from it.
         dynamic_config_force: use the profile even if it was measured on another model.
         adaptive: choose K from times and acceptance rates measured while serving.
+        max_slowdown: with `adaptive` or a profile: maximum fraction by which the drafts of some
+            requests may slow down the requests in another range of context lengths; 1: no limit.
         verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
             "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
@@ -73,8 +76,9 @@ class SpeculativeConfig:
             layer i ("entering", as in vLLM) or its output ("output", as in SGLang). i is 0-based.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
             default 2 and 5.
-        suffix_decoding_...: as in vLLM: longest match in tokens; number of earlier outputs kept;
-            drafts per matched token; least estimated probability that all drafts are accepted.
+        suffix_decoding_...: as in vLLM, in the order of the fields: longest match, in tokens;
+            number of earlier outputs kept; drafts per matched token; least probability that all
+            drafts are accepted.
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
         head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
             target's head, the drafter gets a copy, and the target keeps its own.
@@ -101,6 +105,7 @@ class SpeculativeConfig:
     dynamic_config_path: str | PathLike[str] | None = None
     dynamic_config_force: bool = False
     adaptive: bool = False
+    max_slowdown: float = 0.0
     kv_cache_dtype: str | None = None
     head_dtype: str | None = None
     quantization: str | None = None
@@ -149,6 +154,13 @@ class SpeculativeConfig:
             )
         others = {"dynamic_config_path": path is not None, "adaptive": self.adaptive}
         given = [name for name, is_given in others.items() if is_given]
+        slow = self.max_slowdown
+        if not is_number(slow) or not 0 <= slow <= 1:
+            raise ValueError(f"{where}.max_slowdown={slow!r} must be a fraction in 0..1")
+        if slow and not given:
+            raise ValueError(
+                f"{where}.max_slowdown={slow} needs adaptive=True or a profile; add it"
+            )
         if given and self.num_speculative_tokens_per_batch_size is not None:
             given = ["num_speculative_tokens_per_batch_size", *given]
             raise ValueError(f"{where} lets {' and '.join(given)} choose K; keep one of them")

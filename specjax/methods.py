@@ -15,12 +15,12 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether reports without a checkpoint can use a head with the shapes of the
-            target.
+        needs_shape: whether a report that reads no weights can do without the drafter's checkpoint,
+            because the drafter's shapes follow from the target's.
         options: fields of `SpeculativeConfig` that only this method takes.
         sources: sources of drafts on the host that the method includes.
         takes_sources: whether drafts of other sources may replace the drafter's own drafts.
-        drafter: the name that metrics give to the source of the method's drafts on the device;
+        drafter: the name under which metrics count the drafts that the method makes on the device;
             None for the method's name.
     """
 
@@ -60,7 +60,7 @@ def check_sources(config: Any) -> dict[str, Any]:
     for other methods, none.
 
     Raises:
-        ValueError: a field has the wrong type, is out of range, or goes with another method.
+        ValueError: a field has the wrong type, is out of range, or belongs to another method.
     """
     method, where = METHODS[config.method], "speculative_config"
     sources = config.sources

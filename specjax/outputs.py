@@ -29,7 +29,8 @@ class ToolCall:
 
     Attributes:
         name: the function's name.
-        arguments: JSON text. It is not valid JSON if the model's text is not, or is incomplete.
+        arguments: JSON text. The text is not valid JSON if the model wrote invalid or incomplete
+            JSON.
         id: an id to repeat in the message with the function's answer. Calls with different ids can
             be equal.
     """

@@ -327,12 +327,12 @@ class SamplingParams:
                 f"logit_bias={self.logit_bias!r} must be a mapping of token ids to numbers"
             )
         bias = dict(self.logit_bias)
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}")
         _ids("logit_bias", bias)
         for token, value in bias.items():
             name = f"logit_bias[{token}]"
             _check_number(name, value, -LARGEST, LARGEST, "allowed_token_ids rules tokens out")
-        if len(bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}")
         self.logit_bias = bias
         if not isinstance(self.logits_processors, Sequence) or isinstance(
             self.logits_processors, str
@@ -413,5 +413,9 @@ def _texts(name: str, texts: Any) -> tuple[str, ...]:
 
 def check_text(name: str, text: str) -> None:
     """Raise an error for text with lone surrogates, which tokenizers do not accept."""
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError(f"{name} has half a character in {text!r}: a surrogate without its pair")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{name} has half a character in {text!r}: a surrogate without its pair"
+        ) from None

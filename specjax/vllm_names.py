@@ -31,7 +31,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field of vLLM that specjax lacks, and its values that are accepted but change nothing."""
+    """A field of vLLM that specjax lacks. The listed values are accepted, but change nothing."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here
@@ -119,8 +119,8 @@ def take_keys(
 def without_draft_size(config: Any, tensor_parallel_size: int) -> Any:
     """Return a `speculative_config` without vLLM's option for the drafter's number of devices.
 
-    A drafter always has the same devices as its target. If the option has another value, it is
-    kept, so that it is refused later.
+    A drafter always has the same devices as its target. The option is kept if its value differs
+    from `tensor_parallel_size`, so that it is refused later.
     """
     if not isinstance(config, Mapping):
         return config

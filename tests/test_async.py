@@ -38,7 +38,7 @@ KINDS = {
     "json": {"temperature": 0.8, "structured_outputs": {"json": SCHEMA}},
 }
 DRAFTERS = ("none", "ngram", "eagle3", "mtp", "mtp, grammars")
-FAST = "eagle3", "mtp"
+FAST = ("eagle3",)
 HYBRIDS = "none, hybrid", "mtp", "mtp, grammars"
 WITHOUT_GRAMMARS = "none, hybrid", "mtp"  # so that fewer programs are compiled
 

@@ -27,6 +27,7 @@ BAD_VALUES = {
     "draft_sample_method": ["best"],
     "aux_id_convention": ["x"],
     "adaptive": [1, None],
+    "max_slowdown": [-0.1, 1.5, "0", True, None, 0.1],  # the last one without adaptive
     "dynamic_config_path": [5, "", True],
     "dynamic_config_force": [1, True],  # without a profile
     TABLE: [[], (), "1-4:3", {1: 3}, 3],

@@ -12,7 +12,7 @@ from specjax.engine.programs import Decode, SplitRound
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.host.speculation.rounds import SplitShape
 
-pytestmark = pytest.mark.usefixtures("small_test")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
 
 K = 2
 PROMPTS = [list(range(1, 1 + length)) for length in (9, 3, 20, 1, 12)]
@@ -40,7 +40,7 @@ def make(checkpoints, name, **options):
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 def test_the_same_tokens_as_without_splits(checkpoints, name, is_async):
     """Requests come, go and are resumed; some are drawn, and one has two samples."""
     with make(checkpoints, name, async_scheduling=is_async) as llm:

@@ -1,7 +1,7 @@
 """Drafts from texts on the host: the same tokens as without, whatever is drafted."""
 
 import pytest
-from support.engines import generate_tokens, make_llm, random_prompts
+from support.engines import generate_tokens, make_llm, random_prompts, simulated_engines
 from support.shared_models import VOCAB, eagle3, llama
 
 from specjax import SamplingParams
@@ -42,3 +42,21 @@ def test_tokens_do_not_depend_on_the_drafts(checkpoints, asynchronous):
             assert (
                 m.accepted_tokens_per_source["suffix"] > 0.5 * m.draft_tokens_per_source["suffix"]
             )
+
+
+def test_adaptive_k_with_texts(checkpoints):
+    """Requests draft as many tokens as their texts promise, on a simulated device."""
+    folder, prompts = llama(checkpoints).folder, prompts_of(6)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    adaptive = {"adaptive": True}
+    with (
+        simulated_engines(),
+        make_llm(folder) as plain,
+        make_llm(folder, "suffix", speculation=adaptive) as ours,
+    ):
+        expected = generate_tokens(plain, prompts, params)
+        for _ in range(3):
+            assert generate_tokens(ours, prompts, params) == expected
+        m = ours.metrics()
+        assert m.accepted_tokens_per_source["suffix"] > 0.9 * m.draft_tokens_per_source["suffix"]
+        assert m.num_steps < 2.5 * plain.metrics().num_steps

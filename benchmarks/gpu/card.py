@@ -18,9 +18,10 @@ GIB = 2**30
 
 
 def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Yield the implementations that "auto" selects, the bandwidths, and the speed of products.
+    """Yield the implementations that "auto" selects, and the limits of the card.
 
-    The bandwidths are of copies and of reads; the products are of bf16 matrices.
+    The limits are the bandwidths of a copy and of a read, and the speed of products of bf16
+    matrices.
     """
     yield check_choice(setting)
     num_bytes = setting.pick(4 * GIB, 2**20)

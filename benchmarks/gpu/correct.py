@@ -8,8 +8,8 @@ reference in bf16, which is plain jnp compiled by XLA.
 The worst row has a separate error, because a wrong row among many hardly changes a norm. It is the
 largest difference, divided by the root mean square of the array.
 
-Programs are compiled in threads, from the shapes of their operands alone. Meanwhile, the operands
-of programs that are ready are made.
+Programs are compiled in threads, from the shapes of their operands alone. Meanwhile, the main
+thread makes the operands of the programs that are already compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -210,7 +210,11 @@ def compile_problem(make: Callable[[], Problem], dtype: str, setting: Setting) -
 def check(
     problem: Problem, programs: dict[str, Any], dtype: str, *, is_exact: bool
 ) -> dict[str, Any]:
-    """Return the errors of the kernel and the reference, and whether the kernel's bits repeat."""
+    """Return the errors of the kernel and the reference, and whether the kernel's bits repeat.
+
+    If `is_exact`, a kernel in bf16 has the tolerance of a kernel in f32, and the reference in bf16
+    is not run.
+    """
     given = problem.state, problem.items[0]
     truth = programs["truth"](*jax.tree.map(_as_f32, given))
     run = programs["kernel"]
@@ -229,7 +233,7 @@ def check(
 
 @jax.jit
 def largest_errors(outs: list[jax.Array], truths: list[jax.Array]) -> jax.Array:
-    """Return the error in norm and the worst row's error, each the largest among the arrays.
+    """Return the largest error in norm and the largest error of a row, among several arrays.
 
     Both are infinite if an element is finite in `outs` but not in `truths`, or the reverse.
     """

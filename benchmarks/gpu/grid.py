@@ -27,7 +27,7 @@ ROOM = 16  # more tokens per request than K = 3 needs, so that all engines have 
 def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of one batch size for each K, the most informative K first.
 
-    They can be compared with the published figures in `seed`.
+    The figures can be compared with published figures, which the module `seed` has.
     """
     name = "Llama-3.1-8B"
     models = make_models(name, setting)

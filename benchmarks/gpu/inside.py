@@ -32,7 +32,10 @@ def profile_steps(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _sum(runs: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """Return the kernels' median times over runs; runs of other lengths are left out."""
+    """Return the median times of kernels over several runs of a step.
+
+    Runs with another number of kernels than most runs are left out.
+    """
     if not runs:
         return {}
     length = median(len(run) for run in runs)

@@ -1,5 +1,4 @@
-"""Plans measurements in limited time on a GPU machine, as calls that each get a copy of the work
-tree.
+"""Plans measurements on a GPU machine, as calls of limited time. Each gets a copy of the work tree.
 
     python benchmarks/gpu/plan.py                 plan for 15 minutes, 10 per call, 64 MiB of files
     python benchmarks/gpu/plan.py --report FILE   print the faults in the returned lines
@@ -103,7 +102,9 @@ class Limits:
     size: float
 
     def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
-        """Yield a list of calls for each machine. A call is a list of blocks, in order.
+        """Yield lists of calls. Each list fits in the time of one machine.
+
+        A call is a list of blocks, in order.
 
         Args:
             sizes: the bytes of each checkpoint by name.
@@ -203,14 +204,15 @@ def show(limits: Limits, output: str) -> Iterator[str]:
         yield ""
 
 
-def dry_run() -> int:
+def dry_run(without: Sequence[str]) -> int:
     """Run the plan's blocks on this machine's CPU, and print the faults. Return 1 if there are any.
 
-    Cases that cannot run on a CPU are left out.
+    Cases that cannot run on a CPU are left out, and so are those of the groups `without`.
     """
     blocks = []
     for block in BLOCKS:
-        names = tuple(case.name for case in select(list(block.cases)) if case.on_cpu)
+        cases = [case for case in select(list(block.cases)) if case.group not in without]
+        names = tuple(case.name for case in cases if case.on_cpu)
         if names:
             blocks.append(Block(10 * block.seconds, names))
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
@@ -252,9 +254,12 @@ def main() -> int:
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the faults in its lines")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on this CPU")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="GROUP", help="groups that a dry run leaves out"
+    )
     settings = parser.parse_args()
     if settings.dry_run:
-        return dry_run()
+        return dry_run(settings.without)
     if settings.report:
         print("\n".join(report(settings.report.read_text().splitlines())) or "nothing is wrong")
         return 0

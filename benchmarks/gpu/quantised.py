@@ -14,7 +14,7 @@ from pallas_kernels.scaled_matmul.triton import scaled_matmul_triton
 
 
 def scaled(num_rows: int, depth: int, width: int, block: tuple[int, int], dtype: Any) -> Problem:
-    """Return rows, and matrices in float8 with scales of blocks."""
+    """Return the problem of multiplying rows by matrices in float8 with a scale per block."""
     sizes = -(-width // block[0]), -(-depth // block[1])
     count = max(2, min(8, CACHE_BYTES // (depth * width)))
     items = tuple(
@@ -38,7 +38,10 @@ def scaled(num_rows: int, depth: int, width: int, block: tuple[int, int], dtype:
 
 
 def packed(num_rows: int, depth: int, width: int, group: int, dtype: Any) -> Problem:
-    """Return rows, and matrices of 4-bit numbers with scales and zero points of groups."""
+    """Return the problem of multiplying rows by matrices of 4-bit numbers.
+
+    Each group of inputs has a scale and a zero point.
+    """
     form = FourBits(group)
     groups, num_bytes = (form.num_groups(depth), width), form.width(depth)
     count = max(2, min(8, CACHE_BYTES // (width * num_bytes)))

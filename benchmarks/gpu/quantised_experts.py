@@ -1,4 +1,4 @@
-"""Benchmark cases: experts in float8 and 4 bits, and latents' projections in float8."""
+"""Problems of experts in float8 and 4 bits, and of the projections of latents in float8."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ MATRICES = {"float8": _float8, "mxfp4": _mxfp4, "int4": _int4}
 def quantised_experts(
     kind: str, num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
 ) -> Problem:
-    """Return the benchmark case `experts` with quantised matrices of a kind in `MATRICES`."""
+    """Return the problem `experts` with quantised matrices of a kind in `MATRICES`."""
     plain = experts(num_tokens, mixture, depth, width, dtype)
     weights = MATRICES[kind](mixture[0], width, depth)
 
@@ -65,7 +65,7 @@ def quantised_experts(
 
 
 def scaled_heads(num_rows: int, num_heads: int, depth: int, width: int, dtype: Any) -> Problem:
-    """Return the rows of several heads, and a matrix in float8 for each head."""
+    """Return the problem of multiplying each head's rows by the head's matrix in float8."""
     weights = _float8(num_heads, width, depth)
     items = tuple((normal(i, (num_rows, num_heads, depth), dtype),) for i in range(2))
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/scaled.py --output FILE      on a card, within --seconds; a table last
 
-Each way is one program that multiplies by several matrices in turn, so that none is in the card's
-cache. The first product is compared with one in float32.
+A way to multiply is timed as one program, which multiplies by several matrices in turn, so that no
+matrix is in the card's cache. The program's first product is compared with a product in float32.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SAMPLES, LAUNCHES = 3, 20
 
 @dataclass(frozen=True)
 class Way:
-    """A way to multiply: `call(x, *weights)`, with weights of some form."""
+    """A way to multiply: `call(x, *weights)`, where `form` tells how the weights are stored."""
 
     form: str  # "bf16", "block", "channel" or "int4"
     call: Callable[..., jax.Array]
@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Shape:
-    """A matrix, its x, the weights by form, and the products in float32."""
+    """A matrix shape, with rows x to multiply, the weights by form, and the products in float32."""
 
     part: str
     depth: int
@@ -104,7 +104,7 @@ def tilings(rows: int, shape: Shape) -> dict[str, Tuning]:
 
 
 def ways(rows: int, shape: Shape, setting: Setting) -> dict[str, Way]:
-    """Return the ways to try, by name."""
+    """Return the ways to multiply that will be timed, by name."""
     interpret = setting.is_cpu
     per_output = 1, shape.depth
     found = {"bf16": Way("bf16", jnp.matmul)}
@@ -264,7 +264,10 @@ def _time(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line per matmul and number of rows: microseconds of each way, and the fastest."""
+    """Return a line per matmul and number of rows.
+
+    A line has the microseconds of each way to multiply, and the fastest way of each form.
+    """
     lines = []
     for key in dict.fromkeys((x["rows"], x["part"]) for x in rows):
         own = [x for x in rows if (x["rows"], x["part"]) == key]

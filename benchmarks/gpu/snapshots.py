@@ -1,11 +1,10 @@
-"""A baseline for lazy states: the same recurrence, which stores a state after every token.
+"""A baseline for `gated_delta_rule`: the same recurrence, storing the state after every token.
 
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
 A step reads the snapshot after the last accepted token, and writes the states after all its T
 tokens. This moves 1 + T states, where `gated_delta_rule` moves two. The inputs are q, k, v, g and
-beta. There are no convolution, gates, norms or rings, so this is less work than
-`gated_delta_rule`.
+beta. There are no convolution, gates, norms or rings, so this is less work than `gated_delta_rule`.
 """
 
 from functools import partial

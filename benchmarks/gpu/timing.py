@@ -71,7 +71,10 @@ def step_times(launch: Callable[[], Any], setting: Setting) -> dict[str, float]:
 
 
 def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str, float], str]:
-    """Return a launch's seconds by kernel name, and the reason if they are unknown, else ""."""
+    """Return the seconds of a launch by kernel name.
+
+    Also return why the seconds are unknown; "" if they are known.
+    """
     runs, why_not = kernel_runs(launch, setting)
     by_name: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -88,7 +91,7 @@ def kernel_runs(
 ) -> tuple[list[list[tuple[str, float]]], str]:
     """Return, for several launches, the kernels' names and seconds in order.
 
-    Also return the reason if there are none, else "".
+    Also return why there are no launches; "" if there are some.
     """
     if setting.is_cpu:
         return [], "no GPU"

@@ -112,7 +112,7 @@ def rope_write(
 
 
 def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Array:
-    """Return the products of rows and their group's weights, sorted by group."""
+    """Return the product of each row x[sources[n]] with its group's matrix, sorted by group."""
     rows, ends = f64(x)[sources], np.cumsum(sizes)
     parts = [
         rows[end - size : end] @ f64(weights[g])
@@ -122,13 +122,13 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array, sources: Array) -> Ar
 
 
 def float8(values: Array, scales: Array, block: tuple[int, int]) -> Array:
-    """Return matrices [.., I, O] of float8 numbers [.., O, I] with scales of blocks."""
+    """Return matrices [.., I, O]: the numbers `values` [.., O, I], times one scale per block."""
     rows, columns = (np.arange(n) // side for n, side in zip(values.shape[1:], block, strict=True))
     return (f64(values) * f64(scales)[:, rows][:, :, columns]).swapaxes(1, 2)
 
 
 def mxfp4(values: Array, exponents: Array) -> Array:
-    """Return matrices [.., I, O] of numbers in MXFP4; see the kernel's docstring."""
+    """Return matrices [.., I, O] in float64, unpacked from MXFP4; see the kernel's docstring."""
     runs = np.asarray(values).reshape(*values.shape[:2], -1, 1, 32)
     codes = np.concatenate([runs & 15, runs >> 4], axis=3).reshape(*values.shape[:2], -1)
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes > 7, -1, 1)
@@ -137,13 +137,13 @@ def mxfp4(values: Array, exponents: Array) -> Array:
 
 
 def scaled_matmul(x: Array, values: Array, scales: Array, block: tuple[int, int]) -> Array:
-    """Return the products with a matrix of blocks that have a scale each."""
+    """Return the products of x with the matrix of numbers `values`, times one scale per block."""
     numbers = [np.arange(size) // side for size, side in zip(values.shape, block, strict=True)]
     return f64(x) @ (f64(values) * f64(scales)[np.ix_(*numbers)]).T
 
 
 def packed_matmul(x: Array, values: Array, scales: Array, zeros: Array, group: int) -> Array:
-    """Return the products with a matrix of 4-bit numbers; see the kernel's docstring."""
+    """Return the products of x with a matrix of 4-bit numbers; see the kernel's docstring."""
     return f64(x) @ packed(values, scales, zeros, x.shape[1], group).T
 
 

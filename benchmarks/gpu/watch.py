@@ -1,4 +1,4 @@
-"""Measures how much steps are delayed by other events, where a card differs from a CPU."""
+"""Measures how much other events delay steps: graph updates, compiling and arriving requests."""
 
 import itertools
 import os
@@ -64,8 +64,8 @@ def measure_updates(setting: Setting) -> Iterator[dict[str, Any]]:
 def _said() -> Iterator[list[str]]:
     """Collect XLA's lines about graphs from standard error.
 
-    The yielded list is filled when the block ends. The descriptor is replaced, because XLA's C++
-    code does not write to `sys.stderr`.
+    The yielded list is filled when the block ends. The file descriptor is replaced, because XLA's
+    C++ code does not write to `sys.stderr`.
     """
     lines: list[str] = []
     with tempfile.TemporaryFile("w+", errors="replace") as file:
@@ -194,7 +194,11 @@ def _times(
     most: int,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, float]:
-    """Return the milliseconds of up to `most` steps. `before` is called before each step."""
+    """Return statistics of the milliseconds of up to `most` steps.
+
+    `before` is called before each step. After the first step, `goes_on` tells before each further
+    step whether to continue.
+    """
     times = []
     while len(times) < most and (goes_on() or not times):
         before()

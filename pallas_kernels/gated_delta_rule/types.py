@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Heads(NamedTuple):
-    """Head counts and dimensions of one layer."""
+    """Head counts and dimensions of one layer with the gated delta rule."""
 
     num_keys: int  # H_k, which divides H_v
     num_values: int  # H_v
@@ -26,7 +26,7 @@ class Heads(NamedTuple):
 
 
 class DeltaRuleWeights(NamedTuple):
-    """Weights of one layer; the decay weights are always f32."""
+    """Weights of one layer with the gated delta rule; the decay weights are always f32."""
 
     conv: jax.Array  # [W, C], the oldest token first
     log_decay: jax.Array  # f32[H_v]

@@ -32,7 +32,10 @@ class GroupedMatmulTuning:
 
 
 class Tile(NamedTuple):
-    """The place of a program's tile. Some of its rows and columns may lie past the end."""
+    """The place of a program's tile in the result.
+
+    Some rows and columns of the tile may lie past the end of the result.
+    """
 
     group: jax.Array  # i32[]
     sources: jax.Array  # i32[rows, 1], rows of x

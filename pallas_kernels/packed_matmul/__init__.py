@@ -2,9 +2,9 @@
 
     out[n, o] = factors[o] sum_i x[n, i] (numbers[o, i] - zeros[g, o]) scales[g, o]
 
-where g = i // group. A number is an integer from 0 to 15, or a float (E2M1). If integers have no
-zeros, 8 is subtracted. Floats have no zeros, and nothing is subtracted. Factors are 1 if there are
-none.
+where g = i // group. A number is an integer from 0 to 15, or a float (E2M1). `zeros` are zero
+points. Without zero points, 8 is subtracted from integers, and nothing from floats, which never
+have zero points. Without `factors`, all factors are 1.
 
 The 4-bit codes of two numbers share a byte. The inputs are divided into runs of 2 H, where H is the
 `half` of a `FourBits`. Byte j of a run has the code of its input j in the lower bits, and the code

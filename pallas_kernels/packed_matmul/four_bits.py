@@ -23,11 +23,11 @@ class FourBits(NamedTuple):
         return math.gcd(self.group, MAX_HALF)
 
     def num_groups(self, depth: int) -> int:
-        """Return the number of groups of `depth` inputs."""
+        """Return the number of groups into which `depth` inputs are divided."""
         return -(-depth // self.group)
 
     def width(self, depth: int) -> int:
-        """Return the number of bytes for `depth` inputs."""
+        """Return the number of bytes that hold the numbers of `depth` inputs."""
         return -(-depth // (2 * self.half)) * self.half
 
     def pack(self, codes: jax.Array) -> jax.Array:

@@ -2,9 +2,9 @@
 
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
-with 1 + w instead of w if the checkpoint stores weights minus one. XLA compiles a norm without a
-sum to one kernel, so there is no Triton kernel for a norm alone. For a sum and its norm, XLA makes
-two kernels or recomputes the sum.
+If the checkpoint stores scales minus one, 1 + w replaces w. XLA compiles a norm without a sum to
+one kernel, so there is no Triton kernel for a norm alone. For a sum and its norm, XLA makes two
+kernels or recomputes the sum.
 """
 
 import jax
@@ -33,7 +33,7 @@ def add_rms_norm(
         delta: [N, D], added to the residual.
         weight: [D], the weight w.
         eps: added to the mean square.
-        is_centred: whether the weight is stored minus one.
+        is_centred: whether w is the scale minus one, so that 1 + w is the factor.
         kernels: implementation to use, see `dispatch`.
 
     Raises:

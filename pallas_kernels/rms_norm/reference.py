@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, is_centred: bool = False) -> jax.Array:
     """Return the RMSNorm over the last axis of x [..., D], with statistics in f32.
 
-    The weight is applied in x's dtype, or in f32 if it is stored minus one.
+    The weight is applied in x's dtype, or in f32 if `is_centred`.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

@@ -16,9 +16,9 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 @dataclass(frozen=True)
 class RopeWriteTuning:
-    """Launch parameters of the kernel.
+    """Launch parameters of the kernel of `rope_write`.
 
-    A program computes `block_heads` heads of a row, because heads are small.
+    A program computes `block_heads` heads of a row, because one head is little work.
     """
 
     block_heads: int = 8

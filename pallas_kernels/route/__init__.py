@@ -39,7 +39,7 @@ def route(
     Args:
         logits: [N, E].
         num_chosen: C, the number of experts per row.
-        rule: the rule that chooses and weights experts.
+        rule: the rule by which experts are chosen and weighted.
         correction: f32[E], added to the sigmoids when experts are chosen; None for no correction.
         is_padding: bool[N], whether each row is padding; None if no row is. Padding rows go to the
             experts of row 0, with meaningless weights.

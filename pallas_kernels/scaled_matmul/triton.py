@@ -24,7 +24,7 @@ STORED = "float8_e4m3fn", "int8"
 
 @dataclass(frozen=True)
 class ScaledMatmulTuning:
-    """Tile sizes (powers of two of at least 16) and launch parameters."""
+    """Tile sizes (powers of two of at least 16) and launch parameters of the kernel."""
 
     block_rows: int
     block_columns: int  # of the result: rows of the stored matrix

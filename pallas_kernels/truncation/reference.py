@@ -11,10 +11,10 @@ from pallas_kernels.truncation.split import SplitColumns
 
 
 class AllColumns:
-    """Reductions over the columns of one device."""
+    """Reductions over the columns of a device that has all columns."""
 
     def count(self, num_columns: int) -> int:
-        """Return the number of columns on all devices, which is `num_columns` here."""
+        """Return `num_columns`, because this device has all columns."""
         return num_columns
 
     def max(self, x: jax.Array) -> jax.Array:

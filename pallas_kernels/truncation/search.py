@@ -64,5 +64,5 @@ def repeat(
 
 
 def zero_key(is_asked: jax.Array) -> jax.Array:
-    """Return the key 0 as an array, because a branch must not return a literal."""
+    """Return the key 0 as an array, because a branch of `lax.cond` must not return a literal."""
     return (0 * is_asked.astype(jnp.int32)).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Truncation of logits whose columns are split over devices, which exchange their sums."""
+"""Truncation of logits whose columns are split over devices. The devices exchange sums."""
 
 import jax
 import jax.numpy as jnp

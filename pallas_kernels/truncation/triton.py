@@ -12,8 +12,8 @@
 4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.
    It overwrites the candidates below the threshold.
 5. `rest` does the same if there are more candidates (a flat distribution, a large k). It uses more
-   registers. If the candidates do not fit in these, it reads them again for every few bits of the
-   threshold. If a tile had no room for its candidates, it reads the whole row.
+   registers. If the candidates do not fit in registers, `rest` reads them again for every few bits
+   of the threshold. If a tile had no room for its candidates, `rest` reads the whole row.
 """
 
 from dataclasses import dataclass
@@ -170,7 +170,7 @@ def _mask_kernel(
         count_ref[row, number] = jnp.sum(in_column)
 
         def put(i, carry):
-            """Store the i-th candidate of every column. Columns rarely have more than a few."""
+            """Store the i-th candidate of every column. Few columns have several candidates."""
             x, token, seen = parts[0], tokens[0], jnp.zeros_like(in_column)
             for at, other, is_kept in zip(tokens, parts, kept, strict=True):
                 is_next = is_kept & (seen == i)

@@ -1,10 +1,10 @@
 """Checks how often a drafter's drafts are accepted, and whether another setup would help.
 
 The target runs over whole texts without a cache. At several tokens of each text, called places, the
-drafter drafts the next tokens, from the target's features up to the place. It is called as in
-serving. A draft is accepted if it is the target's choice. Trials repeat this with other auxiliary
-layers, features, mask tokens and vocabularies. A trial that is clearly better than the unchanged
-drafter reveals a fault.
+drafter drafts the next tokens, from the target's features up to the place. The drafter is called as
+in serving. A draft is accepted if it is the target's choice. Trials repeat this with other
+auxiliary layers, features, mask tokens and vocabularies. A trial that is clearly better than the
+unchanged drafter reveals a fault.
 
 Two figures are compared: the number of accepted drafts, and the overlap of the drafter's and the
 target's distributions. The overlap is the acceptance rate of sampled drafts at temperature 1. The
@@ -90,7 +90,8 @@ class Tally(NamedTuple):
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
         """Return whether `other` is better than this tally by more than chance.
 
-        `is_paired` means that both tallies have the same places.
+        `is_paired` means that both tallies come from the same places of the texts, in the same
+        order.
         """
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
@@ -127,11 +128,12 @@ def check(
     """Check a drafter on texts that the target wrote.
 
     Args:
-        mask_ids: token ids to try as the mask token, if the drafter has a mask token.
-        vocabularies: draft vocabularies to try (token ids i32[V_d]), by the name of their source.
+        mask_ids: token ids. If the drafter has a mask token, each id is tried as the mask token.
+        vocabularies: draft vocabularies to try. A key names the source of a vocabulary, and the
+            value has the token ids i32[V_d] of the drafter's V_d tokens.
 
     Raises:
-        ValueError: no text has an answer of more than k + 1 tokens.
+        ValueError: no text has an answer of at least k + 1 tokens.
     """
     own = Trial("as it is", drafter, params.drafter, drafter.aux_layers)
     trials = [own, *alternatives(own, target, mask_ids, vocabularies or {})]
@@ -148,7 +150,7 @@ def measure(
     `params` are the target's parameters.
 
     Raises:
-        ValueError: no text has an answer of more than k + 1 tokens.
+        ValueError: no text has an answer of at least k + 1 tokens.
     """
     pairs = [(text, starts) for text in texts if (starts := _places(text, k)) is not None]
     if not pairs:
@@ -183,7 +185,10 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield trials, each with one change to `own`, which is the trial of the unchanged drafter."""
+    """Yield trials with one change each.
+
+    `own` is the trial of the unchanged drafter.
+    """
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
         if min(layers) >= 0 and max(layers) <= target.num_layers:
@@ -253,7 +258,7 @@ def _name_faults(
 
 
 def as_gain(ours: Tally, theirs: Tally) -> str:
-    """Describe in words how much better `theirs` is than `ours`."""
+    """Describe in words how much better the tally `theirs` is than the tally `ours`."""
     return (
         f"acceptance length {theirs.length:.2f} against {ours.length:.2f}, "
         f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} overlap"
@@ -278,8 +283,8 @@ def _read(
     """Run the target on a text.
 
     Returns:
-        The hidden states [T, D].
-        The states that enter each of `layers`.
+        The hidden states [T, D] after the last layer.
+        A list of the hidden states [T, D] at the input of each of `layers`.
         The target's choices i32[T]: the most likely token after each position.
         The target's distributions f32[N, V] of the token after each of the positions `starts`.
     """

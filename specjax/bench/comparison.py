@@ -13,7 +13,14 @@ from specjax.bench.engines import step_budget
 from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.machine import CpuTime, Machine, Moment, load_now
 from specjax.bench.measure import PLAIN, PLAIN_ONE, Configuration, Round, decode, measure
-from specjax.bench.report import Figures, cost_line, identity_line, repetition_line, summarise
+from specjax.bench.report import (
+    Figures,
+    cost_line,
+    identity_line,
+    repetition_line,
+    source_lines,
+    summarise,
+)
 from specjax.bench.screen import Screen
 from specjax.bench.settings import BenchSettings
 from specjax.bench.workload import make_requests, read_questions, tokenize
@@ -57,10 +64,10 @@ class BenchRun:
             ValueError: settings or checkpoints do not fit each other.
         """
         settings = self.settings
-        for method, checkpoint in settings.drafters.items():
+        for method, config in settings.drafters.items():
             settings.speculation(method)
-            if checkpoint is not None:
-                resolve(checkpoint)
+            if config.get("model") is not None:
+                resolve(config["model"])
         batches = load_workload(settings)
         for method in PLAIN, *settings.drafters:
             shown, name = settings.of_method(method), settings.describe(method)
@@ -147,6 +154,7 @@ class BenchRun:
                 identity_line(figures),
                 cost_line(figures, batch_size=settings.batch_size, platform=platform),
                 repetition_line(figures),
+                *source_lines(figures),
                 *describe(settings, report),
             ]
         return [line for line in lines if line is not None]

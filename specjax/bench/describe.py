@@ -9,6 +9,7 @@ from specjax.bench.result import Details, Speculation
 from specjax.bench.table import format_table
 
 _WIDTH, _FIRST = 50, 40  # of vLLM's console
+DOUBT = "DO NOT TRUST THESE TIMES"  # begins a line
 
 
 def heading(text: str, fill: str = "-") -> str:
@@ -71,7 +72,7 @@ def step_lines(found: Speculation | None) -> list[str]:
 def peer_lines(details: Details, shown: Mapping[str, str]) -> list[str]:
     """Return a table that compares this engine with other engines (peers).
 
-    `shown` has the figures to show, as a name for each key.
+    `shown` maps the key of each figure to its name in the table.
     """
     if not details.peers:
         return []
@@ -120,7 +121,7 @@ def closing_lines(details: Details, model: str) -> list[str]:
     if data["chat_template"] is not None:
         template = f"the chat template, thinking: {data['thinking']}"
     lines: Sequence[str | None] = [
-        f"DO NOT TRUST THESE TIMES: {' and '.join(doubts)}" if doubts else None,
+        f"{DOUBT}: {' and '.join(doubts)}" if doubts else None,
         f"{details.num_compiles} programs were compiled while measuring; warm up with more"
         if details.num_compiles
         else None,

@@ -61,6 +61,6 @@ def set_policies(engine: Engine, make: Callable[[], P], *, show_progress: bool =
 
 
 def share_target(engine: Engine, source: Engine) -> None:
-    """Let each replica of `engine` use the target's weights of the same replica of `source`."""
+    """Let replica i of `engine` use the same arrays of target weights as replica i of `source`."""
     for replica, other in zip(engine.engines, source.engines, strict=True):
         replica.params = replica.params._replace(target=other.params.target)

@@ -5,25 +5,27 @@ They are used to measure policies, which choose the number of drafts K in each r
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from specjax.bench.devices import Devices, set_policies, share_target
+from specjax.bench.drafters import label, read_config
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.checks import check_positive, check_seed
+from specjax.config import SpeculativeConfig
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
-from specjax.serving.drafters import parse_drafter
+from specjax.serving.drafters import NamedDrafter, parse_drafter
 from specjax.text.tokenizer import load_tokenizer
 
 # Small chunks need few programs, and their slowness does not matter, as prefill is not timed.
@@ -35,8 +37,7 @@ class Setup:
     """The models, sizes and sampling of a measurement. The fields are options of the commands."""
 
     model: str
-    method: str
-    drafter: str | None  # None if the method has no checkpoint
+    drafter: Mapping[str, Any]  # the speculative config without K
     ks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     max_tokens: int
@@ -64,15 +65,17 @@ class Setup:
             )
         check_seed(**{"--seed": self.seed})
         SamplingParams(temperature=self.temperature)
+        SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def name(self) -> str:
+        """The drafter's name in results."""
+        return label(self.drafter)
 
     @property
     def speculative_config(self) -> dict[str, Any]:
         """The speculative config for the largest K."""
-        config = {
-            "method": self.method,
-            "model": self.drafter,
-            "num_speculative_tokens": max(self.ks),
-        }
+        config = {**self.drafter, "num_speculative_tokens": max(self.ks)}
         if self.synthetic_rates is not None:
             config |= {
                 "verification": "synthetic",
@@ -103,10 +106,14 @@ class Setup:
 
 def read_setup(args: argparse.Namespace) -> Setup:
     """Return the setup that a command's options describe."""
-    method, drafter = read_drafter(args.model, args.drafter)
+    if args.speculative_config is None:
+        drafter = read_drafter(args.model, args.drafter)._asdict()
+    elif args.drafter is None:
+        drafter = read_config(args.speculative_config, args.model)
+    else:
+        raise ValueError("--speculative-config names the drafter; leave out --drafter")
     return Setup(
         model=args.model,
-        method=method,
         drafter=drafter,
         ks=read_integers("--k", args.k),
         batch_sizes=read_integers("--batch-size", args.batch_size),
@@ -132,7 +139,7 @@ def read_rates(text: str | None) -> tuple[float, ...] | None:
         raise ValueError(f"--synthetic-rates {text} must list rates, like 0.8,0.5,0.3") from error
 
 
-def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
+def read_drafter(model: str, given: str | None) -> NamedDrafter:
     """Return the method and the checkpoint of a drafter.
 
     `given` is the value of --drafter. If it is None, return the drafter of the demo model `model`.
@@ -142,7 +149,7 @@ def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
             raise ValueError(f"--model {model} has no default drafter; name one with --drafter")
         drafters = DRAFTERS[model]
         method = "eagle3" if "eagle3" in drafters else next(iter(drafters))
-        return method, drafters[method]
+        return NamedDrafter(method, drafters[method])
     return parse_drafter(given, target=model)
 
 
@@ -207,10 +214,10 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def histograms(engine: Engine, before: Metrics) -> dict[str, dict[int, int]]:
-    """Return the numbers of rounds since `before`, as histograms.
+    """Return histograms of the rounds since the metrics `before` were read.
 
-    "k_histogram" counts each round once, by K. "request_k_histogram" counts it once per request, by
-    the number of drafts of this request.
+    "k_histogram" counts each round once, by K. "request_k_histogram" counts a round once per
+    request, by the number of drafts of this request.
     """
     now = engine.metrics()
     return {

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.bench.result import NEAR_TIE
 from specjax.device.edits import History, Processors
 from specjax.device.inputs import AdmitInputs
 from specjax.device.layout import Layout
@@ -27,8 +28,6 @@ from specjax.host.request import Request
 from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence as Sample
 from specjax.train.context import CausalRows
-
-NEAR_TIE = 2e-4
 
 
 @dataclass
@@ -51,7 +50,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes with a forward pass the scores from which sampling picks a request's next token."""
+    """Computes the scores of a request's next token, from which sampling picks the best.
+
+    The scores come from a forward pass over all tokens.
+    """
 
     engine: Engine
 

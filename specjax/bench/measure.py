@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from specjax.bench.devices import set_policies
+from specjax.bench.sources import DraftsBySource
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
@@ -42,7 +43,8 @@ class Run:
     """The results of one batch of prompts under one configuration.
 
     Fields other than `outputs` exclude prefill. Steps are summed over replicas, which run at the
-    same time. A replica that ends before the others runs one step too many, which is counted.
+    same time. They include one useless step of each replica that ends before the others: the step
+    that was launched before the replica's last result was read.
     """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
@@ -52,6 +54,7 @@ class Run:
     num_request_steps: int  # steps, counted once per request that gained tokens
     num_accepted_per_pos: tuple[int, ...]
     num_replicas: int = 1
+    sources: DraftsBySource = DraftsBySource({}, {}, {})
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,6 +130,7 @@ def as_run(
         num_request_steps=num_tokens - sum(accepted),  # each gives 1 token + accepted drafts
         num_accepted_per_pos=accepted,
         num_replicas=num_replicas,
+        sources=DraftsBySource.between(before, after),
     )
 
 
@@ -137,8 +141,8 @@ def measure(
 ) -> Iterator[Round]:
     """Run one round per batch, and yield its runs.
 
-    Successive rounds begin with different configurations. `engines` holds the engine of each
-    method.
+    Each round begins with another configuration than the round before. `engines` holds the engine
+    of each method.
     """
     for i, requests in enumerate(batches):
         first, runs = i % len(configurations), {}

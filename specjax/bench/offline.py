@@ -11,7 +11,8 @@ from typing import Any
 from specjax.bench.datasets.queries import Query
 from specjax.bench.devices import set_policies
 from specjax.bench.identity import compare
-from specjax.bench.result import Accepted, Speculation, by_source
+from specjax.bench.result import Accepted, Speculation
+from specjax.bench.sources import DraftsBySource
 from specjax.bench.traffic.record import Record, by_group
 from specjax.engine.metrics import Metrics
 from specjax.host.speculation.policy import Round, StaticPolicy
@@ -19,7 +20,6 @@ from specjax.llm import LLM
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 
-_PER_SOURCE = "drafts_per_source", "draft_tokens_per_source", "accepted_tokens_per_source"
 RoundTimes = Mapping[tuple[int, int], list[float]]  # milliseconds by batch size and K
 
 
@@ -179,15 +179,12 @@ def describe_speculation(
         plain: times of plain steps, if they were measured.
     """
     total, k_histogram = Accepted(), Counter[int]()
-    sources: list[Counter[str]] = [Counter() for _ in _PER_SOURCE]
+    sources = DraftsBySource.total(DraftsBySource.between(one.before, one.after) for one in batches)
     steps = host = wait = 0.0
     for batch in batches:
         before, after = batch.before, batch.after
         total += Accepted.of_rounds([pair for one in batch.records for pair in one.rounds])
         k_histogram += Counter(after.k_histogram) - Counter(before.k_histogram)
-        for counts, name in zip(sources, _PER_SOURCE, strict=True):
-            counts.update(getattr(after, name))
-            counts.subtract(getattr(before, name))
         steps += after.num_steps - before.num_steps
         host += _growth("host_ms", before, after)
         wait += _growth("wait_ms", before, after)
@@ -195,15 +192,13 @@ def describe_speculation(
     rounds = [ms for found in drafting.values() for ms in found]
     is_drafting = total.num_drafts > 0
     # Without sources on the host, the metrics name no source.
-    if source is not None and is_drafting and not any(sources[0].values()):
-        sources = [
-            Counter({source: count})
-            for count in (total.num_drafts, total.num_draft_tokens, total.num_accepted)
-        ]
+    if source is not None and is_drafting and not sources.drafts:
+        counts = total.num_drafts, total.num_draft_tokens, total.num_accepted
+        sources = DraftsBySource(*({source: count} for count in counts))
     return Speculation(
         total=total.as_json() if is_drafting else None,
         by_group=by_group([one for batch in batches for one in batch.records]),
-        by_source=by_source(*sources),
+        by_source=sources.figures,
         k_histogram={str(k): count for k, count in sorted(k_histogram.items())},
         ms_per_round={str(k): fmean(ms) for k, ms in _by_k(drafting).items()},
         round_over_plain={} if plain is None else round_over_plain(drafting, plain),
@@ -215,7 +210,7 @@ def describe_speculation(
 
 
 def _growth(name: str, before: Metrics, after: Metrics) -> float:
-    """Return by how much a metric's sum over steps grew. The metric is a mean over steps."""
+    """Return the growth of a metric's sum over all steps. The metric is a mean over steps."""
     return getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps
 
 

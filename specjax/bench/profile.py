@@ -150,8 +150,8 @@ def provenance(
     return {
         "model": model,
         "target": setup.model,
-        "drafter": setup.drafter or setup.method,
-        "method": setup.method,
+        "drafter": setup.drafter.get("model") or setup.name,
+        "method": setup.name,
         "dtype": setup.dtype,
         "quantization": setup.quantization,
         "device": environment["device_kind"],

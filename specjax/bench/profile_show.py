@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
-    """Return the batch sizes that `given` lists, or the profile's batch sizes if it is None."""
+    """Return the batch sizes in the list `given`, or those of the profile if `given` is None."""
     if given is None:
         return sorted(profile.step_ms)
     try:

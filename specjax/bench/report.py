@@ -1,14 +1,16 @@
 """Computes summary figures of runs, and shows them as a table and as sentences."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from specjax.bench.measure import PLAIN, Configuration, Run
 from specjax.bench.repetition import count_repeated, repeated_share
+from specjax.bench.sources import DraftsBySource
 
 LOW_REPEAT = 0.1
 # Milliseconds per step by K of Llama-3.1-8B with EAGLE-1 at batch size 1 on an H100, measured at
@@ -32,6 +34,34 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundFigures:
+    """The figures of one round: one batch of prompts under one configuration.
+
+    Attributes:
+        prompts: indices of the prompts in the batch.
+    """
+
+    prompts: tuple[int, ...]
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    times_plain: float
+    ms_per_step: float
+    mean_acceptance_length: float
+
+    @classmethod
+    def of(cls, run: Run, plain: Run) -> "RoundFigures":
+        """Return the figures of `run`, compared with plain decoding in the same round."""
+        return cls(
+            prompts=tuple(sorted(run.outputs)),  # pyright: ignore[reportArgumentType]
+            tokens_per_second=run.tokens_per_second,
+            plain_tokens_per_second=plain.tokens_per_second,
+            times_plain=run.tokens_per_second / plain.tokens_per_second,
+            ms_per_step=run.ms_per_step,
+            mean_acceptance_length=run.num_tokens / run.num_request_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """The results of one configuration, without prefill. Rates are ratios of totals over rounds.
 
@@ -52,6 +82,9 @@ class Figures:
         num_low_repeat: number of outputs whose fraction of repeated 8-grams is below LOW_REPEAT.
         mean_acceptance_length_low_repeat: mean acceptance length of the outputs that
             `num_low_repeat` counts; None if there are none, or if the batch size is above 1.
+        rounds: the figures of each round, in order.
+        by_source: counts and acceptance of each source of drafts; empty without sources on the
+            host, when the drafter makes all drafts.
     """
 
     configuration: str
@@ -74,6 +107,8 @@ class Figures:
     repeated_8gram_share: float
     num_low_repeat: int
     mean_acceptance_length_low_repeat: float | None
+    rounds: tuple[RoundFigures, ...] = ()
+    by_source: Mapping[str, Any] = field(default_factory=dict)
 
 
 def summarise(
@@ -115,6 +150,8 @@ def summarise(
         repeated_8gram_share=float(repeated / total) if total else 0.0,
         num_low_repeat=sum(repeated_share(tokens) < LOW_REPEAT for tokens in outputs.values()),
         mean_acceptance_length_low_repeat=low_repeat_acceptance(runs),
+        rounds=tuple(RoundFigures.of(run, base) for run, base in pairs),
+        by_source=DraftsBySource.total(run.sources for run, _ in pairs).figures,
     )
 
 
@@ -189,6 +226,19 @@ def repetition_line(figures: Sequence[Figures]) -> str:
     lengths = [(f, f.mean_acceptance_length_low_repeat) for f in figures if f.k]
     shown = [f"{length:.2f} ({f.configuration})" for f, length in lengths if length is not None]
     return f"{line}; without them AL is {', '.join(shown)}" if num_high and shown else line
+
+
+def source_lines(figures: Sequence[Figures]) -> list[str]:
+    """Return a line about the sources of drafts for each configuration that has several sources."""
+    return [
+        f"{one.configuration}, drafts accepted: "
+        + ", ".join(
+            f"{of['num_accepted']} of {of['num_draft_tokens']} of {name}"
+            for name, of in one.by_source.items()
+        )
+        for one in figures
+        if len(one.by_source) > 1
+    ]
 
 
 def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> str | None:

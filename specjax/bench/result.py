@@ -16,6 +16,7 @@ import numpy as np
 
 SCHEMA_VERSION = 1
 KEY = "specjax"  # the key of everything that vLLM does not measure
+NEAR_TIE = 2e-4  # scores this near may be swapped by rounding; see `identity`
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Speculation:
             method, or a source on the host such as "suffix".
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
-        round_over_plain: milliseconds of a round with drafts over those of a plain step, by K.
+        round_over_plain: time of a round with drafts, divided by the time of a plain step, by K.
         host_ms: host time per step to plan, launch and hand out tokens.
         wait_ms: time per step that the host waited for the device.
         device_ms: upper bound of a round's mean time on the device. It may include time in which
@@ -156,6 +157,7 @@ class Peer:
         ratios: this engine's figure divided by the peer's, by key.
         outputs: how many outputs had the same tokens: {"num_compared", "num_same",
             "first_differences"}; None if tokens were sampled or not returned.
+        rounds: the figures of each repetition, in turn with this engine's `Details.rounds`.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Peer:
     figures: dict[str, Any]
     ratios: dict[str, float]
     outputs: dict[str, Any] | None
+    rounds: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -187,10 +190,10 @@ class Details:
         arrivals: the intended distribution of arrival times, and the p-value of a test whether the
             actual times follow this distribution.
         goodput: limits of latency, and how many requests meet the limits.
-        timeline: output tokens and running requests of each second. "k_histograms" counts at
-            several times how many rounds had each K until then.
-        num_compiles: programs that were compiled while requests waited for them; None if the
-            server does not report it.
+        timeline: output tokens and running requests of each second. "k_histograms" has samples of a
+            histogram: the number of rounds with each K since the start of the run.
+        num_compiles: programs that were compiled while requests waited for them; None if the server
+            does not report it.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.
@@ -234,6 +237,19 @@ def without_headers(argv: Sequence[str]) -> list[str]:
 def as_json(top: Mapping[str, Any], details: Details) -> dict[str, Any]:
     """Return a whole result: `top`, which has vLLM's keys, then the details."""
     return {**top, KEY: asdict(details)}
+
+
+def cells_as_json(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the result of `bench sweep serve`.
+
+    `results` are the results of `bench serve` for each rate and concurrency.
+    """
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    body = {
+        **{"benchmark": "sweep serve", "schema_version": SCHEMA_VERSION, "timestamp": made},
+        "command": without_headers(sys.argv[1:]),
+    }
+    return {"model_id": model, "results": list(results), KEY: body}
 
 
 def vllm_speculation(counts: Accepted | None) -> dict[str, Any]:

@@ -30,17 +30,17 @@ class Screen:
         """
 
     def preview(self, figures: Sequence[Figures]) -> None:
-        """Show rows that are still being measured."""
+        """Show the rows of configurations that are being measured."""
 
     def show(self, figures: Sequence[Figures]) -> None:
-        """Show rows that are final."""
+        """Show the rows of configurations whose measurement has ended."""
 
     def end(self, lines: Sequence[str]) -> None:
         """Show the lines below the table, when no work is left."""
 
 
 class Lines(Screen):
-    """Prints rows as lines to `stream`, or nowhere if it is None. Reports the work to `log`."""
+    """Prints rows as lines to `stream`, if it is not None. Reports the current work to `log`."""
 
     def __init__(self, names: Sequence[str], stream: TextIO | None, log: Logger):
         """`names` are the names of all rows that will be shown."""

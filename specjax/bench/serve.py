@@ -14,6 +14,7 @@ from specjax.bench.result import (
     count_failures,
     vllm_speculation,
 )
+from specjax.bench.ties import tell_ties
 from specjax.bench.traffic.arrivals import Arrivals
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint, open_session
@@ -51,6 +52,18 @@ class LoadSettings:
     percentiles: Sequence[float]
     limits: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
+
+
+def as_traced(settings: LoadSettings, queries: Sequence[Query]) -> LoadSettings:
+    """Return the load with the arrival times of the prompts, if their data set has some.
+
+    Raises:
+        ValueError: the load has a rate, too.
+    """
+    trace = [query.arrival for query in queries if query.arrival is not None]
+    if not trace:
+        return settings
+    return replace(settings, arrivals=replace(settings.arrivals, trace=trace))
 
 
 def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]) -> None:
@@ -149,6 +162,8 @@ def speculation(traffic: Traffic) -> Speculation | None:
 def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> dict[str, Any]:
     """Send the requests again without drafts, and compare the tokens.
 
+    If tokens differ, `ties` decides whether this is a near-tie or a mismatch.
+
     Raises:
         ValueError: the server drafted although the requests ask for no drafts, or it returns no
             token ids.
@@ -161,16 +176,17 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
     found = compare_outputs(traffic.complete, plain.complete)
     if found is None or found["compared"] != "token_ids":
         raise ValueError("--verify-lossless: the server returns no token ids to compare")
-    pairs = zip(traffic.records, plain.records, strict=False)
+    differing = [
+        (one, other)
+        for one, other in zip(plain.records, traffic.records, strict=False)
+        if one.is_complete and other.is_complete and one.token_ids != other.token_ids
+    ]
+    ties, mismatches = tell_ties(endpoint, differing) if differing else ([], [])
     return {
         "num_outputs": found["num_compared"],
         "num_tokens": sum(record.output_len for record in traffic.complete),
-        "near_ties": [],
-        "mismatches": [
-            f"request {one.index}: other tokens than plain decoding"
-            for one, other in pairs
-            if one.is_complete and other.is_complete and one.token_ids != other.token_ids
-        ],
+        "near_ties": ties,
+        "mismatches": mismatches,
         "plain_seconds": plain.duration,
         "times_plain": None,  # the requests of the two runs arrive differently
     }
@@ -179,9 +195,11 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
 def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
     """Return the date and the settings of a run, under the keys that `vllm bench serve` uses.
 
-    They are the first fields of a result. As in vLLM, infinity becomes "inf".
+    They are the first fields of a result. As in vLLM, infinity becomes "inf". The rate of a trace
+    is "trace".
     """
     arrivals = settings.arrivals
+    rate = arrivals.rate if arrivals.rate != float("inf") else "inf"
     result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": known["backend"],
@@ -191,7 +209,7 @@ def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
         "tokenizer_id": known["tokenizer"],
         "num_prompts": known["num_prompts"],
         **known["metadata"],
-        "request_rate": arrivals.rate if arrivals.rate != float("inf") else "inf",
+        "request_rate": rate if arrivals.trace is None else "trace",
         "burstiness": arrivals.burstiness if arrivals.burstiness != float("inf") else "inf",
         "max_concurrency": settings.max_concurrency,
     }

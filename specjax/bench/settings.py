@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specjax.bench.devices import Devices
 from specjax.bench.measure import PLAIN, PLAIN_ONE, Configuration
@@ -13,10 +14,14 @@ from specjax.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Options of `specjax bench`."""
+    """Options of `specjax bench`.
+
+    Args:
+        drafters: the drafters to measure, as speculative configs without K, by name in results.
+    """
 
     model: str
-    drafters: Mapping[str, str | None]  # checkpoint by method
+    drafters: Mapping[str, Mapping[str, Any]]
     ks: tuple[int, ...]
     batch_size: int
     num_prompts: int
@@ -94,9 +99,8 @@ class BenchSettings:
             return None
         # Each K is measured separately. The table makes the engine compile the rounds of all Ks.
         table = [(size, size, k) for size, k in enumerate(self.ks, start=1)]
-        return SpeculativeConfig(
-            method=method,
-            model=self.drafters[method],
-            num_speculative_tokens=max(self.ks),
-            num_speculative_tokens_per_batch_size=table,
-        )
+        sizes = {
+            "num_speculative_tokens": max(self.ks),
+            "num_speculative_tokens_per_batch_size": table,
+        }
+        return SpeculativeConfig.of({**self.drafters[method], **sizes})

@@ -108,7 +108,7 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
 
 
 def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Return the regret over all runs, for each padded batch size."""
+    """Return the regret over all runs, by the batch size to which rounds are padded."""
     batches = sorted({batch for outcome in outcomes for batch in outcome.ms_by_batch})
     return {
         batch: sum(outcome.lost_by_batch[batch] for outcome in outcomes)

@@ -10,6 +10,7 @@ from typing import Any
 
 from specjax.bench.comparison import BenchRun
 from specjax.bench.devices import Devices
+from specjax.bench.drafters import label, read_config
 from specjax.bench.engines import read_drafter, read_integers
 from specjax.bench.report import Figures
 from specjax.bench.reports import check_report, write_report
@@ -81,7 +82,9 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
         num_prompts = (available if args.full else few) // together * together
     return BenchSettings(
         model=args.model,
-        drafters=read_drafters(args.model, args.drafter, takes_all=args.full),
+        drafters=read_drafters(
+            args.model, args.drafter, args.speculative_config, takes_all=args.full
+        ),
         ks=read_integers("--k", args.k or (FULL_KS if args.full else FEW_KS)),
         batch_size=args.batch_size,
         num_prompts=num_prompts,
@@ -97,21 +100,32 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
 
 
 def read_drafters(
-    model: str, given: Sequence[str] | None, *, takes_all: bool
-) -> dict[str, str | None]:
-    """Return the checkpoint of each drafting method; None for methods without a checkpoint.
+    model: str,
+    given: Sequence[str] | None,
+    configs: Sequence[str] | None = None,
+    *,
+    takes_all: bool,
+) -> dict[str, dict[str, Any]]:
+    """Return the speculative config of each drafter, without K, by the drafter's name in results.
 
-    `given` holds the values of --drafter. If it is None, return drafters of the demo model `model`:
-    all drafters if `takes_all`, else only the usual drafter.
+    If no drafter is given, return drafters of the demo model `model`; none for another model.
+
+    Args:
+        given: the values of --drafter; None if there are none.
+        configs: the values of --speculative-config; None if there are none.
+        takes_all: whether to return all drafters of the demo model, or only the usual one.
     """
-    if not given and (takes_all or model not in DRAFTERS):
-        return dict(DRAFTERS.get(model, {}))
-    if not given:
-        return dict([read_drafter(model, None)])
-    drafters: dict[str, str | None] = {}
-    for option in given:
-        method, checkpoint = parse_drafter(option, target=model)
-        if method in drafters:
-            raise ValueError(f"--drafter {method}=... is given twice; compare them in two runs")
-        drafters[method] = checkpoint
+    if not given and not configs:
+        if takes_all or model not in DRAFTERS:
+            named = DRAFTERS.get(model, {}).items()
+        else:
+            named = [read_drafter(model, None)]
+        return {method: {"method": method, "model": checkpoint} for method, checkpoint in named}
+    found = [("--drafter", parse_drafter(one, target=model)._asdict()) for one in given or ()]
+    found += [("--speculative-config", read_config(one, model)) for one in configs or ()]
+    drafters: dict[str, dict[str, Any]] = {}
+    for option, config in found:
+        if (name := label(config)) in drafters:
+            raise ValueError(f"{option} {name}=... is given twice; compare them in two runs")
+        drafters[name] = config
     return drafters

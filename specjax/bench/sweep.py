@@ -99,7 +99,7 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
         "benchmark": "sweep",
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": describe_environment(),
-        "settings": asdict(setup),
+        "settings": asdict(setup) | {"method": setup.name},
         "num_compiles_while_measuring": num_late,
         "batches": {str(b): summarise(at_size) for b, at_size in runs.items()},
     }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specjax.bench.datasets.queries import Queries, Query
@@ -93,8 +93,10 @@ def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []
     for name, passes in found.peers.items():
-        theirs = middle([figures(seconds, records, num_prompt) for seconds, records in passes])
+        rounds = [figures(seconds, records, num_prompt) for seconds, records in passes]
+        theirs = middle(rounds)
         outputs = compare_outputs(found.batches[0].records, passes[0][1])
         version = workers[name].version
-        result.append(as_peer(name, version, own=own, figures=theirs, outputs=outputs))
+        peer = as_peer(name, version, own=own, figures=theirs, outputs=outputs)
+        result.append(replace(peer, rounds=rounds))
     return result

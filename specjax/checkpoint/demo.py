@@ -5,8 +5,10 @@ checkpoints in the folder `checkpoints`. Users of the wheel get the same folder 
 specjax-demos.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 TARGET = "demo-llama"
 # Drafter checkpoints of each demo target, by method; an MTP module is in its target's folder.
@@ -42,3 +44,13 @@ def demo_folders() -> dict[str, Path]:
 def demo_folder(name: str) -> Path:
     """Return the folder of a demo checkpoint."""
     return demo_folders()[name]
+
+
+def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
+    """Return a speculative config, with the demo's drafter as its "model" if it has no "model".
+
+    `config` is returned unchanged unless `target` is a demo with a separate drafter for the method.
+    """
+    drafters = DRAFTERS.get(target or "", {})
+    found = drafters.get(config.get("method") or "")
+    return dict(config) if found in (None, target) else {"model": found, **config}

@@ -79,7 +79,7 @@ def grouped(
 
 
 def _scaled(share: Share, factor: int) -> Share:
-    """Return the same division after every unit is replaced by `factor` units."""
+    """Return the same division in finer units, of which `factor` make up one unit of `share`."""
     return Share(
         share.total * factor,
         share.size * factor,
@@ -116,10 +116,11 @@ class Cut:
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return the cut of a coarser tensor, which has one row for every `unit` rows.
+        """Return the same division of a coarser tensor, which has one row for every `unit` rows.
 
-        For example, scales have one row for a block of weights. `axis` is the axis at which the
-        coarser tensor is cut. The property `unit` must be a multiple of the argument `unit`.
+        For example, scales have one row for each block of `unit` rows of weights. `axis` is the
+        divided axis of the coarser tensor. The property `unit` must be a multiple of the argument
+        `unit`.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 

@@ -21,7 +21,7 @@ def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
 
     Args:
         name: the array's name in errors.
-        owner: what errors call the object to which the array belongs.
+        owner: the name of the object that contains the array, in errors.
 
     Raises:
         ValueError: `array` is not an array, or this process cannot read its values. The message has

@@ -68,7 +68,7 @@ def check_tokenizer(folder: Path) -> None:
     """Check that a checkpoint folder has a tokenizer, which prompts of text need.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the folder has no tokenizer.
     """
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise CheckpointError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
@@ -132,7 +132,7 @@ def _read_added_tokens(folder: Path, special: Collection[str]) -> dict[int, Adde
 
 
 def _add(tokenizer: Tokenizer, declared: _Declared) -> None:
-    """Add the declared tokens that the tokenizer lacks, or that have other properties there.
+    """Add the declared tokens that the tokenizer lacks, or has with other properties.
 
     As in transformers, the order of the added tokens determines their ids; declared ids are
     ignored.

@@ -15,6 +15,7 @@ from specjax.commands.bench_arguments import (
     add_latency_arguments,
     add_report_arguments,
     add_serve_arguments,
+    add_sweep_serve_arguments,
     add_throughput_arguments,
 )
 from specjax.config import DTYPES
@@ -26,10 +27,12 @@ LATENCY = "Time one batch of prompts from beginning to end."
 THROUGHPUT = "Measure how fast a set of prompts is generated, given all at once."
 SERVE = "Send requests to a server at a rate, and measure the latencies that clients see."
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
+SWEEP_SERVE = "Run `serve` at several rates and concurrencies: throughput against latency."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
 REPORTED = "Draw a saved result as a page, a Markdown text or a picture."
 COMPARE = "Say what differs between two saved results, and which changes are beyond noise."
 SHOW = "Print a profile's time per output token, by batch size and K."
+_CONFIG = 'a drafter as a JSON object, without K, like \'{"method": "eagle3", "with": ["suffix"]}\''
 _BATCH = "prompts that decode together on each replica"
 PROFILE_HELP = "a profile, as `specjax profile` writes it"
 
@@ -65,6 +68,9 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} have defaults",
     )
     parser.add_argument(
+        "--speculative-config", action="append", metavar="JSON", help=f"may be repeated; {_CONFIG}"
+    )
+    parser.add_argument(
         "--k",
         metavar="K,K",
         help="drafts per step, 0 for a drafter that drafts nothing; "
@@ -85,7 +91,9 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     add_quantization(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    parser.add_argument(
+        "--output", "--output-json", metavar="FILE", help="also write the JSON to a file"
+    )
     parser.add_argument("--report", metavar="FILE", help=REPORT)
     add_devices(parser)
 
@@ -108,6 +116,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="sweep_kind", metavar="KIND")
+    serve = kinds.add_parser("serve", help=SWEEP_SERVE, description=SWEEP_SERVE)
+    add_sweep_serve_arguments(serve)
     _add_setup(parser, ks="0,1,2,3,5", batch_sizes="1,4,16,64", max_tokens=48, rounds=3)
     parser.add_argument(
         "--profile", metavar="FILE", help=f"{PROFILE_HELP}: adds the policies 'table' and 'profile'"
@@ -115,7 +126,9 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="a PNG; default: sweep.png, if matplotlib is there"
     )
-    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    parser.add_argument(
+        "--output", "--output-json", metavar="FILE", help="also write the JSON to a file"
+    )
 
 
 def _add_setup(
@@ -128,6 +141,7 @@ def _add_setup(
         metavar="[METHOD=]CHECKPOINT",
         help=f"{DRAFTER_HELP}; the demos have defaults",
     )
+    parser.add_argument("--speculative-config", metavar="JSON", help=_CONFIG)
     parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
     parser.add_argument(
         "--batch-size",

@@ -60,12 +60,40 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench_serve.run`."""
+    load = _add_served(parser)
+    load.add_argument(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="R",
+        help="requests per second; default: inf, all at once",
+    )
+    load.add_argument("--max-concurrency", type=int, metavar="N", help="requests at a time")
+
+
+def add_sweep_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bench_sweep.run`."""
+    load = _add_served(parser)
+    load.add_argument(
+        "--request-rate", metavar="R,R", help="requests per second, like 1,4,inf; default: inf"
+    )
+    load.add_argument(
+        "--max-concurrency", metavar="N,N", help="requests at a time, like 1,8; default: no limit"
+    )
+
+
+def _add_served(parser: argparse.ArgumentParser) -> Any:
+    """Declare the arguments that `serve` and `sweep serve` share.
+
+    Return the group of options about the load.
+    """
     _add_endpoint(parser)
-    _add_load(parser)
+    load = _add_load(parser)
     _add_figures(parser)
     _add_engine(parser)
     _add_data(parser, num_prompts=24)
     _add_output(parser)
+    return load
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -104,15 +132,8 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_load(parser: argparse.ArgumentParser) -> None:
+def _add_load(parser: argparse.ArgumentParser) -> Any:
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--request-rate",
-        type=float,
-        default=float("inf"),
-        metavar="R",
-        help="requests per second; default: inf, all at once",
-    )
     load.add_argument(
         "--burstiness",
         type=float,
@@ -123,11 +144,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--ramp-up-strategy", choices=("linear", "exponential"))
     load.add_argument("--ramp-up-start-rps", type=float, metavar="R")
     load.add_argument("--ramp-up-end-rps", type=float, metavar="R")
-    load.add_argument("--max-concurrency", type=int, metavar="N", help="requests at a time")
     load.add_argument(
         "--num-warmups", type=int, default=1, metavar="N", help="untimed requests first"
     )
     load.add_argument("--ignore-eos", action="store_true", help="go on past the end")
+    return load
 
 
 def _add_figures(parser: argparse.ArgumentParser) -> None:
@@ -302,8 +323,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench_compare.run`."""
-    parser.add_argument("before", metavar="A.json", help="a result, as --output-json wrote it")
-    parser.add_argument("after", metavar="B.json", help="another one of the same workload")
+    parser.add_argument(
+        "before",
+        metavar="A.json",
+        help="a result, as --output-json wrote it; or repeated ones, separated by commas",
+    )
+    parser.add_argument("after", metavar="B.json", help="the same, of the same workload")
     parser.add_argument(
         "--fail-over",
         metavar="5%",

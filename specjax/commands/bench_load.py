@@ -70,7 +70,7 @@ def read_form(args: argparse.Namespace) -> RequestForm:
     """Return the kind of requests that --backend names.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: --backend names no kind of requests.
     """
     if args.backend not in FORMS:
         raise ValueError(f"--backend {args.backend} is none of {', '.join(FORMS)}")
@@ -145,7 +145,7 @@ def read_models(
     """Return the list of models that the server at `url` reports.
 
     Raises:
-        ValueError: nothing answers there, it is not an OpenAI endpoint, or it has no models.
+        ValueError: no server answers, or the server is not an OpenAI endpoint or has no models.
     """
     root = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
@@ -202,7 +202,8 @@ def result_path(args: argparse.Namespace, model: str) -> str | None:
             if getattr(args, name) and not (name == "save_detailed" and args.output_json):
                 raise ValueError(f"--{name.replace('_', '-')} goes with --save-result")
         return None
-    rate = f"{args.request_rate:g}qps"
+    limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    rate = f"{args.request_rate:g}qps{limit}"
     label = args.label or args.backend
     date = time.strftime("%Y%m%d-%H%M%S")
     name = args.result_filename or f"{label}-{rate}-{Path(model).name}-{date}.json"

@@ -8,7 +8,7 @@ from specjax.commands.bench_reading import check_outputs
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report. The result itself is never overwritten."""
+    """Write the report of a saved result. The file of the result is never overwritten."""
     check_report("--output", args.output)
     check_outputs(result=args.result, output=args.output)
     write_report(args.output, read(args.result))

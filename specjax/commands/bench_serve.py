@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import split
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.bench import provenance
 from specjax.bench.datasets.queries import DatasetSettings, Queries, Query, make_queries
@@ -31,10 +31,11 @@ from specjax.bench.peers.server import free_port, serving
 from specjax.bench.reports import check_report, write_report
 from specjax.bench.reports.saved import parse
 from specjax.bench.result import Details, Peer, as_json
-from specjax.bench.serve import LoadSettings, fill, head, top, verify, warm_up
+from specjax.bench.serve import LoadSettings, as_traced, fill, head, top, verify, warm_up
 from specjax.bench.stages import stages
 from specjax.bench.traffic.drive import Traffic, drive
 from specjax.bench.traffic.endpoint import Endpoint
+from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.writing import write_whole
 from specjax.commands.bench_load import (
     check_peers,
@@ -79,7 +80,8 @@ class ServeRun:
 
     Attributes:
         model: the model's name in requests: its checkpoint, or its name at --base-url.
-        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init.
+        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init. checkpoint: the
+            model's folder, for peers that are started; "" if none is started.
         fields: fields of every request body.
         path: the file of --save-result; None without it.
     """
@@ -88,6 +90,7 @@ class ServeRun:
     load: LoadSettings
     model: str
     tokenizer: str | None
+    checkpoint: str
     queries: Queries
     fields: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -109,15 +112,23 @@ class ServeRun:
             headers=self.headers,
         )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, without the values of headers, which may be secret."""
+        return {**vars(self.args), "model": self.model, "header": list(self.headers)}
+
     @contextmanager
-    def own_server(self) -> Iterator[Endpoint]:
-        """Yield the endpoint to measure: --base-url, or a server that runs within the block."""
+    def own_server(self, *more: str) -> Iterator[Endpoint]:
+        """Yield the endpoint to measure: --base-url, or a server that runs within the block.
+
+        `more` are further arguments for starting the server.
+        """
         args = self.args
         if args.base_url is not None:
             yield self.endpoint(args.base_url, self.model)
             return
         port = free_port()
-        command = server_command(args, self.model, port)
+        command = [*server_command(args, self.model, port), *more]
         with serving(command, port, args.ready_check_timeout_sec) as url:
             yield self.endpoint(url, self.model)
 
@@ -132,10 +143,12 @@ class ServeRun:
             yield replace(self.endpoint(name, model), headers={})
             return
         port, args = free_port(), self.args
-        words = SERVED_PEERS[name].words(model=self.model, port=port, dtype=args.dtype)
+        dtype = peer_dtype(args.dtype)
+        words = SERVED_PEERS[name].words(model=self.checkpoint, port=port, dtype=dtype)
         words += split(args.peer_args)
         with serving(words, port, args.ready_check_timeout_sec) as url:
-            yield replace(self.endpoint(url, self.model), headers={})
+            served = read_models(url, {}, option="--against")[0]["id"]
+            yield replace(self.endpoint(url, served), headers={})
 
     def run(self, endpoint: Endpoint) -> Traffic:
         """Send warm-up requests, then all requests. Return the requests and their answers."""
@@ -151,6 +164,23 @@ class ServeRun:
             )
 
 
+def peer_dtype(dtype: str) -> str:
+    """Return the --dtype for starting a peer, given the --dtype of this engine.
+
+    On a CPU, specjax resolves "auto" to float32. A peer may not, so it gets "float32".
+    """
+    is_cpu = provenance.describe_client()["platform"] == "cpu"
+    return "float32" if dtype == "auto" and is_cpu else dtype
+
+
+class Measured(NamedTuple):
+    """The results of a run: its requests, the figures by vLLM's keys, and the details."""
+
+    traffic: Traffic
+    figures: dict[str, Any]
+    details: Details
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and show its result. Return 1 if requests failed, else 0.
 
@@ -158,12 +188,31 @@ def run(args: argparse.Namespace) -> int:
     """
     asked, load = read(args), load_now()
     with asked.own_server() as endpoint:
-        moment = Moment.now()
-        traffic = asked.run(endpoint)
-        machine = Machine.look(load, [CpuTime.since(moment)], num_gpus=0)
-        lossless = None
-        if args.verify_lossless and not (traffic.is_gone or traffic.is_interrupted):
-            lossless = verify(endpoint, asked.prompts, traffic)
+        found = measure(asked, endpoint, load)
+    if not found.details.is_interrupted:
+        for name in args.against:
+            try:
+                with asked.peer_server(name) as endpoint:
+                    found.details.peers.append(measure_peer(asked, name, endpoint, found))
+            except ValueError as error:  # what was measured is kept
+                found.details.failures[f"--against {name}: {error}"] = 1
+    write(asked, found.figures, found.details)
+    if found.traffic.is_interrupted:
+        raise KeyboardInterrupt
+    return 1 if found.details.failures else 0
+
+
+def measure(asked: ServeRun, endpoint: Endpoint, load: float) -> Measured:
+    """Send all requests, and return the results.
+
+    `load` is the machine's load before any server was started.
+    """
+    args, moment = asked.args, Moment.now()
+    traffic = asked.run(endpoint)
+    machine = Machine.look(load, [CpuTime.since(moment)], num_gpus=0)
+    lossless = None
+    if args.verify_lossless and not (traffic.is_gone or traffic.is_interrupted):
+        lossless = verify(endpoint, asked.prompts, traffic)
     figures = {
         **head(
             asked.load,
@@ -178,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
     }
     details = Details(
         benchmark="serve",
-        settings={**vars(args), "model": asked.model, "header": list(asked.headers)},
+        settings=asked.settings,
         environment=provenance.describe_client(),
         machine={**vars(machine), "doubts": machine.doubts},
         dataset=asked.queries.as_json(),
@@ -186,21 +235,15 @@ def run(args: argparse.Namespace) -> int:
         lossless=lossless,
     )
     fill(details, asked.load, traffic)
-    if not details.is_interrupted:
-        details.peers = [measure_peer(asked, name, figures, traffic) for name in args.against]
-    write(asked, figures, details)
-    if traffic.is_interrupted:
-        raise KeyboardInterrupt
-    return 1 if details.failures else 0
+    return Measured(traffic, figures, details)
 
 
-def measure_peer(asked: ServeRun, name: str, figures: Mapping[str, Any], traffic: Traffic) -> Peer:
-    """Send the same requests to a peer. Return the comparison with `figures` and `traffic`."""
-    with asked.peer_server(name) as endpoint:
-        found = asked.run(endpoint)
+def measure_peer(asked: ServeRun, name: str, endpoint: Endpoint, measured: Measured) -> Peer:
+    """Send the same requests to a peer. Return the peer's figures, compared with this engine's."""
+    found, figures = asked.run(endpoint), measured.figures
     own = {key: figures[key] for key in figures if key not in ("num_prompts", "burstiness")}
     theirs = top(asked.load, found, detailed=False)
-    outputs = compare_outputs(traffic.complete, found.complete)
+    outputs = compare_outputs(measured.traffic.complete, found.complete)
     return as_peer(name, None, own=own, figures=theirs, outputs=outputs)
 
 
@@ -217,6 +260,8 @@ def read(args: argparse.Namespace) -> ServeRun:
     fields = read_fields(args, needs_tokens=args.verify_lossless or bool(args.against))
     check_peers(args.against)
     model, tokenizer = read_names(args, headers)
+    is_started = any(name in SERVED_PEERS for name in args.against)
+    checkpoint = str(resolve(args.model or tokenizer or model)) if is_started else ""
     path = result_path(args, model)
     check_report("--report", args.report)
     check_outputs(output_json=args.output_json, result_filename=path, report=args.report)
@@ -224,9 +269,10 @@ def read(args: argparse.Namespace) -> ServeRun:
     form.prompt(queries.queries[0])
     return ServeRun(
         args=args,
-        load=load,
+        load=as_traced(load, queries.queries),
         model=model,
         tokenizer=tokenizer,
+        checkpoint=checkpoint,
         queries=queries,
         fields=fields,
         headers=headers,
@@ -311,9 +357,9 @@ def describe(
         "Successful requests": figures["completed"],
         "Failed requests": figures["failed"],
         "Maximum request concurrency": load.max_concurrency,
-        "Request rate configured (RPS)": None
-        if figures["request_rate"] == "inf"
-        else load.arrivals.rate,
+        "Request rate configured (RPS)": load.arrivals.rate
+        if load.arrivals.is_timed and load.arrivals.ramp is None
+        else None,
         "Benchmark duration (s)": figures["duration"],
         "Total input tokens": figures["total_input_tokens"],
         "Total generated tokens": figures["total_output_tokens"],

@@ -83,7 +83,7 @@ def read_peers(names: list[str]) -> dict[str, BatchPeer]:
 
 
 def work_of(asked: OfflineRun, offline: Offline) -> Work:
-    """Return the work for peers: the prompts, and the settings of this engine."""
+    """Return the `Work` for peers: the prompts, and the settings of this engine."""
     config, llm = offline.llm.engine.config, offline.llm
     return Work(
         model=str(resolve(asked.model)),

@@ -10,7 +10,7 @@ from specjax.device.models.registry import read_config, rounded_files
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax quantize`. The last line printed has the largest error of a matrix."""
+    """Run `specjax quantize`. Print the largest relative error of any matrix."""
     source, folder = resolve(args.model), Path(args.out).expanduser()
     check_empty(folder)
     made = rounded_files(source, args.quantization)

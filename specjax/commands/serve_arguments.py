@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     A flag that is not given has no attribute in the parsed arguments.
     """
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    group = parser.add_argument_group("config file")
+    text = "a YAML file with flags and their values; the command line takes precedence"
+    group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     for title, kind in ("server", ServerSettings), ("limits", Limits):
         group, hints = parser.add_argument_group(title), get_type_hints(kind)
         for one in fields(kind):

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from specjax.checkpoint.demo import with_demo_drafter
 from specjax.commands.arguments import read_object
 from specjax.serving.drafters import parse_drafter
 
@@ -14,9 +15,9 @@ def read_speculation(
 
     Args:
         target: the target's checkpoint, or None.
-        takes_shapes: whether the caller needs only the shape of the drafter, no weights. If so,
-            and no checkpoint is given, a method that needs a shape gets OWN_SHAPE, so that the
-            shape follows from the target's shape.
+        takes_shapes: whether the caller needs only the shapes of the drafter's weights. If so, and
+            no checkpoint is given, a method with weights gets OWN_SHAPE in place of a checkpoint.
+            The shapes then follow from the target's.
 
     Raises:
         ValueError: options contradict each other or are malformed.
@@ -28,7 +29,8 @@ def read_speculation(
     if args.speculative_config is not None:
         if given:
             raise ValueError(f"--speculative-config sets everything; leave out {given[0]}")
-        return read_object("--speculative-config", args.speculative_config)
+        config = read_object("--speculative-config", args.speculative_config)
+        return with_demo_drafter(config, target)
     if not given:
         return None
     if args.drafter is None and args.method is None:

@@ -72,7 +72,7 @@ def read_json(text: str) -> Any:
     """Return the JSON value in an argument.
 
     Raises:
-        argparse.ArgumentTypeError: it is not JSON.
+        argparse.ArgumentTypeError: the text is not JSON.
     """
     try:
         return json.loads(text)

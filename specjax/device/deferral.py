@@ -55,8 +55,8 @@ def observe_deferred(
 ) -> EngineState:
     """Return the engine's state after the drafter has observed the rows that `defer` kept.
 
-    `inputs` are the inputs of the last round whose rows were kept. All these rounds must have had
-    the same requests in the same rows.
+    All rounds whose rows were kept must have had the same requests in the same rows. `inputs` are
+    the inputs of the last of these rounds.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))

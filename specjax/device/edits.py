@@ -54,8 +54,8 @@ def edit(
     """Return the logits f32[B, T, V], edited as the requests' `SamplingParams` describe.
 
     Row t of request b follows `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds
-    a bit for each token, which is 1 if the request's grammar allows the token. It is None if no
-    request has a grammar.
+    a bit for each token, which is 1 if the request's grammar allows the token. `masks` is None if
+    no request has a grammar.
     """
     logits = apply_processors(logits, requests, history, processors, vocabulary)
     batch, num_rows, num_columns = logits.shape

@@ -26,7 +26,7 @@ class Extras(IntFlag):
 
 
 def extras_of_step(extras: jax.Array, variant: Variant) -> jax.Array:
-    """Return a step's bits of `Extras`, i32[]. All rows of `extras` i32[B] are equal.
+    """Return the flags `Extras` of a step as bits, i32[]. All rows of `extras` i32[B] are equal.
 
     If `variant.is_plain`, the bits are the constant 0, so XLA removes all conditionals on them.
     """

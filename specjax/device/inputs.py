@@ -86,10 +86,11 @@ class StepModel(NamedTuple):
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
     def max_deferred(self, batch: int) -> int:
-        """Return how many rounds without drafts the drafter may observe together.
+        """Return the maximum number of rounds without drafts that the drafter may observe together.
 
-        Each round has `batch` requests. The result is 0 if the drafter must observe each round at
-        its end, because it cannot defer, or because there is room for fewer than two rounds.
+        Observing means that the drafter updates its cache with a round's hidden states. Each round
+        has `batch` requests. The result is 0 if the drafter must observe each round at its end,
+        because it cannot defer, or because there is room for fewer than two rounds.
         """
         count = max(self.max_deferred_rows // batch, self.min_deferred_rounds)
         while count * batch % self.row_multiple:

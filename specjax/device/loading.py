@@ -243,7 +243,7 @@ def _cast_afar(
 def _join_each(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return a jitted function that joins parts [devices, ...]; each device joins its own."""
+    """Return a jitted function that joins parts [devices, ...]. Each device joins its own parts."""
     return jax.jit(jax.vmap(partial(spec.join, dtype=dtype)), out_shardings=sharding)
 
 

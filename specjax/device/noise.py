@@ -9,7 +9,7 @@ from pallas_kernels.draw_tokens import keys
 
 
 class Stream(IntEnum):
-    """Independent sources of noise under one seed."""
+    """Names of independent streams of random numbers that belong to one seed."""
 
     TARGET = 0  # for the token at a position, with or without drafts
     DRAFT = 1  # for drafts that must not share the target's noise

@@ -7,6 +7,7 @@ the device slices the array.
 
 from collections.abc import Callable
 from dataclasses import field, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -20,8 +21,8 @@ def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) 
 
     Args:
         padding: the value in a padding row, or the name of the `Layout` attribute with this value.
-            For a tree of arrays, a function that takes the layout and returns one padding row: a
-            tree of NumPy arrays [1] or [1, width] of 32-bit numbers.
+            If the field is a tree of arrays, it is a function that takes the layout and returns one
+            padding row: a tree of NumPy arrays [1] or [1, width] of 32-bit numbers.
         width: the name of the `Layout` attribute with the width; None for a field i32[B].
     """
 
@@ -52,9 +53,10 @@ class Packing(Generic[Inputs]):
         ]
         is_number = [isinstance(row, np.ndarray) and row.ndim == 1 for row in rows]
         self._num_numbers = [*is_number, False].index(False)  # leading scalar fields
-        # Every step makes an instance, so avoid `tree.unflatten` if all fields are arrays.
-        is_flat = len(self._leaves) == len(rows)
-        self._make: Any = kind if is_flat else lambda *leaves: tree.unflatten(leaves)
+        # Every step makes an instance, so avoid `tree.unflatten` if all fields are arrays or None.
+        absent = {one.name: None for one, row in zip(declared, rows, strict=True) if row is None}
+        is_flat = len(self._leaves) + len(absent) == len(rows)
+        self._make: Any = partial(kind, **absent) if is_flat else lambda *x: tree.unflatten(x)
         self._padding = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in self._leaves])
         self._empty: dict[int, np.ndarray] = {}  # arrays of padding rows, by number of rows
 

@@ -25,7 +25,7 @@ class Divisible(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
+        """How each kind of axis, such as attention heads, is divided; see `TensorSpec.cuts`."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Divisible(Protocol):
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the weights as a tree of `TensorSpec`s, which do not divide arrays over devices.
+        """Return the weights as a tree of `TensorSpec`s of whole arrays, which are not divided yet.
 
         `names` are the checkpoint's tensor names; see `Model.specs`.
         """
@@ -76,7 +76,7 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 
 
 def shapes_like(one: Divisible, params: Any) -> Any:
-    """Return the shapes of `params`, which are parameters of a model or head, or their shapes.
+    """Return the shapes of the parameters `params` of a model or head, which may be shapes already.
 
     The shapes are divided over the devices of `one`, even if all arrays are on one device. All
     arrays of a quantised weight are divided if its unquantised array would be.
@@ -130,9 +130,9 @@ def check_shapes(one: Divisible, params: Any) -> None:
 
 
 def padding_of(one: Divisible) -> str:
-    """Return a text that lists the sections of weights that are padded with zeros, and their sizes.
+    """Return a text that lists the kinds of axes that are padded with zeros, and their sizes.
 
-    The text is empty if every section divides evenly.
+    A kind of axis is, for example, attention heads. The text is empty if every kind divides evenly.
     """
     count = one.num_devices
     return ", ".join(

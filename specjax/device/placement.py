@@ -122,7 +122,7 @@ def own_sharding(sharding: Sharding) -> Sharding:
 
 
 def place_numbers(sharding: Sharding) -> list[int]:
-    """Return the numbers of this process's devices among the devices of a named sharding."""
+    """Return the indices of this process's devices in the mesh of a `NamedSharding`."""
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     process = jax.process_index()
     devices = enumerate(sharding.mesh.devices.flat)

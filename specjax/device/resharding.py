@@ -53,8 +53,8 @@ def spread(
     axis whose size is divisible by the number of devices, if there is one. So no device needs the
     whole array.
 
-    `num_parts` is the size of the result's first axis, along which the result is spread. It is 0 if
-    the result is not divided; each device then has the result.
+    `num_parts` is the size of the result's first axis, along which the result is spread.
+    `num_parts` is 0 if the result is not divided; each device then has the whole result.
     """
     grid = np.array(devices).reshape(math.gcd(num_parts or 1, len(devices)), -1)
     mesh = Mesh(grid, (_PARTS, _COPIES))

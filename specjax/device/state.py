@@ -48,7 +48,7 @@ class EngineState:
 
     @property
     def observed(self) -> jax.Array:
-        """The number of tokens that the drafter has observed, i32[S]."""
+        """The number of tokens that the drafter has observed (added to its cache), i32[S]."""
         return self.progress[:, 3]
 
     def with_progress(

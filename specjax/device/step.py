@@ -127,7 +127,7 @@ def begin(
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, StepOutputs]:
-    """Let the drafter observe a chunk; after a prompt's last chunk, sample the first output token.
+    """Update the drafter's cache with a chunk; after a prompt's last chunk, sample the first token.
 
     No token is sampled for a request that resumes after preemption: its next token is known.
     `processed` f32[B, 1, V] are the logits after logits processors, or None if no request has any.

@@ -2,7 +2,8 @@
 
 The host plans a round while another round is in flight, so it does not know the last tokens yet. It
 sends a path: the tokens that it expects, from the first position that it does not know. The device
-knows all tokens. It compares the start of the path with them, and drafts the rest.
+knows all tokens. It compares them with the start of the path. If they are equal, the rest of the
+path becomes the drafts.
 """
 
 from dataclasses import dataclass
@@ -38,11 +39,11 @@ class Suggestions:
 def replace_drafts(
     draft: Draft, suggestions: Suggestions, history: History, vocabulary: Vocabulary
 ) -> Draft:
-    """Return `draft`, with drafts from the path of each request whose tokens agree with the path.
+    """Return `draft`. A request whose tokens agree with its path gets drafts from the path instead.
 
     A path agrees if its tokens up to the request's last token equal the request's own tokens. The
-    path's next tokens then are the drafts, with one-hot distributions. A request keeps the drafts
-    in `draft` if its path does not agree or has no next token.
+    next tokens of the path then are the drafts, with one-hot distributions. A request keeps the
+    drafts in `draft` if its path does not agree or has no next token.
     """
     k, width = draft.tokens.shape[1], suggestions.tokens.shape[1]
     if not k:

@@ -44,10 +44,10 @@ class Draft(NamedTuple):
     def stacked(
         cls, tokens: Sequence[jax.Array], probs: Sequence[jax.Array], batch: int
     ) -> "Draft":
-        """Stack the tokens of K positions, `tokens` (an i32[B] each), into a draft.
+        """Return a draft of K positions. `tokens` holds an i32[B] for each position.
 
-        `probs` has the distributions f32[B, V] from which the tokens of each position were sampled.
-        It is empty if the draft has no distributions. `batch` is B.
+        `probs` holds, for each position, the distributions f32[B, V] from which the tokens were
+        sampled. `probs` is empty if the draft has no distributions. `batch` is B.
         """
         return cls(
             jnp.stack(tokens, axis=1) if tokens else jnp.zeros((batch, 0), jnp.int32),
@@ -218,7 +218,7 @@ def make_verification(config: SpeculativeConfig) -> Verification:
 def target_probs(target: Target) -> jax.Array:
     """Return the target's probabilities f32[B, K+1, V], softmax(logits / T).
 
-    Where T = 0, they are one-hot at the argmax. Rows that leave no token are NaN.
+    If T = 0, they are one-hot at the argmax. Rows in which no token is possible are NaN.
     """
     num_rows, num_columns = target.logits.shape[1:]
     rows = target.logits.reshape(-1, num_columns)
@@ -251,11 +251,12 @@ def block_acceptance(
         S_i = sum_v max(p_i p(v) - q(v), 0)
         h_i = S_i / (S_i + 1 - p_i)
 
-    d_i is the i-th draft. p is the target's distribution, and q is the drafter's. In p_i, they are
-    for the token d_i; in S_i, they are for the token after d_i.
+    d_i is the i-th draft. p is the target's distribution, and q is the drafter's. In the formula of
+    p_i, p and q are distributions at the position of d_i; in the formula of S_i, at the next
+    position.
 
     If no draft can follow draft i, h_i = p_i. This is so after a request's last draft, and if p
-    leaves no token after draft i.
+    gives no token after draft i a probability above 0.
     """
     k, num_columns = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]

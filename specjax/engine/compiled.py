@@ -222,7 +222,7 @@ class CompiledPrograms:
         jax.block_until_ready(result)
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """See `Programs`. No other process runs these programs."""
+        """Do nothing: no other process runs these programs. See `Programs`."""
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]

@@ -1,11 +1,11 @@
 """Compiles programs in threads.
 
 A program is urgent if requests wait for it. All other programs only make later steps faster, for
-example because their shapes need less padding. They are compiled at the lowest priority, so that
-they slow down neither serving nor urgent programs. Their priority is normal only if a caller waits
-until all programs are ready. XLA does part of the work in its own threads, which have normal
-priority. For programs that are not urgent, XLA may therefore use only one thread at a time
-(`xla_options.OPTIONS_BEHIND`).
+example because their shapes need less padding. They are compiled in threads of the lowest priority,
+so that they slow down neither serving nor urgent programs. The threads have normal priority only if
+a caller waits until all programs are ready. XLA does part of the work in its own threads, which
+always have normal priority. For programs that are not urgent, XLA may therefore use only one of its
+threads at a time (`xla_options.OPTIONS_BEHIND`).
 
 An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
 default. Programs that are not urgent are compiled only while at least half of the maps are free.
@@ -34,7 +34,7 @@ NICENESS = 19  # the lowest priority, for threads whose programs no request wait
 
 @dataclass
 class _Line:
-    """A queue of keys of programs to compile, and the threads that compile them."""
+    """A queue of keys, whose programs are to be compiled, and the threads that compile them."""
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
@@ -89,10 +89,10 @@ class Compiler:
         retries: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Queue the keys whose programs are not compiled, in order.
+        """Queue the keys whose programs are not compiled yet, in order.
 
-        Up to `num_threads` threads compile the programs. Keys whose programs failed to compile
-        before are queued again only if `retries`. New threads have the lowest priority unless
+        Up to `num_threads` threads compile the programs. If a program has failed to compile before,
+        its key is queued again only if `retries`. New threads have the lowest priority, unless
         `is_urgent` (requests wait for the programs) or `is_awaited` (a caller waits for all
         programs).
         """

@@ -1,4 +1,7 @@
-"""Counts rounds without drafts that the drafter has not observed yet (`device/deferral.py`)."""
+"""Counts the rounds without drafts whose hidden states the drafter has not read yet.
+
+`device/deferral.py` explains why the drafter reads them later.
+"""
 
 import numpy as np
 
@@ -11,11 +14,12 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds: rounds without drafts that the drafter has not observed yet.
+    """Counts deferred rounds: rounds without drafts whose hidden states the drafter reads later.
 
-    All deferred rounds have the same requests. The program `Observe` lets the drafter observe all
-    deferred rounds. It must run before a step that drafts, and before a step with other requests,
-    because new requests may reuse the pages of requests that have ended.
+    All deferred rounds have the same requests. In the program `Observe`, the drafter reads the
+    hidden states of all deferred rounds at once. The program must run before a step that drafts. It
+    must also run before a step with other requests, because new requests may reuse the pages of
+    requests that have ended.
     """
 
     def __init__(self, programs: Programs, layout: Layout):
@@ -38,7 +42,7 @@ class DeferredRounds:
             self._last, self._count = packed, self._count + 1
 
     def observe(self) -> None:
-        """Let the drafter observe all deferred rounds now."""
+        """Let the drafter read the hidden states of all deferred rounds now."""
         last, self._last, self._count = self._last, None, 0
         if last is not None:
             self._programs.run(Observe(len(last)), last)

@@ -242,7 +242,7 @@ class Engine:
         touched = self._look()
         parts = [step.plan for step in previous]
         with jax.profiler.StepTraceAnnotation("specjax", step_num=self._num_steps):
-            with self._recorder.time("host"):
+            with self._recorder.host:
                 plan = self.scheduler.schedule()
             if not plan and not previous and self.scheduler.held:
                 with self.away():
@@ -250,9 +250,9 @@ class Engine:
             try:
                 if plan:
                     self._recorder.record_launch(plan, len(previous) > 0)
-                    parts += plan.parts
-                    with self._recorder.time("host"):
-                        launched = self._launch(plan.parts)
+                    parts += (new := plan.parts)
+                    with self._recorder.host:
+                        launched = self._launch(new)
                     note_ends(previous, launched)
                 for step in previous:
                     touched += self._read(step)
@@ -270,7 +270,7 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Let requests use the programs that have become ready.
+        """Queue held requests whose programs are ready now, and use all shapes that are compiled.
 
         Return the samples that have ended because one of their programs failed to compile.
         """
@@ -280,8 +280,8 @@ class Engine:
                 if repertoire.admits({*scheduler.demands, request.demands}):
                     scheduler.let_in(request)
             except Exception as error:  # the request's own program failed, e.g. logits processors
-                failed += scheduler.fail_all(request, error)
-        self._recorder.record_finished(failed)
+                failed += (ended := scheduler.fail_all(request, error))
+                self._recorder.record_finished(ended)
         scheduler.shapes, scheduler.splits = repertoire.ready_for(scheduler.demands)
         if scheduler.policy.is_learning and not self.programs.is_compiling:
             for shape in scheduler.shapes.decode:
@@ -298,11 +298,11 @@ class Engine:
         return self.launcher.launch(parts, self.scheduler.residents.page_tables)
 
     def _read(self, step: InFlight) -> list[Sequence]:
-        with self._recorder.time("wait"), self.away():
+        with self._recorder.wait, self.away():
             packed = np.asarray(step.outputs)
             step.look()
         milliseconds = self.clock.time(step, self.programs.compilations.seconds)
-        with self._recorder.time("host"):
+        with self._recorder.host:
             has_raw = self.config.logprobs_mode == "both"
             rows = unpack_outputs(packed, step.plan, step.variant, has_raw=has_raw)
             if step.features is not None:
@@ -314,7 +314,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Tell the repertoire how long chunks or a round took. Tell the policy a round's outcome.
+        """Pass the time of chunks or a round to `repertoire`, and a round's outcome to the policy.
 
         `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """
@@ -328,11 +328,10 @@ class Engine:
             self.repertoire.note(plan, step.variant, milliseconds)
             if step.joins is not None:
                 self.repertoire.note_apart(step.joins, min(chunk_ms, milliseconds))
-        # An earlier policy may have chosen this K.
-        is_known = isinstance(plan, DecodePlan) and plan.num_drafts in policy.choices
-        if is_known and policy.is_learning and any(num_kept):
-            own_ms = None if self.config.exact else milliseconds  # every K takes the same time
-            policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
+        if policy.is_learning and isinstance(plan, DecodePlan) and any(num_kept):
+            if plan.num_drafts in policy.choices:  # an earlier policy may have chosen this K
+                own_ms = None if self.config.exact else milliseconds  # every K takes the same time
+                policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.
@@ -428,8 +427,8 @@ class Engine:
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
         """Return the times of rounds for each K in `ks`.
 
-        In exact mode, all rounds have one shape, and no time is measured. In other modes, `has_all`
-        means to clear the prefix cache and measure all shapes, not only the largest shape.
+        If `has_all`, clear the prefix cache and measure all shapes; otherwise, only the largest
+        shape. In exact mode, all times are equal, because all rounds have one shape.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -88,7 +88,7 @@ def open_executables(
 
     Return None if the model's programs would contain code that the files' digests do not cover,
     such as a user's own drafter or a replaced function. `origin` holds further values on which the
-    programs depend. They become part of the digests.
+    programs depend. These values become part of the digests.
     """
     devices = list(placement.mesh.devices.flat)
     if (ids := [one.id for one in devices]) != list(range(len(ids))):  # a replica on later devices

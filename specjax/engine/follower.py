@@ -31,8 +31,8 @@ class Follower:
     Attributes:
         programs: the programs of this process.
         sleep: moves this process's weights to the host and back.
-        staged: values that functions passed to `Programs.elsewhere` keep between two calls, such as
-            new weights.
+        staged: values, such as new weights, that one function called by `Programs.elsewhere` leaves
+            for the next one.
     """
 
     programs: CompiledPrograms

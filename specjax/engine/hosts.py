@@ -21,7 +21,7 @@ import jax
 
 LEADER = 0
 POLL_SECONDS = 50e-6  # pause between two looks at results; a step takes milliseconds
-PAUSE_SECONDS = 0.01  # the same for what takes longer
+PAUSE_SECONDS = 0.01  # pause between two looks at anything that takes longer
 ANSWER_SECONDS = 2.0  # how long a process may take to answer before it counts as missing
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, and a number
 
@@ -200,7 +200,7 @@ class Hosts:
             time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
-        """Set `error` after a time limit. If a process does not answer, the error names it."""
+        """Set `error` after the time limit. The error names a process that does not answer."""
         self._answers.clear()
         self.send("ping")
         end = time.monotonic() + ANSWER_SECONDS

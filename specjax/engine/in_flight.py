@@ -15,6 +15,7 @@ from specjax.device.verification import Draft
 from specjax.engine.batch import Part
 from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
+from specjax.host.drafts.suggester import is_used
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.requests import RequestOutcomes
 from specjax.host.speculation.rounds import Round
@@ -38,22 +39,26 @@ class InFlight:
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
         """Return the outcome of a round, after its tokens were appended to its sequences.
 
-        If the program also ran the sequences of `rest`, which did not draft, the tokens of these
-        sequences must be appended after this call.
+        If the program also ran sequences that did not draft (`self.rest`), their tokens must be
+        appended after this call.
 
         Args:
             num_kept: the number of tokens that each sequence gained.
-            milliseconds: the time of the round; None if unknown. If the round had fewer drafts
-                than its shape, the outcome has no time, since the program ran with a larger K.
+            milliseconds: the time of the round; None if unknown. If the round had fewer drafts than
+                its shape, the outcome has no time, since the program ran with a larger K.
             chunk_ms: the milliseconds of the chunks before the round.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)
         k = plan.num_drafts
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        found = [sequence.draft_outcome(k, n) for sequence, n in pairs]
+        own = pairs
+        if plan.suggested:  # what the drafter achieves is learned from its own drafts
+            paths = dict(zip(plan.sequences, plan.suggested, strict=True))
+            own = [(s, n) for s, n in pairs if not is_used(paths[s], s, n)]
+        found = [sequence.draft_outcome(k, n) for sequence, n in own]
         requests = RequestOutcomes(
-            [sequence.rank for sequence, _ in pairs],
+            [sequence.rank for sequence, _ in own],
             [outcome.num_drafts for outcome in found],
             [outcome.num_accepted for outcome in found],
         )
@@ -80,7 +85,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round whose programs up to `Extend` were launched. Its last program, `Settle`, was not."""
+    """A round whose programs were launched, except its last program, `Settle`."""
 
     plan: DecodePlan
     variant: Variant
@@ -102,10 +107,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done` of each program, if it is known that the program ended before a later launch.
+    """Set `done`, the end time, of programs that must have ended before a later launch.
 
-    On a CPU, a launch may return only after the program has ended. In this case, all earlier
-    programs had ended before the launch.
+    On a CPU, a launch may return only after the launched program has ended. All programs that were
+    launched earlier had then ended before this launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

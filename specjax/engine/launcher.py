@@ -124,16 +124,15 @@ class Launcher:
         """Return the program that runs both parts of a split round; None if it is not compiled."""
         *_, drafting, rest = parts
         assert isinstance(drafting, DecodePlan)
-        asked = self._repertoire.asked_by(drafting.demands | rest.demands)
-        shape = SplitShape(drafting.batch, drafting.k, rest.batch)
-        return self._repertoire.splits(asked).get(shape)
+        ready = self._repertoire.ready_for(drafting.demands | rest.demands)
+        return ready.splits.get(SplitShape(drafting.batch, drafting.k, rest.batch))
 
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
         They are separate in exact mode, where all steps run the same programs. They are also
         separate if the chunks need grammar masks or logits processors, if the round's `Decode` is
-        not compiled, or if a request exports the features of its prompt.
+        not compiled, or if a request exports the hidden states of its prompt.
         """
         if self._config.exact:
             return None
@@ -228,5 +227,5 @@ class Launcher:
 
 
 def exports_features(plan: PrefillPlan) -> bool:
-    """Return whether any request of the plan exports the features of its prompt."""
+    """Return whether any request of the plan exports the hidden states of its prompt."""
     return any(chunk.sequence.request.exports_features for chunk in plan.chunks)

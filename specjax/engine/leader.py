@@ -30,7 +30,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Named(NamedTuple):
-    """Names a program in messages by a number.
+    """A program in a message, which is given by its number.
 
     The first message with this number also contains the program. In later messages, `program` is
     None.
@@ -41,8 +41,9 @@ class Named(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Names in messages the result of program `number`, or leaf `leaf` of this result.
+    """Refers to the result of an earlier program, in a message to another process.
 
+    `number` is the program's number. If `leaf` is not None, it selects one array of the result.
     Every process has kept its own part of the result.
     """
 
@@ -330,7 +331,7 @@ def _hear_by(leader: weakref.ref[LeaderPrograms], *message: Any) -> None:
 
 
 class Awaited:
-    """A program's outputs for the host. If a process is lost, reading them is a `HostsError`."""
+    """A program's outputs for the host. Reading them raises a `HostsError` if a process is lost."""
 
     def __init__(self, array: jax.Array, hosts: Hosts):
         self._array: Any = array

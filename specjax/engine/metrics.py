@@ -1,19 +1,18 @@
 """Counts what an engine does, such as steps, tokens and accepted drafts, from its start on."""
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any, NamedTuple
 
 from specjax.engine.low_acceptance import LowAcceptance
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.host.speculation.contexts import FIRST_LENGTHS
+from specjax.host.speculation.contexts import FIRST_LENGTHS, context_buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +28,18 @@ class Metrics:
         num_steps: number of launched steps. A step has prefill chunks, a decode round or both.
         num_prefill_steps: number of steps with prefill chunks.
         num_decode_steps: number of steps with a decode round.
-        acceptance_rate_per_pos: fraction of the draft tokens at each position that were accepted.
-            Rates are unconditional, as in a profile: the acceptance length of K drafts is 1 plus
-            the sum of the first K rates.
+        acceptance_rate_per_pos: fraction of the draft tokens at each position that were accepted. A
+            draft token after a rejected one counts as not accepted, so the acceptance length of K
+            drafts is 1 plus the sum of the first K rates.
         k_histogram: number of rounds per K.
-        request_k_histogram: number of times that a request had this number of draft tokens in a
-            round. A request may have fewer than K.
+        request_k_histogram: for each number of draft tokens, how often a request had this number in
+            a round. A request may have fewer than K.
         drafts_per_context: number of drafts by bucket of the request's length. The key of a bucket
             is its smallest length.
         accepted_tokens_per_context: number of accepted draft tokens by the same buckets.
         drafts_per_source: number of drafts by their source. Sources on the host are "suffix",
-            "corpus" and "history". The drafter is a source, too, and has the name of the
-            method ("ngram" for the method "suffix"). Empty without sources on the host.
+            "corpus" and "history". Drafts of the drafter are counted under the method's name, or
+            under "ngram" if the method is "suffix". Empty without sources on the host.
         draft_tokens_per_source: number of draft tokens by source.
         accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.
@@ -48,7 +47,8 @@ class Metrics:
         prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
             cache.
         prefix_cache_evictions: number of pages and snapshots evicted.
-        kv_cache_usage: fraction of pages in use now; the largest value, if there are several pools.
+        kv_cache_usage: fraction of pages in use now; the largest fraction, if there are several
+            pools.
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
         in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.
@@ -164,35 +164,42 @@ class Compilations(NamedTuple):
     seconds: float
 
 
+class Stopwatch:
+    """Adds up the seconds spent in its `with` blocks, which must not be nested."""
+
+    def __init__(self):
+        self.seconds = self._start = 0.0
+
+    def __enter__(self):
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object):
+        self.seconds += time.perf_counter() - self._start
+
+
 class Recorder:
     """Counts steps and their results, and adds up times.
 
-    `is_trained` means that the drafter was trained. If hardly any of its drafts are accepted, a
-    warning is logged.
+    If `is_trained`, the drafter was trained, and a warning is logged if hardly any of its drafts
+    are accepted.
+
+    Attributes:
+        host: measures the host's work for steps.
+        wait: measures how long the host waits for the device.
     """
 
     def __init__(self, *, is_trained: bool = False):
         self._low_acceptance = LowAcceptance() if is_trained else None
         self._counts: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.host, self.wait = Stopwatch(), Stopwatch()
+        self._gap_seconds = 0.0
         self._finished: Counter[str] = Counter()
-        self._drafted: list[int] = []  # by position
-        self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
-        self._request_k: Counter[int] = Counter()
-        self._drafts_at: Counter[int] = Counter()  # by the smallest length of a bucket
-        self._accepted_at: Counter[int] = Counter()
-
-    @contextmanager
-    def time(self, what: str) -> Iterator[None]:
-        """Measure how long the `with` block takes, and add this to the time called `what`."""
-        start = time.perf_counter()
-        yield
-        self._seconds[what] += time.perf_counter() - start
+        self._outcomes: Counter[_Outcome] = Counter()
 
     def record_gap(self, seconds: float) -> None:
         """Record the time between reading a step and the next launch."""
-        self._seconds["gap"] += seconds
+        self._gap_seconds += seconds
         self._counts["gaps"] += 1
 
     def record_launch(self, plan: StepPlan, depth: int) -> None:
@@ -203,7 +210,9 @@ class Recorder:
 
     def record_finished(self, sequences: Iterable[Sequence]) -> None:
         """Count the samples that have ended."""
-        self._finished.update([s.finish_reason for s in sequences if s.finish_reason is not None])
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                self._finished[sequence.finish_reason] += 1
 
     def record_part(
         self, plan: PrefillPlan | DecodePlan, rows: SequenceOf[RowOutput], num_kept: list[int]
@@ -213,31 +222,21 @@ class Recorder:
         `rows` and `num_kept` have an item per sequence of `plan`: the device's results, and the
         number of tokens that the sequence gained.
         """
-        self._counts["generation"] += sum(num_kept)
+        self._counts["generation"] += (num_gained := sum(num_kept))
         if isinstance(plan, PrefillPlan):
             self._counts["prefill_steps"] += 1
             self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
             return
         if not plan.is_rest:
-            self._counts["decode_steps"] += 1
             self._k[plan.num_drafts] += 1
-        more = [0] * (plan.num_drafts - len(self._accepted))
-        self._drafted += more
-        self._accepted += more
-        found = Counter(zip([row.num_drafts for row in rows], num_kept, plan.buckets, strict=True))
-        for (num_drafts, kept, bucket), count in found.items():
-            self._request_k[num_drafts] += count if kept else 0
-            if num_drafts and kept:
-                self._drafts_at[FIRST_LENGTHS[bucket]] += count
-                self._accepted_at[FIRST_LENGTHS[bucket]] += count * (kept - 1)
-                self._counts["drafts"] += count
-                self._counts["draft_tokens"] += count * num_drafts
-                for position in range(num_drafts):
-                    self._drafted[position] += count
-                for position in range(kept - 1):
-                    self._accepted[position] += count
-                if self._low_acceptance is not None:
-                    self._low_acceptance.record(count * num_drafts, count * (kept - 1))
+        num_drafts = [row.num_drafts for row in rows]
+        buckets = context_buckets([len(sequence.token_ids) for sequence in plan.sequences])
+        self._outcomes.update(zip(num_drafts, num_kept, buckets, strict=True))
+        if self._low_acceptance is not None:
+            num_rounds = len(num_kept) - num_kept.count(0)
+            self._low_acceptance.record(
+                sum(compress(num_drafts, num_kept)), num_gained - num_rounds
+            )
 
     def snapshot(
         self,
@@ -245,7 +244,7 @@ class Recorder:
         compilations: Compilations,
     ) -> Metrics:
         """Return the current counters."""
-        counts, drafts = self._counts, self._counts["drafts"]
+        counts, rounds = self._counts, dict(self._k)
         sources = scheduler.suggester.counts.items()
         pools, snapshots = scheduler.residents.pools, scheduler.prefixes.snapshots
         num_steps = counts["steps"]
@@ -260,20 +259,11 @@ class Recorder:
             requests_finished=dict(self._finished),
             num_steps=num_steps,
             num_prefill_steps=counts["prefill_steps"],
-            num_decode_steps=counts["decode_steps"],
+            num_decode_steps=sum(rounds.values()),
             num_prompt_tokens=counts["prompt"],
             num_generation_tokens=counts["generation"],
-            num_drafts=drafts,
-            num_draft_tokens=counts["draft_tokens"],
-            num_accepted_tokens=sum(self._accepted),
-            num_accepted_tokens_per_pos=tuple(self._accepted),
-            num_draft_tokens_per_pos=tuple(self._drafted),
-            acceptance_rate_per_pos=_rates(self._accepted, self._drafted),
-            mean_acceptance_length=_acceptance_length(sum(self._accepted), drafts),
-            k_histogram=dict(self._k),
-            request_k_histogram=dict(self._request_k),
-            drafts_per_context=dict(self._drafts_at),
-            accepted_tokens_per_context=dict(self._accepted_at),
+            **_of_drafts(dict(self._outcomes), max(rounds, default=0)),
+            k_histogram=rounds,
             drafts_per_source={name: of.num_rounds for name, of in sources},
             draft_tokens_per_source={name: of.num_draft_tokens for name, of in sources},
             accepted_tokens_per_source={name: of.num_accepted_tokens for name, of in sources},
@@ -288,10 +278,45 @@ class Recorder:
             num_compiles_after_warmup=compilations.num_late,
             num_compiling=compilations.num_pending,
             compile_seconds=compilations.seconds,
-            host_ms=per_step(1e3 * self._seconds["host"]),
-            wait_ms=per_step(1e3 * self._seconds["wait"]),
-            host_gap_ms=1e3 * self._seconds["gap"] / max(1, counts["gaps"]),
+            host_ms=per_step(1e3 * self.host.seconds),
+            wait_ms=per_step(1e3 * self.wait.seconds),
+            host_gap_ms=1e3 * self._gap_seconds / max(1, counts["gaps"]),
         )
+
+
+# A request's round: its number of drafts, the tokens that the request gained (0 if it had ended),
+# and the bucket of its length.
+_Outcome = tuple[int, int, int]
+
+
+def _of_drafts(outcomes: Mapping[_Outcome, int], max_drafts: int) -> dict[str, Any]:
+    """Return the counters of drafts. `outcomes` has the number of occurrences of each outcome."""
+    drafted, accepted = [0] * max_drafts, [0] * max_drafts  # by position
+    of_requests, drafts_at, accepted_at = Counter(), Counter(), Counter()
+    for (num_drafts, kept, bucket), count in outcomes.items():
+        if not kept:
+            continue
+        of_requests[num_drafts] += count
+        if num_drafts:
+            drafts_at[FIRST_LENGTHS[bucket]] += count
+            accepted_at[FIRST_LENGTHS[bucket]] += count * (kept - 1)
+        for position in range(num_drafts):
+            drafted[position] += count
+        for position in range(kept - 1):
+            accepted[position] += count
+    num_drafts = sum(drafts_at.values())
+    return {
+        "num_drafts": num_drafts,
+        "num_draft_tokens": sum(drafted),
+        "num_accepted_tokens": sum(accepted),
+        "num_accepted_tokens_per_pos": tuple(accepted),
+        "num_draft_tokens_per_pos": tuple(drafted),
+        "acceptance_rate_per_pos": _rates(accepted, drafted),
+        "mean_acceptance_length": _acceptance_length(sum(accepted), num_drafts),
+        "request_k_histogram": dict(of_requests),
+        "drafts_per_context": dict(drafts_at),
+        "accepted_tokens_per_context": dict(accepted_at),
+    }
 
 
 _PER_SOURCE = [one.name for one in fields(Metrics) if one.name.endswith("_per_source")]

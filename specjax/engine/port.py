@@ -61,8 +61,9 @@ class Programs(Protocol):
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts may run before `Observe` must run.
 
-        Each round has `batch` requests. Return 0 if the drafter must observe each round at once.
-        Rounds in `Joined` programs are always observed at once.
+        `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
+        requests. Return 0 if the drafter must read them at the end of each round. In a `Joined`
+        program, the drafter always reads them at once.
         """
         ...
 
@@ -81,7 +82,8 @@ class Programs(Protocol):
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
         """Compile programs in the background, in order.
 
-        `is_urgent` means that requests wait for these programs. They are then compiled first.
+        `is_urgent` means that requests wait for these programs. Such programs are compiled before
+        all others.
         """
         ...
 
@@ -107,7 +109,7 @@ class Programs(Protocol):
         ...
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function in each other process that runs the same programs, and wait for them.
+        """Call a function in each other process that runs the same programs, and wait for its end.
 
         The function takes the process's `Follower` and `arguments`. It must be importable.
 

@@ -13,9 +13,10 @@ _GUARDS = (
 
 
 class OwnLock:
-    """A reentrant lock for the process that creates it. In a fork, taking it is a RuntimeError.
+    """A reentrant lock for the process that creates it. Taking it in a fork raises a RuntimeError.
 
-    In a fork, the thread that holds the lock may not exist, so the fork would wait forever.
+    A fork does not have its parent's other threads. If one of them held the lock, the fork would
+    wait forever.
     """
 
     def __init__(self):

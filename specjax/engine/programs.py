@@ -130,7 +130,7 @@ class ProcessFirst(Program):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Program):
-    """Lets the drafter observe the chunks, and samples first tokens.
+    """Updates the drafter's cache with the chunks, and samples first tokens.
 
     Takes the inputs, the `Extension`, the logits and the masks of the chunks, and returns the
     step's outputs. `logits` are the extension's logits or the result of `ProcessFirst`. `masks` is
@@ -187,8 +187,8 @@ class Decode(Program):
 class Observe(Program):
     """Lets the drafter observe the deferred rounds.
 
-    These are the rounds without drafts that the drafter has not observed yet. All of them have the
-    same requests. Takes the inputs of the last of them.
+    These are the rounds without drafts whose hidden states the drafter has not read yet. All of
+    them have the same requests. Takes the inputs of the last of these rounds.
     """
 
     batch: int

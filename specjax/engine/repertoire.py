@@ -10,7 +10,8 @@ variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
@@ -40,6 +41,13 @@ JOINED_SAVES = 0.5  # `Joined` saves about this fraction of the shorter time, of
 _PLAIN = Demands(edits=False, masks=False, processor=-1, logprobs=None, prompt_logprobs=None)
 
 
+class Ready(NamedTuple):
+    """What is compiled for steps of some requests: shapes, and programs for split rounds."""
+
+    shapes: Shapes  # the engine's `Shapes` itself if every shape is compiled
+    splits: dict[SplitShape, SplitRound]
+
+
 class Repertoire:
     """The variants and shapes of one engine's steps."""
 
@@ -57,8 +65,7 @@ class Repertoire:
         self._lost_ms: defaultdict[Program, float] = defaultdict(float)
         self._num_ready = -1  # number of ready programs when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
-        self._shapes: dict[Variant, Shapes] = {}
-        self._splits: dict[Variant, dict[SplitShape, SplitRound]] = {}
+        self._compiled: dict[Variant, Ready] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
@@ -138,8 +145,7 @@ class Repertoire:
         Raises:
             Exception: a program that the requests need failed to compile.
         """
-        asked = self.asked_by(all_demands)
-        shapes = self.shapes(asked)
+        asked, shapes = self.asked_by(all_demands), self.ready_for(all_demands).shapes
         if shapes.prefill and shapes.decode:
             return True
         failures = self._programs.failures
@@ -154,23 +160,6 @@ class Repertoire:
         if not self._covering(asked):
             self._ask(asked)
         return False
-
-    def shapes(self, asked: Variant) -> Shapes:
-        """Return the shapes that are ready for steps of the variant `asked`.
-
-        If every shape is ready, return `self.all_shapes` itself.
-        """
-        self._look()
-        if asked not in self._shapes:
-            covering, every = self._covering(asked), self.all_shapes
-            shapes = Shapes(
-                tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), covering)),
-                tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), covering)),
-            )
-            best = self._programs_for_shapes(programs_of, covering[:1], every)
-            has_all = bool(best) and all(program in self._programs.ready for program in best)
-            self._shapes[asked] = every if has_all else shapes
-        return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan, whose requests have `all_demands`.
@@ -223,19 +212,28 @@ class Repertoire:
             return
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
-    def ready_for(self, all_demands: Iterable[Demands]) -> tuple[Shapes, Collection[SplitShape]]:
-        """Return the shapes of steps and of split rounds that are compiled for these demands."""
-        asked = self.asked_by(all_demands)
-        return self.shapes(asked), self.splits(asked).keys()
-
-    def splits(self, asked: Variant) -> dict[SplitShape, SplitRound]:
-        """Return the compiled programs for split rounds that do the work of `asked`, by shape."""
+    def ready_for(self, all_demands: Iterable[Demands]) -> Ready:
+        """Return what is compiled for steps whose requests have `all_demands`."""
         self._look()
-        if asked not in self._splits:
-            ready = [one for one in self._programs.ready if isinstance(one, SplitRound)]
-            own = of_rounds(asked)
-            self._splits[asked] = {one.shape: one for one in ready if covers(one.variant, own)}
-        return self._splits[asked]
+        asked = self.asked_by(all_demands)
+        if asked not in self._compiled:
+            self._compiled[asked] = Ready(self._shapes(asked), self._splits(asked))
+        return self._compiled[asked]
+
+    def _shapes(self, asked: Variant) -> Shapes:
+        covering, every = self._covering(asked), self.all_shapes
+        best = self._programs_for_shapes(programs_of, covering[:1], every)
+        if best and all(program in self._programs.ready for program in best):
+            return every
+        return Shapes(
+            tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), covering)),
+            tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), covering)),
+        )
+
+    def _splits(self, asked: Variant) -> dict[SplitShape, SplitRound]:
+        ready = [one for one in self._programs.ready if isinstance(one, SplitRound)]
+        own = of_rounds(asked)
+        return {one.shape: one for one in ready if covers(one.variant, own)}
 
     def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
         """Record that a round took `milliseconds`, although a split round would be faster."""
@@ -331,5 +329,4 @@ class Repertoire:
     def _forget(self) -> None:
         """Clear the caches of results that depend on the known variants and the ready programs."""
         self._chosen.clear()
-        self._shapes.clear()
-        self._splits.clear()
+        self._compiled.clear()

@@ -1,9 +1,9 @@
 """Measures the times of rounds.
 
-`measure_rounds` times rounds of every shape, with artificial requests. All shapes must be
-compiled, and the engine must have no requests. The artificial requests have random tokens and a
-given length of context. If the pool has too few pages, they share pages. `time_padding` times
-rounds of padding rows, which is possible at any time.
+`measure_rounds` times rounds of every shape, with artificial requests. All shapes must be compiled,
+and the engine must have no requests. The artificial requests have random tokens and a given length
+of context. They share pages if the pool has too few pages. `time_padding` times rounds of padding
+rows, which is possible at any time.
 """
 
 import time
@@ -63,10 +63,10 @@ def measure_rounds(
     The artificial requests remain in the state.
 
     Each of several passes times every shape once, and the time of a shape is the median over
-    passes. So a short disturbance affects at most a few times of each shape. The time that a
-    context token adds is assumed to be linear in K. It is measured at the largest batch size, for
-    the smallest and the largest K, with two lengths of context. If `max_model_len` is too short for
-    two lengths, the time per context token is 0.
+    passes. So a short disturbance affects few of the measurements of a shape. The time that a
+    context token adds is assumed to be linear in K. This time is measured at the largest batch
+    size, for the smallest and the largest K, with two lengths of context. If `max_model_len` is too
+    short for two lengths, the time per context token is 0.
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the

@@ -39,8 +39,9 @@ class ReplicatedEngine:
     replica is much busier than another. Among equal replicas, it goes to the replica with the
     fewest unfinished samples.
 
-    If a step of a replica fails, its requests continue on other replicas. The replica gets no
-    requests until these have ended, because one of them may have caused the failure.
+    If a step of a replica fails, the replica's requests continue on other replicas. The replica
+    gets no new requests until the moved requests have ended, because one of them may have caused
+    the failure.
     """
 
     def __init__(self, engines: SequenceOf[Engine]):
@@ -75,7 +76,7 @@ class ReplicatedEngine:
         return frozenset().union(*(engine.unfinished_ids for engine in self.engines))
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """See `Engine`. All engines have the same numbers."""
+        """See `Engine`. A list of processors has the same number in all engines."""
         (number,) = {engine.number_of(processors) for engine in self.engines}
         return number
 
@@ -100,7 +101,7 @@ class ReplicatedEngine:
     def step(self) -> list[Sequence]:
         """Run steps of all replicas until one step ends.
 
-        Return the samples that all ended steps have changed.
+        Return the samples that were changed by the steps that have ended.
 
         Raises:
             Exception: a step failed, and no other replica can take its requests; all requests are
@@ -125,7 +126,7 @@ class ReplicatedEngine:
         return list(dict.fromkeys(touched))
 
     def _touched(self) -> list[Sequence]:
-        """Return the samples that ended steps have changed.
+        """Return the samples that were changed by the steps that have ended.
 
         Raises:
             Exception: a step has failed, and no other replica can take its requests.
@@ -213,8 +214,8 @@ class _Replica:
     """An engine, and the thread that runs its steps.
 
     Attributes:
-        prompts: an index of the prompts that were routed to this engine. It forgets old prompts
-            that the engine's prefix cache cannot hold any more.
+        prompts: an index of the prompts that were routed to this engine. The index forgets old
+            prompts that the engine's prefix cache cannot hold any more.
         is_stepping: whether a step has begun and has not ended.
         error: the error of a failed step, if no other replica could take over its requests.
         lost: samples that other replicas took over after failures. Finished samples are removed.

@@ -33,7 +33,7 @@ class RoundClock:
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
-        """Return the seconds since the last read; None if a step was launched after that read."""
+        """Return the seconds since results were last read; None if a step was launched since."""
         read, self._read = self._read, None
         return None if read is None else time.perf_counter() - read
 

@@ -62,7 +62,7 @@ class SimulatedDraft(NamedTuple):
 
 
 class SimulatedExtension(NamedTuple):
-    """Takes the place of the target's features and logits, which are not computed."""
+    """Takes the place of the target's hidden states and logits, which are not computed."""
 
     features: None = None
     logits: None = None
@@ -293,5 +293,5 @@ class SimulatedPrograms:
 
 
 def _nothing(program: Program, inputs: Any, *handed: Any) -> Any:
-    """Compute nothing. Return the last argument; None if there are only `program` and `inputs`."""
+    """Compute nothing. Return the last argument in `handed`; None if `handed` is empty."""
     return handed[-1] if handed else None

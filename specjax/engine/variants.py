@@ -52,8 +52,9 @@ def first_programs_of(
 ) -> list[Program]:
     """Return programs that run a plan more slowly, but are mostly shared by all variants.
 
-    They let requests with a new variant run before its fastest programs are compiled. Rounds run as
-    several programs, and drafts are made without logits processors. So fewer drafts are accepted.
+    These programs let requests with a new variant run before the variant's fastest programs are
+    compiled. Rounds run as several programs, and drafts are made without logits processors. So
+    fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)

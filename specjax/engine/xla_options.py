@@ -49,11 +49,11 @@ def collective_options(collectives: str) -> dict[str, Any]:
 def matmul_precision(dtype: str, platform: str) -> AbstractContextManager:
     """Return a context in which float32 products are computed in float32.
 
-    It matters only for float32 weights on a GPU: there, JAX by default rounds the factors of
-    products to TF32, which has 10 bits. Logits of the same tokens would then differ by 2e-3 instead
-    of 4e-5 between programs of different shapes. So outputs with and without drafts could differ.
-    The context changes nothing for other dtypes and platforms, or if `jax_default_matmul_precision`
-    is set.
+    The context matters only for float32 weights on a GPU: there, JAX by default rounds the factors
+    of products to TF32, which has 10 bits. Logits of the same tokens would then differ by 2e-3
+    instead of 4e-5 between programs of different shapes. So outputs with and without drafts could
+    differ. The context changes nothing for other dtypes and platforms, or if
+    `jax_default_matmul_precision` is set.
     """
     is_rounded = platform == "gpu" and dtype == "float32"
     config: Any = jax.config  # type checkers do not know its options

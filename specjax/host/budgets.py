@@ -26,15 +26,24 @@ class Budget:
         """Return how many of `wanted` tokens the budgets allow for one more sequence."""
         return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
 
-    def holds(self, count: int) -> bool:
-        """Return whether the budgets allow `count` tokens for one more sequence."""
-        return count <= self.tokens and count <= self.inputs - self.draft_slots
+    def take(self, count: int) -> bool:
+        """Deduct the tokens of one sequence, and its extra rows for drafting.
 
-    def spend(self, count: int) -> None:
-        """Deduct the tokens of one sequence, and its extra rows for drafting."""
+        Return whether the budgets allow this. If not, nothing is deducted.
+        """
+        num_rows = count + self.draft_slots
+        if count > self.tokens or num_rows > self.inputs:
+            return False
         self.tokens -= count
-        self.inputs -= count + self.draft_slots
+        self.inputs -= num_rows
         self.num_spent += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Undo `take`, for a sequence that does not run after all."""
+        self.tokens += count
+        self.inputs += count + self.draft_slots
+        self.num_spent -= count
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:

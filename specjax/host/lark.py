@@ -31,7 +31,7 @@ def styled_schema(schema: Any) -> str:
 
 
 class LarkWriter:
-    """Writes expressions of a grammar, and collects the rules that they use in `rules`.
+    """Writes expressions of a grammar. The rules that the expressions use are collected in `rules`.
 
     Args:
         special_ids: the ids of the tokenizer's special tokens, which llguidance does not treat as
@@ -57,7 +57,7 @@ class LarkWriter:
     def text(self, text: str) -> str:
         """Return an expression that matches `text`.
 
-        Special tokens in it are matched by their ids.
+        Special tokens in `text` are matched by their ids.
         """
         return " ".join(self._pieces(text))
 

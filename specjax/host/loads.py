@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shapes
 from specjax.host.speculation.policy import Policy
@@ -16,6 +17,7 @@ def load_of(
     max_tokens: int,
     shapes: Shapes,
     splits: Collection[SplitShape] | None,
+    suggester: Suggester,
 ) -> DecodeLoad:
     """Return the load of a round of the sequences `ready`.
 
@@ -27,6 +29,7 @@ def load_of(
         shapes: the shapes whose programs are compiled.
         splits: the shapes of split rounds whose programs are compiled; None if the round may not
             be split.
+        suggester: searches texts for drafts, if it has sources.
     """
     if not policy.weighs_requests:
         return DecodeLoad(len(ready), 0, max_tokens)
@@ -35,6 +38,7 @@ def load_of(
         [sequence.rank for sequence in ready],
         [sequence.request.group for sequence in ready],
         lengths,
-        [sequence.max_drafts(max_k, sequence.min_length) for sequence in ready],
+        [s.max_drafts(max_k, n + s.num_in_flight) for s, n in zip(ready, lengths, strict=True)],
+        suggester.expect(ready) if suggester.sources and ready else None,
     )
     return DecodeLoad(len(ready), sum(lengths), max_tokens, requests, splits, shapes.decode)

@@ -1,15 +1,15 @@
 """What the scheduler plans for a step: prefill chunks and a decode round."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from specjax.host.budgets import Budget
 from specjax.host.drafts.suggester import Suggestion
 from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
-from specjax.host.speculation.contexts import BOUNDS, context_bucket
 from specjax.host.speculation.rounds import SplitWish
 
 
@@ -56,7 +56,7 @@ class PrefillPlan:
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """The distinct demands of the plan's requests."""
+        """The different `Demands` of the plan's requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
@@ -73,21 +73,13 @@ class DecodePlan:
     is_rest: bool = False  # whether it is the part of a split round that does not draft
     wish: SplitWish | None = None  # a split round that would be faster, but is not compiled
 
-    @property
-    def buckets(self) -> list[int]:
-        """The bucket of each sequence's length (see `contexts`)."""
-        lengths = [len(sequence.token_ids) for sequence in self.sequences]
-        if max(lengths, default=0) < BOUNDS[0]:  # the usual case, made fast
-            return [0] * len(lengths)
-        return [context_bucket(length) for length in lengths]
-
     def land(self) -> None:
         """Tell the sequences that the round is no longer in flight."""
         _land(self.sequences, self.num_drafts + 1)
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """The distinct demands of the plan's requests."""
+        """The different `Demands` of the plan's requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
@@ -107,6 +99,25 @@ class StepPlan:
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
         """The parts `prefill`, `decode` and `rest`, except parts that are None."""
         return tuple([p for p in (self.prefill, self.decode, self.rest) if p is not None])
+
+
+@dataclass
+class OpenStep:
+    """A step while it is being planned."""
+
+    budget: Budget
+    width: int  # the width of its chunks
+    max_chunks: int
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class OpenRound:
+    """A round, or one part of a split round, while it is being planned."""
+
+    k: int
+    num_drafts: int  # how many of the k drafts may be accepted
+    sequences: list[Sequence] = field(default_factory=list)
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:

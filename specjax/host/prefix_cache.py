@@ -52,9 +52,9 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, for recurrent models, a prefix can be reused only up to a snapshot of the
-    states. With `windows`, for layers with a sliding window, it can be reused only if these layers'
-    pages in the window before the prefix's end are cached, too.
+    With `snapshots`, for recurrent models, only a prefix that ends at a snapshot of the states can
+    be reused. With `windows`, for layers with a sliding window, the pages of these layers that hold
+    the last window of the prefix must be cached, too.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PrefixCache:
 class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
-    Later prompts may have the same tokens up to one of these points, and may then continue from
+    Later prompts may have the same tokens up to one of these points, and then reuse what is cached
     there. So snapshots of recurrent states and pages of sliding-window layers are kept for these
     points only. The keys of the latest `max_seen` pages are remembered.
     """
@@ -140,9 +140,9 @@ class PromptIndex:
         return num_shared
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
-        """Remember a prompt, and return the points at which other prompts may continue.
+        """Remember a prompt, and return the numbers of leading pages that other prompts may share.
 
-        A point is a number of leading pages of the prompt. Points are in ascending order.
+        The numbers are in ascending order.
         """
         num_shared = self.longest(keys)
         for key in keys:

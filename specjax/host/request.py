@@ -52,7 +52,7 @@ class Matcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Return masks i32[len(drafts) + 1, W] of the tokens allowed after each draft prefix."""
+        """Return masks i32[len(drafts) + 1, W] of the tokens allowed after each drafts[:i]."""
         ...
 
 
@@ -85,6 +85,7 @@ class Request:
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
     exports_features: bool = False  # whether the hidden states of the prompt's tokens are wanted
     references: TextIndex | None = None  # texts to draft from, which outputs may repeat
+    replays: tuple[Sequence[int], ...] = ()  # earlier outputs of its first samples' seeds
 
     @cached_property
     def demands(self) -> "Demands":
@@ -106,9 +107,9 @@ class Request:
 
     @property
     def constraints(self) -> str:
-        """The names of the request's parameters that forbid tokens, for error messages.
+        """A text with the names of the parameters that forbid tokens, for error messages.
 
-        The text is empty if there are none.
+        The text is empty if no parameter forbids tokens.
         """
         params = self.params
         given = {

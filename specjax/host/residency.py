@@ -15,13 +15,14 @@ class Residency:
         token_capacity: number of tokens for which the sequence has pages, including window pages.
         num_to_prefill: number of tokens to run before the sequence decodes: the prompt's tokens,
             and all output tokens except the last.
-        num_computed: number of the tokens to prefill that were cached or have been scheduled.
+        num_computed: how many of the `num_to_prefill` tokens were cached or have been scheduled.
         num_published_pages: number of leading pages that are in the prefix cache.
-        snapshot_points: numbers of pages after which to take a snapshot, ascending.
-        branch_points: numbers of pages after which other sequences may continue.
+        snapshot_points: numbers of leading pages after which to take a snapshot of the recurrent
+            states, ascending.
+        branch_points: numbers of leading pages that other sequences may share with this sequence.
         window_page: index, in the page table, of the page that holds the last token before the next
-            row to run. Earlier window pages have been freed, unless tokens from this page on attend
-            to them.
+            row to run. Of the window pages before it, only those that tokens from this page on
+            attend to are kept.
         is_on_device: whether a chunk of the sequence has been planned since its admission.
         last_step: number of the last step that ran the sequence.
     """
@@ -40,7 +41,7 @@ class Residency:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether all tokens before decoding have been scheduled."""
+        """Whether all `num_to_prefill` tokens were cached or have been scheduled."""
         return self.num_computed == self.num_to_prefill
 
 

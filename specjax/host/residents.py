@@ -131,8 +131,6 @@ class Residents:
         """Give a sequence pages for `num_tokens` tokens; return whether enough pages were free."""
         residency = sequence.residency
         assert residency is not None
-        if num_tokens <= residency.token_capacity:  # in most steps
-            return True
         # The last token is never run through the target: its key and value need no room.
         num_tokens = min(num_tokens, max(residency.num_to_prefill, sequence.max_length - 1))
         if num_tokens <= residency.token_capacity:
@@ -233,9 +231,9 @@ class Residents:
     def _branch_points(
         self, sequence: Sequence, keys: list[PageKey], num_found: int
     ) -> tuple[int, ...]:
-        """Return the numbers of pages after which other sequences may continue.
+        """Return the branch points: numbers of leading pages that other sequences may share.
 
-        The window pages before these points stay cached.
+        The window pages before each branch point stay cached.
         """
         is_shared = self._config.enable_prefix_caching or len(sequence.request.seeds) > 1
         if not is_shared or not (self._takes_snapshots or self.windows):
@@ -245,7 +243,7 @@ class Residents:
     def _snapshot_points(
         self, branch_points: tuple[int, ...], num_found: int, chunk_width: int
     ) -> list[int]:
-        """Return the numbers of pages after which to take a snapshot of the recurrent states.
+        """Return the numbers of leading pages after which to take a snapshot of recurrent states.
 
         These are the branch points after the cached prefix, which has `num_found` pages. A chunk
         must end at each of them. In exact mode, chunks end only after multiples of `chunk_width`

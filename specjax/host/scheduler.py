@@ -11,7 +11,6 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Hashable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
@@ -20,7 +19,7 @@ from specjax.host.budgets import Budget
 from specjax.host.drafts.suggester import Suggester
 from specjax.host.loads import load_of
 from specjax.host.pages import PageAllocator
-from specjax.host.plans import Chunk, DecodePlan, PrefillPlan, StepPlan
+from specjax.host.plans import Chunk, DecodePlan, OpenRound, OpenStep, PrefillPlan, StepPlan
 from specjax.host.prefix_cache import PrefixCache
 from specjax.host.request import Demands, Request
 from specjax.host.residency import Residency
@@ -29,20 +28,6 @@ from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shapes
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.rounds import SplitShape
-
-
-@dataclass
-class _Step:
-    """A step while it is being planned."""
-
-    budget: Budget
-    width: int  # the width of its chunks
-    max_chunks: int
-    k: int
-    num_drafts: int  # how many of the k drafts may be accepted
-    chunks: list[Chunk] = field(default_factory=list)
-    decoding: list[Sequence] = field(default_factory=list)
-    resting: list[Sequence] = field(default_factory=list)  # do not draft, in a split round
 
 
 class Scheduler:
@@ -100,12 +85,12 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of resident sequences, except window pages."""
+        """The allocator of all pages except window pages."""
         return self.residents.pages
 
     @property
     def prefixes(self) -> PrefixCache:
-        """The cached prefixes."""
+        """The prefix cache."""
         return self.residents.prefixes
 
     @property
@@ -216,16 +201,19 @@ class Scheduler:
             if num_left := residency.num_to_prefill - residency.num_computed:
                 prefilling.append(sequence)
                 remaining.append(num_left)
-            elif sequence.may_go_on:
+            elif len(sequence.token_ids) + sequence.num_in_flight < sequence.max_length:
                 ready.append(sequence)
         has_all = self.shapes is self.all_shapes
         remaining += self._joining()
         width = self.shapes.best_width(remaining, max_tokens)
         splits = None if remaining or config.exact else self.splits  # no split next to chunks
-        wanted_k = self.policy.choose(load_of(ready, self.policy, max_tokens, self.shapes, splits))
+        load = load_of(ready, self.policy, max_tokens, self.shapes, splits, self.suggester)
+        wanted_k = self.policy.choose(load)
         split, wish = self.policy.split, self.policy.wish
         k = wanted_k if split else self.shapes.round(len(ready), wanted_k)[1]
-        step = _Step(budget, width, self.shapes.max_chunks(width), k, min(wanted_k, k))
+        step = OpenStep(budget, width, self.shapes.max_chunks(width))
+        # The sequences that draft; and those that do not, if the round is split.
+        drafting, others = OpenRound(k, min(wanted_k, k)), OpenRound(0, 0)
         resting = set(ready).difference(ready[i] for i in split.drafting) if split else ()
         # Residents are in order of rank, and sorting is stable.
         for sequence in sorted(ready + prefilling, key=_turn):
@@ -235,7 +223,8 @@ class Scheduler:
             if residency.num_computed < residency.num_to_prefill:
                 self._plan_chunk(step, sequence, residency)
             else:
-                self._plan_round(step, sequence, residency, rests=sequence in resting)
+                part = others if sequence in resting else drafting
+                self._plan_round(step.budget, part, sequence, residency)
         self._admit(step)
         self._publish(step.chunks)
         prefill = decode = rest = None
@@ -243,16 +232,16 @@ class Scheduler:
             shape = self.shapes.chunks(len(step.chunks), width)
             wanted = None if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
             prefill = PrefillPlan(tuple(step.chunks), *shape, wanted)
-        decoding, suggested = tuple(step.decoding), ()
-        if decoding:
-            suggested = self.suggester.suggest(decoding, step.num_drafts)
-        if split and (decoding or step.resting):  # a part may have only padding rows
+        decoding, suggested = tuple(drafting.sequences), ()
+        if decoding and self.suggester.sources:
+            suggested = self.suggester.suggest(decoding, drafting.num_drafts)
+        if split and (decoding or others.sequences):  # a part may have only padding rows
             decode = DecodePlan(decoding, split.shape.drafting, k, k, None, suggested, wish=wish)
-            rest = DecodePlan(tuple(step.resting), split.shape.others, 0, 0, is_rest=True)
+            rest = DecodePlan(tuple(others.sequences), split.shape.others, 0, 0, is_rest=True)
         elif count := len(decoding):
             batch = self.shapes.batch(count, k)
             wanted = None if has_all else self.all_shapes.round(count, wanted_k)
-            sizes = batch, k, step.num_drafts
+            sizes = batch, k, drafting.num_drafts
             decode = DecodePlan(decoding, *sizes, wanted, suggested, wish=wish)
         return StepPlan(prefill, decode, step.budget.num_spent, rest) if prefill or decode else None
 
@@ -280,7 +269,8 @@ class Scheduler:
                 touched.append(sequence)
             elif kept:
                 touched.append(sequence)
-        self.suggester.learn(part.sequences, part.suggested, outputs, num_kept)
+        if part.suggested:
+            self.suggester.learn(part.sequences, part.suggested, outputs, num_kept)
         return num_kept, touched
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -307,23 +297,27 @@ class Scheduler:
         return joining
 
     def _plan_round(
-        self, step: _Step, sequence: Sequence, residency: Residency, *, rests: bool
+        self, budget: Budget, part: OpenRound, sequence: Sequence, residency: Residency
     ) -> None:
-        part, k, n = (step.resting, 0, 0) if rests else (step.decoding, step.k, step.num_drafts)
-        if not step.budget.holds(k + 1):
+        if not budget.take(part.k + 1):
             return
-        max_tokens = sequence.max_tokens_in_flight + n + 1
+        max_tokens = sequence.max_tokens_in_flight + part.num_drafts + 1
         num_tokens = len(sequence.token_ids) - 1 + max_tokens
-        if self.residents.grow(sequence, num_tokens) or self._preempt_for(sequence, num_tokens):
-            step.budget.spend(k + 1)
-            part.append(sequence)
+        if (
+            num_tokens <= residency.token_capacity  # in most steps
+            or self.residents.grow(sequence, num_tokens)
+            or self._preempt_for(sequence, num_tokens)
+        ):
+            part.sequences.append(sequence)
             residency.last_step = self._num_steps
             sequence.num_in_flight += 1
             sequence.max_tokens_in_flight = max_tokens
+        else:
+            budget.give_back(part.k + 1)
 
     def _plan_chunk(
         self,
-        step: _Step,
+        step: OpenStep,
         sequence: Sequence,
         residency: Residency,
         restored: int | None = None,
@@ -338,7 +332,7 @@ class Scheduler:
         end = start + count
         if not (self.residents.grow(sequence, end) or self._preempt_for(sequence, end)):
             return
-        step.budget.spend(count)
+        step.budget.take(count)
         residency.num_computed += count
         chunk = Chunk(
             sequence,
@@ -358,10 +352,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages, and queue the other samples of requests.
-
-        The other samples of a request are queued once its first sample has been prefilled.
-        """
+        """Cache the chunks' pages. Once a request's first sample is prefilled, queue the others."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
@@ -371,7 +362,7 @@ class Scheduler:
                     if other is not sequence:
                         heapq.heappush(self._waiting, other)
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: OpenStep) -> None:
         """Admit waiting sequences while their first chunk fits in the step."""
         width = self.shapes.widths[0]
         while self.residents.free_slots and (sequence := self._head()):

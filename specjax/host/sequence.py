@@ -117,7 +117,7 @@ class Sequence:
     def max_found(self) -> int:
         """Maximum number of tokens to take from the prefix cache.
 
-        Tokens whose log-probabilities or features are wanted are never taken from the cache.
+        Tokens whose log-probabilities or hidden states are wanted are never taken from the cache.
         """
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
@@ -126,13 +126,8 @@ class Sequence:
 
     @property
     def min_length(self) -> int:
-        """Minimum number of tokens, including the prompt, when the rounds in flight have ended."""
+        """The number of tokens, with the prompt, if each round in flight gives only one token."""
         return len(self.token_ids) + self.num_in_flight
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether any tokens may be left to generate after the rounds in flight."""
-        return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
         """Return how many of `k` drafts may become part of the output.
@@ -204,8 +199,9 @@ class Sequence:
         if self.first_token_ts is None:
             self.first_token_ts = self.last_token_ts
         if tokens:
-            self.rounds.append(row.num_drafts)
-            self.rounds.append(len(tokens) - 1)
+            rounds = self.rounds
+            rounds.append(row.num_drafts)
+            rounds.append(len(tokens) - 1)
         if row.logprobs:
             self.logprobs += row.logprobs[: len(tokens)]
         if self.finish_reason is None:

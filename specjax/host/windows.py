@@ -16,7 +16,7 @@ def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """Return the number of pages to allocate for layers with a window.
 
     This is the maximum number in use, plus the pages of one more window per request if prefixes are
-    cached. It is at most `num_pages`, and at most `max_window_pages` if that is set.
+    cached. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:
@@ -61,7 +61,7 @@ class WindowPages:
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
         """Return how many of the first `length` pages a sequence can reuse.
 
-        This is the largest n for which the window at the end of the pages `keys[:n]` is cached.
+        This is the largest n for which the last window of the prefix `keys[:n]` is cached.
         """
         place = length
         while place > max(0, length - self.reach):
@@ -75,7 +75,7 @@ class WindowPages:
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Give a slot the cached window pages at the end of `keys`."""
+        """Give a slot the cached pages of the last window of the prefix with the keys `keys`."""
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]
@@ -104,8 +104,8 @@ class WindowPages:
         Args:
             slot: the request's slot.
             page: index of the page that holds the last token before the request's next row.
-            points: numbers of leading pages after which a later request may continue from the
-                prefix cache. A freed page stays cached only if such a request would read it.
+            points: numbers of leading pages that a later request may take from the prefix cache. A
+                freed page stays cached only if such a request would read it.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

@@ -30,12 +30,13 @@ _READERS = "compile.py", "kept.py", "resources.py"  # files of this package
 
 @dataclass
 class Kept:
-    """A folder of compiled functions, which is read and extended.
+    """A folder of compiled functions. Functions are read from it and added to it.
 
     Attributes:
         recompiles: whether to compile every function again, and replace its file in the folder.
-        used: a pair (arguments, report) for each function that was found in the folder. Without
-            the folder, `compile_functions` would compile the function with these arguments.
+        used: a pair (arguments, report) for each function that was found in the folder. The
+            arguments are those with which `compile_functions` would otherwise have compiled the
+            function.
     """
 
     folder: Path

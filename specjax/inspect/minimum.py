@@ -37,8 +37,8 @@ Some models differ from these formulas:
   the embedding and the output head, and observing also reads the context.
 - A draft model counts like a target in each pass, and observes nothing.
 
-Activations are not counted, except in `report.Moved.with_activations`. This number includes the
-embedded rows, and new keys and values that are read back.
+Activations are not counted, except in `report.Moved.with_activations`. That number includes the
+bytes of embedded rows, and new keys and values that are read back.
 """
 
 import math
@@ -230,7 +230,7 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any, token: int) -> int:
-    """Return the bytes of the weights that a drafter reads to observe rows (see the module).
+    """Return the bytes of the weights that a drafter reads to observe rows (see the formulas).
 
     `token` is the number of bytes per token in the drafter's cache.
     """

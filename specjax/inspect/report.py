@@ -184,7 +184,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program in which the drafter reads the tokens of earlier steps with K = 0."""
+    """The program in which the drafter reads the hidden states of earlier steps without drafts."""
 
     num_steps: int  # maximum number of steps that are observed
     num_launches: int

@@ -60,7 +60,7 @@ class ChatFormat:
     Args:
         tokenizer: the checkpoint's tokenizer. If it has a `response_template`, this template
             determines how responses are read. Otherwise, the format is the first one in `FORMATS`
-            whose signs all occur in the chat template.
+            whose `signs` (texts) all occur in the chat template.
         chat_template: the text of the chat template.
         response_template: the name of a format in `FORMATS`, or a template as a mapping; None to
             use the format of the tokenizer or the chat template.
@@ -199,7 +199,7 @@ class ChatOptions:
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
-        """Return the options among the items of a mapping, and a mapping of the other items."""
+        """Return the items of a mapping that are options, as `ChatOptions`, and all other items."""
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}), rest

@@ -100,7 +100,7 @@ def tag_pattern(pattern: str) -> Any:
 
 
 def value_reader(given: Any) -> Read:
-    """Return the function that converts a value's text, as a template's `value_parser` says.
+    """Return the function that converts a value's text. `given` is a template's `value_parser`.
 
     Raises:
         ValueError: the parser's name is neither "text" nor "json".

@@ -31,8 +31,8 @@ class CallForm:
         between: the text between two calls; None if there can be only one call.
         last: the text after all calls.
         reasoning: the texts before and after reasoning.
-        is_free: whether a grammar can allow any text around calls and reasoning. It cannot if that
-            text has special tokens.
+        is_free: whether a grammar can allow any text around calls and reasoning. It cannot if the
+            format puts special tokens around such text.
     """
 
     name: tuple[str, str]

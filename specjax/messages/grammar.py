@@ -37,8 +37,8 @@ class CallGrammar:
             is_parallel: whether a response may have several calls.
             is_reasoning: True if the prompt ends within reasoning, which the response continues;
                 None if the response may begin with reasoning; False if it must not.
-            is_forced: True if a response must consist of calls. False if it may be any text, in
-                which text that begins like a call must be a whole call.
+            is_forced: True if a response must consist of calls. False if it may be any text; but
+                wherever the text begins a call, it must complete the call.
         """
         form, text = self._form, self._writer.text
         opening, closing = form.reasoning

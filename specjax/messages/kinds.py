@@ -21,12 +21,13 @@ MakeReader = Callable[[Calls, Mapping[str, str], Schemas], CallReader]
 
 @dataclass(frozen=True)
 class CallShape:
-    """The paths of a call's name and arguments in the value of a region.
+    """Where the name and the arguments of a call are in a region.
 
     A region is the text between an opening and a closing anchor. Parsing this text gives the
-    region's value. A path is a sequence of keys. If its first key is "content", it leads into the
-    value. Otherwise, its first key names a group of the opening anchor's pattern. If `is_list` is
-    true, the value is a list of calls, and paths have a key of a list item instead of "content".
+    region's value. `name` and `arguments` are paths of keys. The first key is "content", which is
+    the region's value, or the name of a group of the opening anchor's pattern. Further keys lead
+    into this value. If `is_list` is true, the region's value is a list of calls, and the first key
+    may be a key of a call instead of "content".
     """
 
     name: tuple[str, ...]

@@ -141,7 +141,7 @@ class ResponseParser:
             if found.is_pending:
                 end = min(end, found.start)
                 continue
-            # The first one counts; of several at one place the longest, and openings first.
+            # The first occurrence counts; at one place, the longest; of equal length, an opening.
             order = found.start, found.start - found.end, field is None
             if best is None or order < best[0]:
                 best = order, found, field

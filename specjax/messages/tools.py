@@ -1,6 +1,7 @@
 """Checks the functions that a model may call, and which of them it must call."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +102,8 @@ def _read_functions(tools: Any) -> tuple[Function, ...]:
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"tools={tools!r} must be a list of JSON schemas, each a mapping")
     functions = [_read_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    names = [one.name for one in functions]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(one.name for one in functions)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"tools has the function {twice[0]!r} twice; rename one")
     return tuple(functions)
 

@@ -41,7 +41,7 @@ class RayWorker:
         request_id: Hashable,
         before: CompletionOutput | None,
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt, or the sample `before` of the prompt if it is not None.
+        """Continue a prompt. If `before` is not None, continue this sample of the prompt instead.
 
         See `AsyncLLM.generate_stream` and `AsyncLLM.resume_stream`.
 

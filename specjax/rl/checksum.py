@@ -1,4 +1,4 @@
-"""A digest of weights, to compare those of trainers and engines without transferring them."""
+"""A digest of weights, to compare a trainer's and an engine's weights without transferring them."""
 
 from hashlib import blake2b
 from typing import Any

@@ -1,8 +1,8 @@
 """Keeps a drafter accurate while its target is trained, by refits between rollouts.
 
 A drafter imitates one target. With every update of the target's weights, fewer drafts are accepted.
-A refit trains the drafter on the rollouts and on the features that the current target computes for
-them. The drafter never changes the outputs.
+A refit trains the drafter on the rollouts and on their hidden states (features), which the current
+target computes. The drafter never changes the outputs.
 """
 
 import time
@@ -49,8 +49,8 @@ class OnlineDistiller:
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
-        learning_rate: the learning rate after ten steps of warm-up. It then stays constant, as
-            another refit may always follow.
+        learning_rate: the learning rate after ten steps of warm-up. It then stays constant, because
+            the number of later refits is unknown.
         batch_size: the number of rollouts per step.
         length: the maximum number of tokens of a rollout to train on. The target runs on the whole
             rollout. If the rollout is longer than `length`, training then drops the beginning of
@@ -109,10 +109,10 @@ class OnlineDistiller:
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
-        """Train on the target's features of rollouts, and update the engine's drafter.
+        """Train on the target's hidden states for rollouts, and update the engine's drafter.
 
         Rollouts of earlier refits that are in memory are also used. The current target computes the
-        features of all rollouts.
+        hidden states of all rollouts.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
@@ -237,7 +237,7 @@ class OnlineDistiller:
             self._version = version
 
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
-        """Yield each document's features, computed by the current target.
+        """Yield each document's features (hidden states), computed by the current target.
 
         Features are computed in batches. Documents may be much longer than `length`, so the
         features of all documents at once could take many times the memory of the training data.
@@ -282,7 +282,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays, in a tree like `own`, and the JSON items of the newest checkpoint.
+    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON items.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

@@ -18,13 +18,13 @@ from specjax.llm import LLM
 from specjax.rl.checksum import checksum
 from specjax.rl.elsewhere import check_folders, replace_elsewhere, stage_elsewhere
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
-from specjax.rl.history import RolloutHistory
+from specjax.rl.history import RolloutHistory, check_reuse, identity_of
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.named import Weights, read_finite
 from specjax.rl.quantising import Origin
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
-from specjax.rl.starts import StartMaker
+from specjax.rl.starts import Start, StartMaker
 from specjax.rl.weights import (
     WeightUpdate,
     copies,
@@ -140,6 +140,7 @@ class RolloutEngine:
         *,
         label: Hashable = None,
         history: RolloutHistory | None = None,
+        reuse_noise: float = 0.0,
     ) -> RolloutBatch:
         """Generate `n` samples of each prompt, which share the cache pages of the prompt.
 
@@ -154,23 +155,23 @@ class RolloutEngine:
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
             history: earlier rollouts of the prompts, used as drafts. New rollouts are added to it.
+            reuse_noise: the fraction of each prompt's samples that reuse seeds of earlier weights'
+                rollouts in `history`. These rollouts are their drafts. Seeds in the parameters have
+                no effect on these samples. See the caveat in docs/rl.md.
 
         Raises:
             ValueError: a prompt, parameter or history is not supported; raised before generation.
             RolloutError: the device failed; the error has the rollouts generated so far.
         """
         placed: list[tuple[tuple[int, int], Rollout]] = []
-        starts = self._make(prompts, sampling_params)
-        if history is not None:
-            with self._turns:
-                starts = history.begin(starts, self._llm, self.version)
+        starts = self._begin(prompts, sampling_params, history, reuse_noise)
         try:
             for running, rollout in self._loop.run(starts, label, history):
                 placed.append(((running.place, running.sequence.index), rollout))
         except RolloutError as error:
-            error.rollouts = _ordered(placed)
+            error.rollouts = RolloutBatch.ordered(placed)
             raise
-        return _ordered(placed)
+        return RolloutBatch.ordered(placed)
 
     def stream(
         self,
@@ -178,14 +179,16 @@ class RolloutEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         label: Hashable = None,
+        history: RolloutHistory | None = None,
+        reuse_noise: float = 0.0,
     ) -> Iterator[Rollout]:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
         Generation starts with the first iteration; leaving the iteration aborts the remaining
         rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
         """
-        starts = self._make(prompts, sampling_params)
-        return (rollout for _, rollout in self._loop.run(starts, label))
+        starts = self._begin(prompts, sampling_params, history, reuse_noise)
+        return (rollout for _, rollout in self._loop.run(starts, label, history))
 
     def check(
         self,
@@ -257,10 +260,10 @@ class RolloutEngine:
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
                 paths; pairs (name, array) or a mapping, with Hugging Face names; or a folder (see
-                `read_weights`). For these names, the first update compiles layout conversions.
-                Floating-point arrays are cast to the engine's dtypes. If the engine's weights are
-                quantised, plain weights are rounded to the same formats. Buffers such as
-                `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                `read_weights`). With Hugging Face names, the first update compiles conversions of
+                layouts. Floating-point arrays are cast to the engine's dtypes. If the engine's
+                weights are quantised, plain weights are rounded to the same formats. Buffers such
+                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
                 drafter, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
@@ -387,9 +390,16 @@ class RolloutEngine:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _make(self, prompts: Any, sampling_params: Any) -> list[Any]:
+    def _begin(
+        self, prompts: Any, params: Any, history: RolloutHistory | None, reuse_noise: float
+    ) -> list[Start]:
         self._loop.check_ready()
-        return self._starts.make(prompts, sampling_params)
+        check_reuse(history, lambda: identity_of(self._llm), reuse_noise)
+        starts = self._starts.make(prompts, params)
+        with self._turns:
+            if history is not None:
+                starts = history.begin(starts, self.version, reuse_noise)
+            return starts
 
     def _make_scored(
         self, samples: Sequence[Any], params: SamplingParams | None, features: bool
@@ -438,7 +448,3 @@ class RolloutEngine:
 
     def _mark(self) -> Mark:
         return Mark(self.version, self.drafter_version, self.metrics())
-
-
-def _ordered(rollouts: list[tuple[tuple[int, int], Rollout]]) -> RolloutBatch:
-    return RolloutBatch(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))

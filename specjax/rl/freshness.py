@@ -27,10 +27,11 @@ class VersionAcceptance:
         num_drafts: the number of rounds with drafts; a round counts once for each request in it.
         mean_acceptance_length: the mean number of tokens per request in a round with drafts.
         acceptance_rate_per_pos: for each draft position, the number of accepted drafts divided by
-            the number of drafts. The rate includes drafts after a rejected draft, which are never
-            accepted.
+            the number of drafts. A draft after a rejected draft counts as not accepted.
         k_histogram: the number of rounds for each K. A round with K = 4 has at most 4 drafts per
             request.
+        draft_tokens_per_source, accepted_tokens_per_source: the numbers of drafts and of accepted
+            drafts of each source, such as "eagle3", "suffix" and "history".
     """
 
     version: int
@@ -40,6 +41,8 @@ class VersionAcceptance:
     mean_acceptance_length: float
     acceptance_rate_per_pos: tuple[float, ...]
     k_histogram: dict[int, int]
+    draft_tokens_per_source: dict[str, int]
+    accepted_tokens_per_source: dict[str, int]
 
     def acceptance_length(self, k: int) -> float:
         """Return the acceptance length to expect if each round had `k` drafts.
@@ -88,6 +91,12 @@ def _since(start: Metrics, mark: Mark) -> VersionAcceptance:
             stood / count if count else 0.0 for stood, count in zip(accepted, drafted, strict=True)
         ),
         k_histogram=dict(Counter(now.k_histogram) - Counter(start.k_histogram)),
+        draft_tokens_per_source=dict(
+            Counter(now.draft_tokens_per_source) - Counter(start.draft_tokens_per_source)
+        ),
+        accepted_tokens_per_source=dict(
+            Counter(now.accepted_tokens_per_source) - Counter(start.accepted_tokens_per_source)
+        ),
     )
 
 

@@ -1,9 +1,9 @@
 """Converts weights between flax nnx and the engine, in both directions.
 
-`PolicyModule` wraps an engine's model as an nnx module, which nnx and optax can train. Its state
-can be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other model to
-the names and layouts of Hugging Face checkpoints, by rules; `update_weights` accepts its result as
-well. Transferring weights builds no second model.
+`PolicyModule` wraps an engine's model as an nnx module, which nnx and optax can train. The module's
+state can be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other
+model to the names and layouts of Hugging Face checkpoints, by rules; `update_weights` accepts its
+result as well. Transferring weights builds no second model.
 """
 
 import re

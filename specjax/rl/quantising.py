@@ -92,7 +92,8 @@ class QuantisedArray:
     def parts(self) -> tuple[Any, ...]:
         """See `Origin`.
 
-        Array 0 of a weight lists the parts of the whole weight, and the other arrays list none.
+        Array 0 of a weight lists the parts of the whole weight, because its copy is made first and
+        quantises the weight. The other arrays list no parts.
         """
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
@@ -149,7 +150,7 @@ def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
 def report_errors(sources: Iterable[Origin | None], version: int, seconds: float) -> float | None:
     """Log the number of weights that an update has quantised, and the largest relative error.
 
-    Return this error. If no weight was quantised, log nothing, and return None.
+    Return this relative error. If no weight was quantised, log nothing, and return None.
     """
     found = [source.rounding for source in sources if source is not None]
     errors = {name: float(error) for name, error in filter(None, found)}

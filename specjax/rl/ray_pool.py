@@ -104,6 +104,15 @@ class WorkerPool:
         (value,) = _values(self._outcomes([0], "call", method, *args, **kwargs))
         return value
 
+    def identity(self) -> dict[str, Any]:
+        """Return the identity of the first worker's engine; see `identity_of`."""
+        (value,) = _values(self._outcomes([0], "identity"))
+        return value
+
+    def put(self, value: Any) -> Any:
+        """Put a value in Ray's object store, and return its reference."""
+        return self._ray.put(value)
+
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
         """Call an update method of every worker's engine. Either all engines change, or none does.
 

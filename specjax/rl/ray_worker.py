@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax.rl.engine import RolloutEngine
+from specjax.rl.history import SharedHistory, identity_of
 from specjax.rl.rollouts import RolloutBatch
 from specjax.rl.weights import WeightUpdate
 
@@ -78,14 +79,26 @@ class Worker:
         """Call an update method of the engine; return its result and the drafter's new version."""
         return self.call(method, *args, **kwargs), self.engine.drafter_version
 
-    def generate(self, label: int, *args: Any) -> RolloutBatch | None:
-        """Generate rollouts; return None if the call `label` was aborted before it began."""
+    def identity(self) -> dict[str, Any]:
+        """Return the engine's identity; see `identity_of`."""
+        return identity_of(self.engine._llm)
+
+    def generate(
+        self, label: int, *args: Any, shared: SharedHistory | None = None, **options: Any
+    ) -> RolloutBatch | None:
+        """Generate rollouts; return None if the call `label` was aborted before it began.
+
+        Drafts come from the history `shared`, if there is one. `options` are further arguments of
+        `RolloutEngine.generate`.
+        """
         with self._ended:
             if label in self._aborted:
                 return None
             self._running.add(label)
         try:
-            return self.engine.generate(*args, label=label)
+            if shared is not None:
+                options["history"] = shared.restored()
+            return self.engine.generate(*args, label=label, **options)
         finally:
             with self._ended:
                 self._running.remove(label)

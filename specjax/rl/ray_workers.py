@@ -14,6 +14,7 @@ from specjax.checks import check_positive
 from specjax.config import SpeculativeConfig
 from specjax.engine.metrics import Metrics
 from specjax.rl.freshness import VersionAcceptance
+from specjax.rl.history import RolloutHistory, check_reuse
 from specjax.rl.named import Weights
 from specjax.rl.ray_pool import MAX_CALLS, WorkerPool, import_ray, send_work
 from specjax.rl.ray_worker import Worker
@@ -91,8 +92,14 @@ class RayRollouts:
         self,
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        history: RolloutHistory | None = None,
+        reuse_noise: float = 0.0,
     ) -> RolloutBatch:
         """Continue prompts or aborted rollouts; see `RolloutEngine.generate`.
+
+        Each call sends `history` to the workers. They draft from it, and from their own rollouts of
+        the group at hand.
 
         Raises:
             ValueError: a prompt or parameter is not supported.
@@ -103,7 +110,8 @@ class RayRollouts:
         """
         answers: dict[int, list[Rollout]] = {}
         try:
-            for place, rollouts in self._continue(prompts, sampling_params):
+            groups = self._continue(prompts, sampling_params, history, reuse_noise)
+            for place, rollouts in groups:
                 answers[place] = rollouts
         except RolloutError as error:
             error.rollouts = _in_order(answers)
@@ -114,6 +122,9 @@ class RayRollouts:
         self,
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        history: RolloutHistory | None = None,
+        reuse_noise: float = 0.0,
     ) -> Iterator[Rollout]:
         """Like `generate`, but yield the rollouts of each group of prompts when the group is done.
 
@@ -121,7 +132,7 @@ class RayRollouts:
         iteration. After an update of weights, all further tokens come from the new weights. After
         `sleep`, call `wake_up` before continuing; otherwise the iteration raises a RuntimeError.
         """
-        groups = self._continue(prompts, sampling_params)
+        groups = self._continue(prompts, sampling_params, history, reuse_noise)
         return (rollout for _, rollouts in groups for rollout in rollouts)
 
     def score(
@@ -212,7 +223,9 @@ class RayRollouts:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _continue(self, prompts: Any, sampling_params: Any) -> Iterator[tuple[int, list[Rollout]]]:
+    def _continue(
+        self, prompts: Any, sampling_params: Any, history: RolloutHistory | None, reuse_noise: float
+    ) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield a pair (index, samples) for each prompt or rollout, as soon as it is finished.
 
         Raises:
@@ -220,9 +233,14 @@ class RayRollouts:
         """
         self._pool.check_awake()
         self._pool.call_first("check", prompts, sampling_params)
+        check_reuse(history, self._pool.identity, reuse_noise)
+        options: dict[str, Any] = {}
+        if history is not None:
+            history.begin_update(self.version)
+            options = {"shared": self._pool.put(history.shared()), "reuse_noise": reuse_noise}
         listed: list[Any] = [prompts] if isinstance(prompts, Rollout) else as_prompt_list(prompts)
         if any(isinstance(one, Rollout) for one in listed):
-            return self._resume(listed)
+            return self._resume(listed, history, options)
         given = SamplingParams() if sampling_params is None else sampling_params
         params: list[SamplingParams] = one_each("sampling_params", given, len(listed))
         seeds = [self._seed(i, one) for i, one in enumerate(params)]
@@ -230,10 +248,12 @@ class RayRollouts:
 
         def send(worker: Any, label: int, places: Sequence[int]) -> Any:
             seeded = [replace(params[place], seed=seeds[place]) for place in places]
-            return send_work(worker.generate, label, [listed[place] for place in places], seeded)
+            group = [listed[place] for place in places]
+            return send_work(worker.generate, label, group, seeded, **options)
 
         def read(places: Sequence[int], batch: RolloutBatch) -> list[list[Rollout]]:
             samples: list[list[Rollout]] = [[] for _ in places]
+            _keep(batch, history)
             for rollout in batch:
                 place = places[rollout.prompt_index]
                 samples[rollout.prompt_index].append(
@@ -243,11 +263,14 @@ class RayRollouts:
 
         return self._pool.run("prompt", self._groups(len(listed)), send, read)
 
-    def _resume(self, rollouts: list[Rollout]) -> Iterator[tuple[int, list[Rollout]]]:
+    def _resume(
+        self, rollouts: list[Rollout], history: RolloutHistory | None, options: Mapping[str, Any]
+    ) -> Iterator[tuple[int, list[Rollout]]]:
         def send(worker: Any, label: int, places: Sequence[int]) -> Any:
-            return send_work(worker.generate, label, [rollouts[place] for place in places])
+            return send_work(worker.generate, label, [rollouts[i] for i in places], **options)
 
         def read(places: Sequence[int], batch: RolloutBatch) -> list[list[Rollout]]:
+            _keep(batch, history)
             return [[one] for one in batch]
 
         return self._pool.run("rollout", self._groups(len(rollouts)), send, read)
@@ -264,6 +287,12 @@ class RayRollouts:
         size = max_prompts if self._group_size is None else self._group_size
         for start in range(0, count, size):
             yield range(start, min(start + size, count))
+
+
+def _keep(batch: RolloutBatch, history: RolloutHistory | None) -> None:
+    if history is not None:
+        for rollout in batch:
+            history.add(rollout)
 
 
 def _in_order(answers: Mapping[int, list[Rollout]]) -> RolloutBatch:

@@ -39,6 +39,8 @@ class Rollout:
         quantization: the kinds of quantised numbers in the target's weights, such as "fp8" or
             "fp8, int4"; None if no weight is quantised. All log-probabilities come from the
             quantised model.
+        reuses_noise: whether the rollout was sampled with the noise of a rollout of earlier
+            weights; see `reuse_noise` in `RolloutEngine.generate`.
     """
 
     prompt_token_ids: np.ndarray
@@ -54,6 +56,7 @@ class Rollout:
     sample_index: int
     error: Exception | None = None
     quantization: str | None = None
+    reuses_noise: bool = False
 
     @property
     def is_partial(self) -> bool:
@@ -74,6 +77,7 @@ class PaddedRollouts(NamedTuple):
     lengths: np.ndarray  # i32[N]
     prompt_indices: np.ndarray  # i32[N], equal for the samples of a prompt
     is_complete: np.ndarray  # bool[N], false for aborted and failed rollouts
+    reuses_noise: np.ndarray  # bool[N], see `Rollout.reuses_noise`
 
     def joined(self) -> "JoinedRollouts":
         """Return each prompt and its output as one row, with all padding on the right.
@@ -120,6 +124,11 @@ class RolloutBatch(Sequence[Rollout]):
 
     The samples of a prompt are next to each other.
     """
+
+    @classmethod
+    def ordered(cls, rollouts: Iterable[tuple[tuple[int, int], Rollout]]) -> "RolloutBatch":
+        """Return the rollouts of pairs (place, rollout), in the order of their places."""
+        return cls(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))
 
     def __init__(self, rollouts: Iterable[Rollout]):
         self._rollouts = tuple(rollouts)
@@ -170,6 +179,7 @@ class RolloutBatch(Sequence[Rollout]):
             np.array([len(output) for output in outputs], np.int32),
             np.array([rollout.prompt_index for rollout in self], np.int32),
             np.array([rollout.finish_reason in ("stop", "length") for rollout in self], np.bool_),
+            np.array([rollout.reuses_noise for rollout in self], np.bool_),
         )
 
 

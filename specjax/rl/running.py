@@ -48,6 +48,7 @@ class Running:
         """
         self.close_span(version)
         sequence, before = self.sequence, self.before
+        has_replay = sequence.index < len(sequence.request.replays)
         assert sequence.finish_reason is not None
         logprobs, raw = read_logprobs(sequence.logprobs, has_raw=has_raw)
         if before is not None:
@@ -68,6 +69,7 @@ class Running:
             prompt_index=self.prompt_index,
             sample_index=self.sample_index,
             error=sequence.error,
+            reuses_noise=has_replay or (before is not None and before.reuses_noise),
         )
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from specjax.device.placement import default_device
 from specjax.rl.engine import RolloutEngine
+from specjax.rl.history import RolloutHistory
 from specjax.rl.nnx import Names, hf_named
 from specjax.rl.rollouts import Rollout
 from specjax.rl.tunix_names import names_of
@@ -65,6 +66,7 @@ class TunixRollout:
             None for Tunix's Llama3, Qwen2 and Qwen3, whose rules are known, and for a
             `PolicyModule`, whose parameters need no rules.
         lora_scale: alpha / rank of the actor's LoRA adapters, which are merged at every update.
+        history: earlier rollouts, which are used as drafts; see `RolloutEngine.generate`.
         options: as for `RolloutEngine`.
 
     Raises:
@@ -82,6 +84,7 @@ class TunixRollout:
         speculative_config: Any = None,
         names: Names | None = None,
         lora_scale: float | None = None,
+        history: RolloutHistory | None = None,
         **options: Any,
     ):
         by_mode = _by_mode(rollout_config)
@@ -106,6 +109,7 @@ class TunixRollout:
         self._root_seed = options.get("seed", 0)
         self._num_calls = 0
         self._temperature = _training(by_mode).temperature
+        self._history = history
         self.engine = RolloutEngine(model, speculative_config=speculative_config, **options)
         try:
             if rollout_actor is not None:
@@ -152,6 +156,7 @@ class TunixRollout:
                 replace(params, n=len(places), seed=derived_seed(seed, number))
                 for number, places in enumerate(samples.values())
             ],
+            history=self._history,
         )
         _check_complete(batch)
         order = [place for places in samples.values() for place in places]

@@ -77,9 +77,9 @@ def replace_weights(
 ) -> None:
     """Replace weights between two steps, one array at a time.
 
-    `target` builds the target's new arrays, and `own` the drafter's new arrays; None keeps the old
-    arrays. `tear` is called before each array of the target is replaced. The target's arrays mix
-    two versions until the last array is replaced.
+    `target` has an `Origin` for each of the target's arrays, and `own` for each of the drafter's.
+    None keeps the old arrays. `tear` is called before each array of the target is replaced. The
+    target's arrays mix two versions until the last array is replaced.
     """
     num_target = len(jax.tree.leaves(engine.params.target))
     sources = all_sources(engine.params, engine.drafter, target, own)
@@ -192,7 +192,7 @@ def next_version(current: int, version: Any) -> int:
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Return whether `drafter` is an MTP drafter with weights among the target's new weights."""
+    """Return whether `drafter` is an MTP module whose weights are among the given new weights."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
     return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 

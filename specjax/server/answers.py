@@ -106,22 +106,29 @@ class Answer:
 
     async def _whole(self, streams: Sequence[AsyncIterator[RequestOutput]], send: Send) -> None:
         outputs = await together([self._last(stream) for stream in streams])
-        choices = []
         for i, output in enumerate(outputs):
             self._check(output.outputs)
             self._count(i, output)
-            choices += self._job.form.wholes(i, output)
             self._service.monitor.finish(output, self._job.params)
-        reply = self._reply(self._job.form.whole_object, choices)
-        reply.usage = self._usage()
-        for name, value in self._job.form.extras(outputs).items():
-            setattr(reply, name, value)
-        reply.metrics = self._metrics(outputs)
-        body = _ENCODER.encode(reply)
+        params = self._job.params
+        if params.logprobs is None and params.prompt_logprobs is None:
+            body = self._encode_whole(outputs)
+        else:  # it may take long
+            body = await asyncio.to_thread(self._encode_whole, outputs)
         headers = [(b"content-type", b"application/json")]
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _encode_whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        form = self._job.form
+        choices = [one for i, output in enumerate(outputs) for one in form.wholes(i, output)]
+        reply = self._reply(form.whole_object, choices)
+        reply.usage = self._usage()
+        for name, value in form.extras(outputs).items():
+            setattr(reply, name, value)
+        reply.metrics = self._metrics(outputs)
+        return _ENCODER.encode(reply)
 
     async def _last(self, stream: AsyncIterator[RequestOutput]) -> RequestOutput:
         (output,) = [one async for one in stream]

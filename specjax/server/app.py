@@ -8,31 +8,39 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from specjax.server import doors
 from specjax.server.chat import create_chat
 from specjax.server.completions import create_completion
 from specjax.server.errors import INTERNAL, TYPES, APIError
+from specjax.server.openapi import DescribedRoute, show_openapi
 from specjax.server.page import show_page
 from specjax.server.request_ids import RequestIdHeader
 from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.security import KeyCheck
 from specjax.server.service import Service
+from specjax.server.wire import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
+POST = ("POST",)
 ROUTES = [
-    Route("/", show_page),
-    Route("/v1/completions", create_completion, methods=["POST"]),
-    Route("/v1/chat/completions", create_chat, methods=["POST"]),
-    Route("/v1/models", doors.list_models),
-    Route("/v1/models/{name:path}", doors.show_model),
-    Route("/tokenize", doors.tokenize, methods=["POST"]),
-    Route("/detokenize", doors.detokenize, methods=["POST"]),
-    Route("/health", doors.health),
-    Route("/ping", doors.health, methods=["GET", "POST"]),
-    Route("/version", doors.version),
-    Route("/load", doors.load),
-    Route("/metrics", doors.metrics),
+    DescribedRoute("/", show_page),
+    DescribedRoute("/v1/completions", create_completion, POST, body=CompletionRequest),
+    DescribedRoute("/v1/chat/completions", create_chat, POST, body=ChatRequest),
+    DescribedRoute("/v1/models", doors.list_models),
+    DescribedRoute("/v1/models/{name:path}", doors.show_model),
+    DescribedRoute("/tokenize", doors.tokenize, POST, body=TokenizeRequest),
+    DescribedRoute("/detokenize", doors.detokenize, POST, body=DetokenizeRequest),
+    DescribedRoute("/health", doors.health),
+    DescribedRoute("/ping", doors.health, ("GET", "POST")),
+    DescribedRoute("/version", doors.version),
+    DescribedRoute("/load", doors.load),
+    DescribedRoute("/metrics", doors.metrics),
+    DescribedRoute("/openapi.json", show_openapi),
 ]
 _LOG = logging.getLogger("specjax")
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from specjax.server.admission import RETRY_SECONDS
 from specjax.server.errors import APIError, of_validation
-from specjax.server.settings import Limits
+from specjax.server.service import Service
 
 JSON_TYPES = ("application/json",)
 # Fields of OpenAI's API that change no output.
@@ -44,25 +45,29 @@ _MAX_NAMED = 10  # unknown fields that a log line names
 Body = TypeVar("Body")
 
 
-async def read_body(request: Request, kind: type[Body], limits: Limits) -> Body:
+async def read_body(request: Request, kind: type[Body]) -> Body:
     """Return the request's body as an instance of `kind`, a class of `wire`.
 
-    Unknown fields are ignored, and a log line names them.
+    Unknown fields are ignored, and a log line names them. `request.state.num_bytes` is set to the
+    size of the body.
 
     Raises:
         APIError: the body is too large, arrives too slowly, is not a JSON object, or has a field
-            with a wrong type or a field that is not supported.
+            with a wrong type or a field that is not supported. Or the server is receiving too many
+            other bodies.
     """
+    service: Service = request.app.state.service
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in JSON_TYPES:
         raise APIError(415, f"the content type is {content_type!r}; send application/json")
     try:
-        async with asyncio.timeout(limits.max_stall_seconds):
-            body = await _read(request, limits.max_body_bytes)
+        async with asyncio.timeout(service.limits.max_stall_seconds):
+            body = await _read(request, service)
     except TimeoutError:
         raise APIError(408, "the body did not arrive in time") from None
     except ClientDisconnect:
         raise APIError(400, "the body ended early") from None
+    request.state.num_bytes = len(body)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -101,13 +106,21 @@ def _known(kind: Any) -> frozenset[str]:
     return frozenset({*kind.__struct_fields__, *PASSED_OVER, *REFUSED})
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, service: Service) -> bytes:
+    limit, most = service.limits.max_body_bytes, service.limits.max_pending_bytes
     length = request.headers.get("content-length", "")
     is_too_long = length.isdecimal() and int(length) > limit
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if is_too_long or size > limit:
-            raise APIError(413, f"the body has more than {limit} bytes (--max-body-bytes)")
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            service.num_pending_bytes += len(part)
+            if is_too_long or size > limit:
+                raise APIError(413, f"the body has more than {limit} bytes (--max-body-bytes)")
+            if service.num_pending_bytes > most and service.num_pending_bytes > size:
+                text = f"more than {most} bytes of bodies are being received (--max-pending-bytes)"
+                raise APIError(429, text, retry_after=RETRY_SECONDS)
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        service.num_pending_bytes -= size

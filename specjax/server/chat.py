@@ -44,7 +44,7 @@ async def create_chat(request: Request) -> ASGIApp:
         APIError: the request is refused.
     """
     service: Service = request.app.state.service
-    body = await read_body(request, ChatRequest, service.limits)
+    body = await read_body(request, ChatRequest)
     service.admission.check(1)  # before any work on texts
     model = service.check_model(body.model)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -56,7 +56,7 @@ async def create_chat(request: Request) -> ASGIApp:
         logprobs=_num_logprobs(body),
     )
     prompt, response = await service.in_thread(
-        lambda: _prepare(service, body, params), body, "messages"
+        lambda: _prepare(service, body, params), request, body, "messages"
     )
     has_reasoning = body.include_reasoning is not False
     decode = partial(service.tokenizer.decode, skip_special_tokens=False)
@@ -80,17 +80,20 @@ def _prepare(
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
-    prompt = render(service, request)
+    prompt = render(service, request, service.max_prompt_tokens(request))
     chosen, has_tools = request.chat_template or service.chat_template, request.tools is not None
     known = service.chat_format(service.tokenizer.find_template(chosen, has_tools=has_tools))
     return prompt, known.response(prompt.get("prompt", ""), params, options.choice)
 
 
-def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
+def render(
+    service: Service, request: ChatRequest | TokenizeRequest, max_tokens: int | None = None
+) -> TokensPrompt:
     """Return a conversation as a prompt, rendered by a chat template.
 
     Raises:
-        ValueError: the conversation or a variable of the template is refused.
+        ValueError: the conversation or a variable of the template is refused, or the template takes
+            too long, or the prompt has much more than `max_tokens` tokens.
         APIError: there are no messages, or the request has its own template, which the settings do
             not allow.
     """
@@ -115,6 +118,8 @@ def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPr
         continue_final_message=request.continue_final_message is True,
         tools=request.tools,
         chat_template=own or service.chat_template,
+        max_tokens=max_tokens,
+        max_seconds=service.limits.max_template_seconds,
     )
     if not prompts:
         raise APIError(400, "messages is empty", "messages")
@@ -127,8 +132,8 @@ def render(service: Service, request: ChatRequest | TokenizeRequest) -> TokensPr
 def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without unknown keys, and log the names of these keys.
 
-    A client may send the server's own answers as earlier messages. They have further keys, which
-    templates do not need.
+    A client may send the server's own answers as earlier messages. The server's answers have
+    further keys, which templates do not need.
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -28,10 +29,10 @@ async def create_completion(request: Request) -> ASGIApp:
         APIError: the request is refused.
     """
     service: Service = request.app.state.service
-    body = await read_body(request, CompletionRequest, service.limits)
+    body = await read_body(request, CompletionRequest)
     service.admission.check(1)  # before any work on texts
     model = service.check_model(body.model)
-    prompts = await service.in_thread(lambda: read_prompts(service, body), body, "prompt")
+    prompts = await service.in_thread(lambda: read_prompts(service, body), request, body, "prompt")
     # With max_tokens=0, an echo has only the prompt: the one token that is generated is dropped.
     is_only_echo = body.echo is True and body.max_tokens == 0
     asked = 1 if is_only_echo else body.max_tokens
@@ -55,7 +56,8 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
     """Return the prompts of a request: a text, token ids, or a list with one kind of these.
 
     Raises:
-        APIError: the list is empty, or mixes texts and token ids.
+        APIError: the list is empty or too long, or mixes texts and token ids.
+        ValueError: a text is much too long.
     """
     given: Any = request.prompt
     listed: list[Any]
@@ -70,14 +72,15 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
         raise APIError(
             400, "prompt must be a text, token ids, or a list with one kind of these", "prompt"
         )
+    if len(listed) > service.limits.max_request_samples:
+        most = service.limits.max_request_samples
+        raise APIError(400, f"prompt has {len(listed)} prompts; at most {most}", "prompt")
     if kinds == {list}:
         return [TokensPrompt(prompt_token_ids=ids) for ids in listed]
     adds = request.add_special_tokens is not False
-    encode = service.tokenizer.encode
-    return [
-        TokensPrompt(prompt=text, prompt_token_ids=encode(text, add_special_tokens=adds))
-        for text in listed
-    ]
+    most = service.max_prompt_tokens(request)
+    encode = partial(service.tokenizer.encode, add_special_tokens=adds, max_tokens=most)
+    return [TokensPrompt(prompt=text, prompt_token_ids=encode(text)) for text in listed]
 
 
 class CompletionForm:

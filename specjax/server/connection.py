@@ -1,7 +1,7 @@
-"""A connection of uvicorn, with limits on the time and the size of request headers.
+"""A connection of uvicorn, with limits on request headers and on clients that read nothing.
 
-uvicorn itself limits neither: a client could fill the memory with one endless header, or hold
-connections without ever sending a request.
+uvicorn itself has none: a client could fill the memory with one endless header, or hold connections
+without ever sending a request or reading an answer.
 """
 
 import asyncio
@@ -18,24 +18,31 @@ class Connection(HttpToolsProtocol):
     A request whose head is larger than `MAX_HEAD_BYTES` gets status 400.
 
     Args:
-        max_head_seconds: the maximum time to receive a head, from the start of the connection, or
-            from the first byte of a later request. Then the connection is closed.
+        max_stall_seconds: the maximum time to receive a head, from the start of the connection, or
+            from the first byte of a later request. Then the connection is closed. It is also closed
+            if the client has not read anything for so long after an answer is complete. (While an
+            answer is streamed, `Events` watches the client.)
     """
 
-    def __init__(self, *arguments: Any, max_head_seconds: float, **options: Any):
+    def __init__(self, *arguments: Any, max_stall_seconds: float, **options: Any):
         super().__init__(*arguments, **options)
-        self._max_head_seconds = max_head_seconds
+        self._max_stall_seconds = max_stall_seconds
         self._num_head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # runs while a head is expected
+        self._num_unread = 0  # bytes of complete answers that the client had not read
+        self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._begin_head()
+        self._check_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._end_head()
+        if self._watch is not None:
+            self._watch.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -59,12 +66,24 @@ class Connection(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self._max_head_seconds, self._expire)
+            self._timer = self.loop.call_later(self._max_stall_seconds, self._expire)
 
     def _end_head(self) -> None:
+        self._num_head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _check_reading(self) -> None:
+        """End the connection if nothing was read since the last call, and check again later."""
+        has_answered = self.cycle is None or self.cycle.response_complete
+        is_over = has_answered or self.transport.is_closing()
+        num_unread = self.transport.get_write_buffer_size() if is_over else 0
+        if num_unread and num_unread == self._num_unread:
+            self.transport.abort()
+            return
+        self._num_unread = num_unread
+        self._watch = self.loop.call_later(self._max_stall_seconds, self._check_reading)
 
     def _expire(self) -> None:
         self._timer = None

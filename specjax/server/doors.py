@@ -71,18 +71,18 @@ async def tokenize(request: Request) -> Response:
         APIError: the request is refused.
     """
     service: Service = request.app.state.service
-    body = await read_body(request, TokenizeRequest, service.limits)
+    body = await read_body(request, TokenizeRequest)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give a prompt or messages, and not both", "prompt")
     tokenizer, prompt = service.tokenizer, body.prompt
     if prompt is None:
-        rendered = await service.in_thread(lambda: render(service, body), body, "messages")
+        rendered = await service.in_thread(lambda: render(service, body), request, body, "messages")
         tokens = list(rendered["prompt_token_ids"])
     else:
         adds = body.add_special_tokens is not False
         tokens = await service.in_thread(
-            lambda: tokenizer.encode(prompt, add_special_tokens=adds), body, "prompt"
+            lambda: tokenizer.encode(prompt, add_special_tokens=adds), request, body, "prompt"
         )
     reply = TokenizeReply(len(tokens), service.max_model_len, tokens)
     if body.return_token_strs:
@@ -97,14 +97,14 @@ async def detokenize(request: Request) -> Response:
         APIError: the request is refused.
     """
     service: Service = request.app.state.service
-    body = await read_body(request, DetokenizeRequest, service.limits)
+    body = await read_body(request, DetokenizeRequest)
     service.check_model(body.model)
     tokenizer = service.tokenizer
     if bad := [token for token in body.tokens if not 0 <= token < len(tokenizer)]:
         raise APIError(400, f"tokens has {bad[0]}, which is not a token id", "tokens")
     decode = tokenizer.decode
     text = await service.in_thread(
-        lambda: decode(body.tokens, skip_special_tokens=False), body, "tokens"
+        lambda: decode(body.tokens, skip_special_tokens=False), request, body, "tokens"
     )
     return _json(DetokenizeReply(text))
 

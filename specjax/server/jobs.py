@@ -83,14 +83,16 @@ async def check_job(service: Service, job: Job) -> None:
     """Check a job before it is submitted to the engine, and compile its grammar if it has one.
 
     Raises:
-        APIError: there are too many samples; a prompt with its answer exceeds the maximum context
-            length; or the grammar is not supported or takes too long to compile.
+        APIError: there are too many samples or log-probabilities, a prompt with its answer exceeds
+            the maximum context length, or the grammar is not supported or takes too long to
+            compile.
     """
     num_samples, limit = len(job.prompts) * job.params.n, service.limits.max_request_samples
     if num_samples > limit:
         field = "n" if job.params.n > 1 else job.prompt_field
         raise APIError(400, f"{field}: {num_samples} samples are asked for; at most {limit}", field)
     _check_lengths(service, job)
+    _check_logprobs(service, job)
     if isinstance(job.params.structured_outputs, StructuredOutputs):
         await _compile(service, job, job.params.structured_outputs)
 
@@ -109,6 +111,26 @@ def _check_lengths(service: Service, job: Job) -> None:
             name = job.request.renamed.get("max_tokens", "max_tokens")
             text = f"{name}={asked} is too large: {job.prompt_field} has {size} tokens, and the"
             raise APIError(400, f"{text} model's maximum context length is {limit}", name)
+
+
+def _check_logprobs(service: Service, job: Job) -> None:
+    """Refuse a request whose log-probabilities would fill the memory."""
+    params, limit, longest = job.params, service.limits.max_request_logprobs, service.max_model_len
+    most = service.llm.config.max_logprobs  # -1 asks for this number
+    per_token = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
+    per_token = {k: 1 + (most if n < 0 else n) for k, n in per_token.items() if n is not None}
+    num_prompt = sum(min(len(one["prompt_token_ids"]), longest) for one in job.prompts)
+    num_output = len(job.prompts) * params.n * (params.max_tokens or longest)
+    asked = num_output * per_token.get("logprobs", 0)
+    asked += num_prompt * per_token.get("prompt_logprobs", 0)
+    if asked > limit:
+        name = job.request.renamed.get("logprobs", "logprobs")
+        raise APIError(
+            400,
+            f"{name}: up to {asked} log-probabilities are asked for; at most {limit}: lower it, "
+            "max_tokens or n (--max-request-logprobs)",
+            name,
+        )
 
 
 async def _compile(service: Service, job: Job, outputs: StructuredOutputs) -> None:

@@ -11,11 +11,17 @@ from typing import Any
 
 import msgspec
 
-from specjax.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
+from specjax.sampling_params import (
+    MAX_BAD_WORDS,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputs,
+)
 from specjax.server.errors import APIError
 from specjax.server.settings import Limits
 from specjax.server.wire import SAMPLING, GenerationFields
 
+LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias")
 FORMATS = ("text", "json_object", "json_schema")
 _FIRST_WORD = re.compile(r"[A-Za-z_]\w*(?:\[\w+\]|\.\w+)*")
 
@@ -37,7 +43,7 @@ def read_params(
     Raises:
         APIError: a value is refused; `param` names the request's field.
     """
-    _check_stops(request, limits)
+    _check_sizes(request, limits)
     given = {name: getattr(request, name) for name in SAMPLING}
     given = {name: value for name, value in given.items() if value is not None}
     if request.logit_bias is not None:
@@ -57,11 +63,11 @@ def read_params(
 
 
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
-    """Return the error to send to the client for a value that was refused with `error`.
+    """Return the error to send to the client for a refused value. `error` tells why it was refused.
 
-    `param` of the result is the first word of `error` if this is a field of the request, else
-    `other`. If the first word is a field of `SamplingParams` that the request sets by a field with
-    another name, the request's name is used instead.
+    The first word of `error` is usually a field of `SamplingParams`. If the request sets this field
+    by a field with another name, that name is used instead. `param` of the result is this field if
+    the request has it, else `other`.
     """
     message = str(error)
     names = getattr(request, "renamed", {})
@@ -80,7 +86,19 @@ def _read_bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(token): bias for token, bias in given.items()}
 
 
-def _check_stops(request: GenerationFields, limits: Limits) -> None:
+def _check_sizes(request: GenerationFields, limits: Limits) -> None:
+    """Refuse long lists and texts before any work on them."""
+    for name in LISTS:
+        if (size := len(getattr(request, name) or ())) > limits.max_token_ids:
+            raise APIError(400, f"{name} has {size} entries; at most {limits.max_token_ids}", name)
+    words = request.bad_words or []
+    if len(words) > MAX_BAD_WORDS:
+        raise APIError(
+            400, f"bad_words has {len(words)} texts; at most {MAX_BAD_WORDS}", "bad_words"
+        )
+    if any(len(text) > limits.max_stop_chars for text in words):
+        text = f"a bad word has more than {limits.max_stop_chars} characters"
+        raise APIError(400, text, "bad_words")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > limits.max_stops:
         raise APIError(400, f"stop has {len(stops)} texts; at most {limits.max_stops}", "stop")

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from specjax.server.bodies import JSON_TYPES, read_body
 from specjax.server.control import Control, Gathering
 from specjax.server.errors import APIError, of_validation
+from specjax.server.openapi import DescribedRoute
 from specjax.server.service import Service
 
 FILE_TYPE = "application/octet-stream"
@@ -74,11 +74,14 @@ class UpdateWeightVersion(msgspec.Struct, forbid_unknown_fields=True):
 Door = Callable[[Service, Control, Request], Awaitable[Any]]
 
 
-def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = False) -> Route:
-    """Return the route of an endpoint that answers with JSON.
+def _route(
+    path: str, door: Door, method: str = "POST", *, is_update: bool = False, **classes: Any
+) -> DescribedRoute:
+    """Return an endpoint that answers with JSON.
 
     `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
-    If `is_update` is true, the request is timed as a weight update.
+    If `is_update` is true, the request is timed as a weight update. `classes` are further arguments
+    of `DescribedRoute`.
     """
 
     async def answer(request: Request) -> Response:
@@ -95,7 +98,7 @@ def _route(path: str, door: Door, method: str = "POST", *, is_update: bool = Fal
             raise APIError(400, "the body ended early") from None
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    return Route(path, answer, methods=[method])
+    return DescribedRoute(path, answer, (method,), **classes)
 
 
 def _query(request: Request, kind: Any) -> Any:
@@ -110,12 +113,12 @@ def _query(request: Request, kind: Any) -> Any:
         raise of_validation(error) from None
 
 
-async def _body(service: Service, request: Request, kind: Any) -> Any:
+async def _body(request: Request, kind: Any) -> Any:
     """Return the body, or the defaults if there is none."""
     headers = request.headers
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return kind()
-    return await read_body(request, kind, service.limits)
+    return await read_body(request, kind)
 
 
 async def _pause(service: Service, control: Control, request: Request) -> Any:
@@ -137,7 +140,7 @@ async def _is_paused(service: Service, control: Control, request: Request) -> An
 
 
 async def _abort(service: Service, control: Control, request: Request) -> Any:
-    body = await _body(service, request, AbortRequests)
+    body = await _body(request, AbortRequests)
     return {"status": "aborted", "aborted": await control.abort(body.request_ids)}
 
 
@@ -184,12 +187,12 @@ async def _start_drafter(service: Service, control: Control, request: Request) -
 
 
 async def _update(service: Service, control: Control, request: Request) -> Any:
-    """Add weights to the update that has started. If none has, replace the target's weights."""
+    """Add weights to the update that has started. Without one, replace the target's weights."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     weights: Any
     if content_type in JSON_TYPES:
         _query(request, NoQuery)
-        body = await read_body(request, UpdateWeights, service.limits)
+        body = await read_body(request, UpdateWeights)
         version, weights = body.weight_version, control.folder(body.update_info.path)
     elif content_type == FILE_TYPE:
         version = _query(request, UpdateQuery).weight_version
@@ -209,7 +212,7 @@ async def _update(service: Service, control: Control, request: Request) -> Any:
 
 
 async def _finish(service: Service, control: Control, request: Request) -> Any:
-    body = await _body(service, request, FinishWeightUpdate)
+    body = await _body(request, FinishWeightUpdate)
     async with control.turn:
         if (gathering := control.gathering) is None:
             raise ValueError("no update has started; call /start_weight_update")
@@ -220,7 +223,7 @@ async def _finish(service: Service, control: Control, request: Request) -> Any:
 
 
 async def _update_version(service: Service, control: Control, request: Request) -> Any:
-    body = await read_body(request, UpdateWeightVersion, service.limits)
+    body = await read_body(request, UpdateWeightVersion)
     async with control.turn:
         control.relabel(body.new_version)
     return {"success": True, "new_version": control.weights.version}
@@ -236,18 +239,27 @@ def _versions(control: Control) -> dict[str, int]:
 
 
 RL_ROUTES = [
-    _route("/pause", _pause),
-    _route("/resume", _resume),
+    _route("/pause", _pause, query=PauseQuery),
+    _route("/resume", _resume, query=NoQuery),
     _route("/is_paused", _is_paused, "GET"),
-    _route("/abort_requests", _abort),
-    _route("/sleep", _sleep),
+    _route("/abort_requests", _abort, body=AbortRequests, needs_body=False),
+    _route("/sleep", _sleep, query=SleepQuery),
     _route("/wake_up", _wake_up),
     _route("/is_sleeping", _is_sleeping, "GET"),
-    _route("/reset_prefix_cache", _reset_prefix_cache),
+    _route("/reset_prefix_cache", _reset_prefix_cache, query=NoQuery),
     _route("/start_weight_update", _start_target, is_update=True),
     _route("/start_draft_weight_update", _start_drafter, is_update=True),
-    _route("/update_weights", _update, is_update=True),
-    _route("/finish_weight_update", _finish, is_update=True),
-    _route("/update_weight_version", _update_version),
+    _route(
+        "/update_weights",
+        _update,
+        is_update=True,
+        body=UpdateWeights,
+        query=UpdateQuery,
+        file_type=FILE_TYPE,
+    ),
+    _route(
+        "/finish_weight_update", _finish, is_update=True, body=FinishWeightUpdate, needs_body=False
+    ),
+    _route("/update_weight_version", _update_version, body=UpdateWeightVersion),
     _route("/weight_info", _weight_info, "GET"),
 ]

@@ -80,7 +80,7 @@ def make_server(app: Starlette, settings: ServerSettings) -> "Server":
     seconds = app.state.service.limits.max_stall_seconds
     config = uvicorn.Config(
         app,
-        http=partial(Connection, max_head_seconds=seconds),  # type: ignore[arg-type]
+        http=partial(Connection, max_stall_seconds=seconds),  # type: ignore[arg-type]
         ws="none",
         log_level=settings.uvicorn_log_level,
         access_log=not settings.disable_uvicorn_access_log,

@@ -2,22 +2,28 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from specjax.async_llm import AsyncLLM
 from specjax.messages.chat import ChatFormat
-from specjax.server.admission import Admission
+from specjax.server.admission import RETRY_SECONDS, Admission
 from specjax.server.control import Control
 from specjax.server.errors import APIError
 from specjax.server.monitor import Monitor
 from specjax.server.parameters import of_value
 from specjax.server.rl_metrics import RLMetrics
 from specjax.server.settings import Limits, ServerSettings
+from specjax.server.wire import GenerationFields
 from specjax.text.tokenizer import ChatTokenizer
 
+LONG_BYTES = 2**18  # of a body; less is read in some tenths of a second
+MAX_LONG = 16
 Result = TypeVar("Result")
 _LOG = logging.getLogger("specjax")
 
@@ -49,6 +55,8 @@ class Service:
         self.monitor = Monitor(llm, self.names[0], self.admission)
         if self.control is not None:
             self.monitor.registry.register(RLMetrics(self.control, self.monitor.families))
+        self.num_pending_bytes = 0  # of bodies that are being received
+        self._long_turn, self._num_long = asyncio.Lock(), 0
         self._tokenizer: ChatTokenizer | None = None
         self._folder: str | None = None
         try:
@@ -87,6 +95,10 @@ class Service:
         """All versions of the weights so far; empty without `rl`."""
         return [] if self.control is None else self.control.weights.versions
 
+    def max_prompt_tokens(self, request: GenerationFields) -> int | None:
+        """Return how many tokens a request's prompts may have; None if they will be truncated."""
+        return self.max_model_len if request.truncate_prompt_tokens is None else None
+
     def public(self, text: str) -> str:
         """Replace the checkpoint's folder in an error's text by the model's name."""
         return text if self._folder is None else text.replace(self._folder, self.names[0])
@@ -101,14 +113,33 @@ class Service:
             raise APIError(404, f"The model `{name[:200]}` does not exist.", "model")
         return name or self.names[0]
 
-    async def in_thread(self, work: Callable[[], Result], request: Any, param: str) -> Result:
-        """Run slow work, such as tokenization, in a thread, so that the event loop is not blocked.
+    async def in_thread(
+        self, work: Callable[[], Result], request: Request, body: Any, param: str
+    ) -> Result:
+        """Run work on texts in a thread, so that the event loop is not blocked.
+
+        Work for large bodies is done one after the other, so that other work does not wait for it.
 
         Raises:
             APIError: the work raised a ValueError. `param` names the field that caused it, unless
-                the error names another field.
+                the error names another field. Or too many large bodies wait for their turn.
         """
         try:
-            return await asyncio.to_thread(work)
+            if request.state.num_bytes < LONG_BYTES:
+                return await asyncio.to_thread(work)
+            async with self._turn_of_long_work():
+                return await asyncio.to_thread(work)
         except ValueError as error:
-            raise of_value(error, request, param) from None
+            raise of_value(error, body, param) from None
+
+    @asynccontextmanager
+    async def _turn_of_long_work(self) -> AsyncIterator[None]:
+        if self._num_long == MAX_LONG:
+            text = f"{MAX_LONG} requests with long texts are being read; try again later"
+            raise APIError(429, text, retry_after=RETRY_SECONDS)
+        self._num_long += 1
+        try:
+            async with self._long_turn:
+                yield
+        finally:
+            self._num_long -= 1

@@ -28,11 +28,17 @@ class Limits:
     """Upper limits for clients. Each field's help says what happens beyond it."""
 
     max_body_bytes: int = _flag(2**24, "size of a request's body; beyond it: 413")
+    max_pending_bytes: int = _flag(2**28, "size of all bodies being received; beyond it: 429")
     max_request_samples: int = _flag(1024, "prompts times n of a request; beyond it: 400")
+    max_request_logprobs: int = _flag(
+        2**23, "log-probabilities that a request may ask for; beyond it: 400"
+    )
     max_stops: int = _flag(16, "stop texts of a request; beyond it: 400")
-    max_stop_chars: int = _flag(1024, "characters of a stop text; beyond it: 400")
+    max_stop_chars: int = _flag(1024, "characters of a stop text or bad word; beyond it: 400")
+    max_token_ids: int = _flag(2**18, "ids in allowed_token_ids and similar; beyond it: 400")
     max_schema_bytes: int = _flag(2**18, "size of a schema or grammar; beyond it: 400")
     max_schema_seconds: float = _flag(10.0, "time to compile a schema or grammar; beyond it: 422")
+    max_template_seconds: float = _flag(10.0, "time to render a chat template; beyond it: 400")
     max_queue_len: int = _flag(1024, "samples beyond those that run at a time; beyond it: 429")
     max_request_seconds: float | None = _flag(
         None, "time of a request; it then ends with its tokens so far, finish_reason abort"
@@ -177,10 +183,13 @@ class ServerSettings:
     def read_chat_template(self) -> str | None:
         """Return the chat template in the setting `chat_template`, or None.
 
-        If the setting is the path of a file, return the file's text, else the setting itself.
+        If the setting is the path of a file, return the file's text. Otherwise, return the setting
+        itself: the name of a template, or a template, which contains a brace.
         """
         given = self.chat_template
-        return Path(given).read_text() if given and Path(given).is_file() else given
+        if given is None or "{" in given or not Path(given).is_file():
+            return given
+        return Path(given).read_text()
 
     def read_response_template(self) -> str | Mapping[str, Any] | None:
         """Return the setting `response_template`: a format's name, or the content of the file.

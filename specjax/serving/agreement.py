@@ -1,8 +1,8 @@
 """Lets the processes of an LLM meet, and refuses processes that differ.
 
-Process 0 has the options, and sends them to the other processes. Options that another process is
-given by its caller must be equal to these, except paths and options like `verbose`, which each
-process sets for itself. Each process reads its own copy of the checkpoint.
+Process 0 has the options, and sends them to the other processes. A caller may also set options in
+another process. They must have the values of process 0, except paths and options like `verbose`,
+which each process sets for itself. Each process reads its own copy of the checkpoint.
 """
 
 import hashlib
@@ -87,8 +87,8 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
 def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check that all processes have equal versions and options; return this process's options.
 
-    These are process 0's options. Options that this process was given itself, such as a path,
-    replace process 0's.
+    The result has the options of process 0. But an option that was set in this process, such as a
+    path, keeps the value that it has here.
     """
     agree(
         hosts,
@@ -161,7 +161,7 @@ def agree_on_files(hosts: Hosts, folder: Path, drafter: Path | None) -> None:
     """Check that all processes have the same checkpoints and kinds of devices.
 
     Raises:
-        ValueError: some differ.
+        ValueError: a process has another checkpoint or kind of device than process 0.
     """
     agree(
         hosts,

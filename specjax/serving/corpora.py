@@ -1,5 +1,6 @@
 """Corpora: texts that an engine drafts from, added and removed while it runs."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,9 +73,10 @@ class CorpusMethods:
     _check_open: Any
 
     def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
-        """Add texts, or lists of token ids, to draft from, such as code that outputs will quote.
+        """Add a corpus: texts, or lists of token ids, that drafts may repeat.
 
-        Corpora do not change outputs. A token takes about 350 bytes of host memory.
+        This helps if outputs quote the texts, for example code. Corpora do not change outputs. A
+        token takes about 350 bytes of host memory.
 
         Raises:
             ValueError: the engine does not draft from texts, there is a corpus of this name, the
@@ -97,3 +99,17 @@ class CorpusMethods:
             self._check_open()
             for corpora in corpora_of(self.engine):
                 corpora.remove(name)
+
+
+class AsyncCorpusMethods:
+    """The methods of `CorpusMethods` for an `AsyncLLM`."""
+
+    apply: Any
+
+    async def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
+        """See `LLM.add_corpus`."""
+        await asyncio.wrap_future(self.apply(lambda llm: llm.add_corpus(name, texts)))
+
+    async def remove_corpus(self, name: str) -> None:
+        """See `LLM.remove_corpus`."""
+        await asyncio.wrap_future(self.apply(lambda llm: llm.remove_corpus(name)))

@@ -163,7 +163,7 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
-    """Return the dtype that the option `given` means, and the reason for it.
+    """Return the dtype of an engine, and the reason for it. `given` is the option `dtype`.
 
     "auto" depends on the device and on `stored`, the checkpoint's dtype.
 
@@ -205,7 +205,7 @@ def _card_without_bfloat16() -> str | None:
 
 
 def choose_kernels(given: str) -> str:
-    """Return the implementation of the GPU operations that the option `given` means.
+    """Return the implementation of the GPU operations. `given` is the option `kernels`.
 
     If the device should support Triton but a small trial kernel fails, e.g. because of an outdated
     driver, return "reference" and warn.

@@ -59,19 +59,20 @@ def policy_of(
     """
     if config is None:
         return StaticPolicy(0)
+    max_k, max_slowdown = config.num_speculative_tokens, config.max_slowdown
     if config.adaptive and profile is not None:
-        return resumed_policy(profile, batches, config.num_speculative_tokens)
+        return resumed_policy(profile, batches, max_k, max_slowdown)
     if config.adaptive:
-        return adaptive_policy(config.num_speculative_tokens)
+        return adaptive_policy(max_k, max_slowdown=max_slowdown)
     if profile is not None:
-        return profile_policy(profile, batches, config.num_speculative_tokens)
+        return profile_policy(profile, batches, max_k, max_slowdown)
     if (table := config.num_speculative_tokens_per_batch_size) is not None:
         return TablePolicy(tuple(table))
     return StaticPolicy(config.num_speculative_tokens)
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter: their architectures and small weight vectors."""
+    """Return a digest of a target and its drafter: architectures and vectors, such as norms."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:

@@ -57,8 +57,8 @@ class ModelSource:
     def specs(self) -> Any:
         """The `TensorSpec`s of the parameters, with the dtypes and scales of quantised weights.
 
-        They describe the weights after `quantization`, if it is set. If the folder has no weights,
-        they are made from the config.
+        If `quantization` is set, the specs describe the weights after quantisation. If the folder
+        has no weights, the specs are made from the config.
         """
         if self.hf is None:
             return specs_of(self.target)

@@ -44,14 +44,18 @@ def check_conversation(messages: Any, where: str, content_format: str = "auto") 
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"{where}={messages!r} must be a list of messages, not empty")
-    has_parts = content_format == "openai"
-    return [
-        _check_message(message, f"{where}[{i}]", has_parts=has_parts)
+    has_parts, unread = content_format == "openai", list[str]()
+    checked = [
+        _check_message(message, f"{where}[{i}]", unread, has_parts=has_parts)
         for i, message in enumerate(messages)
     ]
+    if unread:  # without the arguments themselves, which are a user's
+        text = "arguments of %d tool calls are not a JSON object, and are rendered as {}; first: %s"
+        _LOG.warning(text, len(unread), unread[0])
+    return checked
 
 
-def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
+def _check_message(message: Any, where: str, unread: list[str], *, has_parts: bool) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f'{where}={message!r} must be a message, {{"role", "content"}}')
     if unknown := sorted(map(str, set(message) - set(MESSAGE_KEYS))):
@@ -69,12 +73,15 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
     if has_parts and role != "tool":  # few templates accept a tool's answer in parts
         checked["content"] = [{"type": "text", "text": text} for text in texts]
     if calls := checked.pop("tool_calls", None):
-        checked["tool_calls"] = _parse_calls(calls, f"{where}.tool_calls")
+        checked["tool_calls"] = _parse_calls(calls, f"{where}.tool_calls", unread)
     return checked
 
 
-def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Return tool calls with arguments as mappings, which templates expect, instead of JSON."""
+def _parse_calls(calls: Any, where: str, unread: list[str]) -> list[Message]:
+    """Return tool calls whose arguments are mappings, as templates expect, instead of JSON.
+
+    The places of calls whose arguments are not a JSON object are appended to `unread`.
+    """
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call
@@ -84,26 +91,26 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
                 f'{where}[{i}]={call!r} must be a call of a function: {{"type": "function", '
                 '"function": {"name", "arguments"}}'
             )
-        arguments = _parse_arguments(function.get("arguments"), f"{where}[{i}]")
+        arguments = _parse_arguments(function.get("arguments"))
+        if arguments is None:
+            unread.append(f"{where}[{i}]")
+            arguments = {}
         whole = {**function, "arguments": arguments}
         parsed.append(whole if is_flat else {**call, "function": whole})
     return parsed
 
 
-def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
-    """Return a call's arguments as a mapping.
+def _parse_arguments(given: Any) -> Mapping[str, Any] | None:
+    """Return a call's arguments as a mapping; None if they are not a JSON object.
 
-    As in vLLM, the mapping is empty if the arguments are not a JSON object. A bad call stays in the
-    conversation's history, so raising an error would make all further turns fail.
+    Such a call stays in the conversation's history, so raising an error would make all further
+    turns fail. As in vLLM, it is rendered without arguments.
     """
     found = given or {}
     if isinstance(found, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(found)
-    if isinstance(found, Mapping):
-        return found
-    _LOG.warning("%s: arguments=%r are not a JSON object, and are rendered as {}", where, given)
-    return {}
+    return found if isinstance(found, Mapping) else None
 
 
 def _texts(content: Any, where: str) -> list[str]:
@@ -150,16 +157,18 @@ def render_conversations(
     *,
     content_format: str,
     variables: Mapping[str, Any],
+    max_tokens: int | None = None,
     **options: Any,
 ) -> list[TokensPrompt]:
     """Return a prompt for each conversation.
 
     `messages` is a conversation or a list of conversations. `variables` are passed to the template.
-    `options` are passed to `ChatTokenizer.apply_chat_template`.
+    `max_tokens` is for `ChatTokenizer.encode`, and `options` for
+    `ChatTokenizer.apply_chat_template`.
 
     Raises:
-        ValueError: `check_conversation` refuses a conversation, or a variable has the name of an
-            argument of `ChatTokenizer.apply_chat_template`.
+        ValueError: `check_conversation` refuses a conversation, its prompt is too long, or a
+            variable has the name of an argument of `ChatTokenizer.apply_chat_template`.
         CheckpointError: there is no chat template.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -188,6 +197,6 @@ def render_conversations(
     prompts: list[TokensPrompt] = []
     for conversation in checked:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables, **options)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         prompts.append({"prompt": text, "prompt_token_ids": ids})
     return prompts

@@ -2,15 +2,19 @@
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -20,6 +24,7 @@ from specjax.checkpoint.tokenizer_files import CONFIG
 
 PROCESSORS = "chat_template.json"
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of the templates that are used by default
+_DEADLINE = "the time at which rendering ends"  # no variable of a template can have this name
 REASONING = "reasoning_content", "thinking", "reasoning"  # keys of a message's reasoning
 
 
@@ -53,16 +58,24 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             )
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    max_seconds: float = math.inf,
+    **variables: Any,
+) -> str:
     """Render messages with a template, and return the text.
 
     As in transformers, fields of a message that are None are left out.
 
     Raises:
-        jinja2.TemplateError: the template is malformed or refuses the messages.
+        jinja2.TemplateError: the template is malformed, refuses the messages, or has not ended
+            after `max_seconds`.
     """
     chat = [_with_reasoning(message) for message in messages]
-    return _compiled(template).render(messages=chat, **({"documents": None} | variables))
+    given = {"documents": None, **variables, _DEADLINE: time.monotonic() + max_seconds}
+    return _compiled(template).render(messages=chat, **given)
 
 
 def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -101,6 +114,40 @@ class _Generation(Extension):
         return [nodes.Scope(body).set_lineno(line)]
 
 
+class _TimedLoops(CodeGenerator):
+    """Compiles templates in which each turn of a loop checks the time."""
+
+    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802
+        for loop in [*node.find_all(nodes.For)]:
+            timed = nodes.Filter(loop.iter, "until_deadline", [], [], None, None)
+            loop.iter = timed.set_environment(self.environment).set_lineno(loop.lineno)
+        super().visit_Template(node, frame)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox that limits the time of templates: loops and calls check it."""
+
+    code_generator_class = _TimedLoops
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        """See `SandboxedEnvironment`."""
+        _, context, *_ = args
+        _check_time(context)
+        return ImmutableSandboxedEnvironment.call(*args, **kwargs)
+
+
+@jinja2.pass_context
+def _until_deadline(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_time(context)
+        yield item
+
+
+def _check_time(context: Context) -> None:
+    if time.monotonic() > context[_DEADLINE]:
+        _refuse("it takes too long")
+
+
 class _Dict:
     """A replacement for `dict` in templates, without most attributes of Python's `dict`."""
 
@@ -135,7 +182,7 @@ def _check_name(name: Any) -> None:
 
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
@@ -146,6 +193,7 @@ def _compiled(template: str) -> jinja2.Template:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
+    environment.filters["until_deadline"] = _until_deadline
     environment.filters["tojson"] = _as_json  # jinja's own escapes for HTML
     return environment.from_string(template)
 

@@ -200,8 +200,11 @@ def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[
                     "no tokens; leave it out"
                 )
             sequences[ids] = None
+    lengths = {len(ids) for ids in sequences}
     return tuple(
-        ids for ids in sequences if not any(ids[i:] in sequences for i in range(1, len(ids)))
+        ids
+        for ids in sequences
+        if not any(ids[-size:] in sequences for size in lengths if size < len(ids))
     )
 
 

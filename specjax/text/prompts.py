@@ -182,9 +182,9 @@ class RequestMaker:
             raise ValueError(f"{where}: {error}") from error
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters, in which logprobs=-1 is replaced by the vocabulary size.
+        """Return a copy of the parameters in which logprobs=-1 is replaced by the vocabulary size.
 
-        They are validated again, because a user may have assigned their fields.
+        The copy is validated again, because a user may have assigned fields of `params`.
         """
         wanted = [n for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1]
         if wanted and self.config.max_logprobs < self.vocab_size:

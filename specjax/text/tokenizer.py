@@ -1,5 +1,6 @@
 """Converts text to token ids and back, for checkpoints with a tokenizer."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -7,7 +8,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
@@ -17,6 +18,8 @@ from specjax.text.tokenizer_names import TokenizerNames
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 1
+_LONG = 2**12  # characters of a text, or tokens
+_CHARACTERS_PER_TOKEN = 16  # more than texts of any language have on average
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,38 @@ class ChatTokenizer(TokenizerNames):
     named_templates: Mapping[str, str] = field(default_factory=dict)  # other chat templates
     response_template: Any = None  # how responses are read; None if the checkpoint does not say
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a text. Other threads can run meanwhile, even if it is long.
 
         With `add_special_tokens`, these include the special tokens that the model expects in a
         prompt.
+
+        Raises:
+            ValueError: a part of the text has more than twice `max_tokens` tokens. So a text that
+                is much too long is refused without encoding all of it.
         """
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
+        return self._encode(text, add_special_tokens).ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        if len(text) < _LONG:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Only the methods for batches release Python's lock.
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        size = _CHARACTERS_PER_TOKEN * max_tokens
+        while size < len(text):
+            # Cut within a word, a part may have a few other tokens than in the whole text.
+            if len(self._encode(text[:size], False)) > 2 * max_tokens:
+                raise ValueError(
+                    f"the text has more than {2 * max_tokens} tokens, and at most {max_tokens} fit"
+                )
+            size *= 2
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         """Return the text of token ids.
@@ -45,7 +73,10 @@ class ChatTokenizer(TokenizerNames):
         If `skip_special_tokens` is None, the attribute `skips_special_tokens` is used instead.
         """
         skips = self.skips_special_tokens if skip_special_tokens is None else skip_special_tokens
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skips)
+        if len(token_ids) < _LONG:
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=skips)
+        # Only this method releases Python's lock.
+        return self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skips)[0]
 
     def for_outputs(self, *, skip_special_tokens: bool) -> "ChatTokenizer":
         """Return a tokenizer whose `decode` has `skip_special_tokens` as its default."""
@@ -112,6 +143,7 @@ class ChatTokenizer(TokenizerNames):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        max_seconds: float = math.inf,
         **variables: Any,
     ) -> Any:
         """Render a conversation in the form that the model expects.
@@ -125,11 +157,13 @@ class ChatTokenizer(TokenizerNames):
             tools: functions that the model may call, as JSON schemas. If tools are given, the
                 default template is the template tool_use, if the checkpoint has it.
             chat_template: a template in Jinja, or the name of a template in the checkpoint.
+            max_seconds: the maximum time to render the text.
             variables: further variables of the template, like enable_thinking.
 
         Raises:
             CheckpointError: there is no chat template.
-            ValueError: the template refuses the messages, or arguments contradict each other.
+            ValueError: the template refuses the messages or takes too long, or arguments
+                contradict each other.
         """
         template = self.find_template(chat_template, has_tools=tools is not None)
         if add_generation_prompt and continue_final_message:
@@ -144,6 +178,7 @@ class ChatTokenizer(TokenizerNames):
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
+                max_seconds=max_seconds,
                 **variables,
             )
         except Exception as error:  # a template may raise anything

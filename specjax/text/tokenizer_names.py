@@ -25,7 +25,7 @@ class Encoding(dict):
 class TokenizerNames:
     """The base class of `ChatTokenizer`, with methods and attributes of transformers' tokenizers.
 
-    They use the subclass's `tokenizer`, `special_tokens`, `encode` and `decode`.
+    These methods use the subclass's `tokenizer`, `special_tokens`, `encode` and `decode`.
     """
 
     if TYPE_CHECKING:

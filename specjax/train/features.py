@@ -1,4 +1,4 @@
-"""The target's features of documents, which are the training data of drafters."""
+"""The features that a target computes for documents: the training data of drafters."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ class FeatureSet:
         return cls(Batch(tokens, is_answer, hidden, auxiliary))
 
     def batch_at(self, step: int, batch: int, seed: int) -> Batch:
-        """Return the rows of a training step, which depend only on the arguments."""
+        """Return the rows of a training step. The rows depend only on the arguments."""
         index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
         tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
         return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))

@@ -89,10 +89,10 @@ def unrolled_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return a loss for a head that drafts several tokens, each from its own previous output.
 
-    Training drafts as serving does ("training-time test", Li et al. 2025, section 3.2). The loss is
-    the cross-entropy between the target's and the head's distributions, summed over drafts. Draft j
-    has the weight decay^j. Positions whose most likely token is not in the
-    draft vocabulary are ignored.
+    In training, the head makes its drafts in the same way as in serving ("training-time test", Li
+    et al. 2025, section 3.2). The loss is the cross-entropy between the target's and the head's
+    distributions, summed over drafts. Draft j has the weight decay^j. Positions whose most likely
+    token is not in the draft vocabulary are ignored.
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 from support.engines import simulated_engines
+from support.refusals import refusal
 from support.scripts import TextScript
 
-from specjax.bench.offline import Offline, round_over_plain
+from specjax.bench.offline import BatchRun, Offline, round_over_plain
+from specjax.bench.peers import process
 from specjax.bench.peers.peer import compare_outputs, ratios
 from specjax.bench.result import Accepted, Distribution
+from specjax.bench.throughput import Rounds, peers_of
 from specjax.bench.traffic.record import Record, by_group
 from specjax.cli import main
+from specjax.commands.bench_throughput import read_peers
 from specjax.host.leaving import INTERRUPTED
 
 VOCAB = 300
@@ -134,6 +138,17 @@ def test_peers_are_compared():
         "first_differences": [1],
     }
     assert compare_outputs(own, []) is None
+
+
+def test_a_peer_keeps_each_round_and_needs_its_packages(monkeypatch):
+    own = [BatchRun(seconds=s, records=[], before=None, after=None) for s in (1.0, 4.0, 2.0)]
+    passes = [(2.0 * seconds, []) for seconds in (1.0, 4.0, 2.0)]
+    queries, workers = SimpleNamespace(queries=[]), {"x": SimpleNamespace(version="1")}
+    (peer,) = peers_of(Rounds(batches=own, peers={"x": passes}), workers, queries)
+    assert [one["elapsed_time"] for one in peer.rounds] == [2, 8, 4]
+    assert peer.figures["elapsed_time"] == 4 and peer.ratios["elapsed_time"] == 0.5
+    monkeypatch.setattr(process, "find_spec", lambda name: None if name == "torch" else name)
+    refusal(lambda: read_peers(["transformers"]), "the package torch; pip install 'specjax[peers]'")
 
 
 def test_transformers_in_padded_batches_gives_what_it_gives_alone(folder, files):

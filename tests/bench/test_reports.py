@@ -13,7 +13,7 @@ import pytest
 from support.refusals import refusal
 
 from specjax.bench.reports.compare import compare
-from specjax.bench.reports.noise import of_requests, of_rounds
+from specjax.bench.reports.noise import of_pairs, of_requests, of_rounds
 from specjax.bench.reports.saved import parse
 from specjax.bench.reports.svg import ticks
 from specjax.bench.result import Accepted, Details, Distribution, Peer, Speculation, as_json
@@ -198,14 +198,37 @@ def test_a_bootstrap_of_requests_covers_the_true_ratio():
     assert copies == pytest.approx(of_requests("mean", before, after))
 
 
+def test_pairs_on_the_same_prompts_cover_the_true_ratio():
+    """Prompts differ from each other by far more than runs do."""
+    found = []
+    for _ in range(400):
+        sizes = np.exp(RANDOM.normal(size=12))
+        before, after = (
+            {
+                i: size * factor * np.exp(0.02 * RANDOM.normal(size=2))
+                for i, size in enumerate(sizes)
+            }
+            for factor in (1.0, 1.1)
+        )
+        found.append(of_pairs(before, after))
+    covered = np.mean([low <= 1.1 <= high for low, high in found])
+    assert 0.91 < covered < 0.98 and np.mean([high - low for low, high in found]) < 0.05
+    assert of_pairs({0: [1.0]}, {0: [2.0]}) is None  # one pair
+
+
 @pytest.fixture
 def compared(tmp_path, capsys):
+    """Compare two results, or lists of repeated ones."""
+
     def compared(before, after, *options):
-        paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-        for path, one in zip(paths, (before, after), strict=True):
-            with open(path, "w") as file:
-                json.dump(one, file)
-        code = main(["bench", "compare", *paths, *options])
+        sides = []
+        for name, side in zip("ab", (before, after), strict=True):
+            side = side if isinstance(side, list) else [side]
+            paths = [tmp_path / f"{name}{i}.json" for i in range(len(side))]
+            for path, one in zip(paths, side, strict=True):
+                path.write_text(json.dumps(one))
+            sides.append(",".join(map(str, paths)))
+        code = main(["bench", "compare", *sides, *options])
         return code, capsys.readouterr()
 
     return compared
@@ -234,10 +257,30 @@ def test_compare_lists_settings_and_tells_noise_from_change(compared):
     without = served(latencies, failed=1)  # some of its latencies are of failed requests
     (unknown,) = [
         one.interval
-        for one in compare(*(parse(json.dumps(x), "x") for x in (without, after))).changes
+        for one in compare(*([parse(json.dumps(x), "x")] for x in (without, after))).changes
         if one.key == "mean_e2el_ms"
     ]
     assert unknown is None
+
+
+def test_repeated_results_tell_how_runs_differ(compared):
+    """Runs of one side differ by 10 %, so 5 % more is noise; twice as much is not."""
+    runs = [100.0, 110.0, 90.0]
+
+    def change(factor):
+        sides = [[served() for _ in runs] for _ in range(2)]
+        for side, of in zip(sides, (1.0, factor), strict=True):
+            for one, rate in zip(side, runs, strict=True):
+                one["output_throughput"] = rate * of
+        found = json.loads(compared(*sides, "--json")[1].out)
+        return found["changes"]["output_throughput"]
+
+    slight, large = change(1.05), change(2.0)
+    assert slight["before"] == 100 and slight["ratio"] == pytest.approx(1.05)
+    assert slight["interval_from"] == "3 and 3 runs" and slight["is_beyond_noise"] is False
+    assert large["is_beyond_noise"]
+    code, printed = compared([served(), served(settings={"k": 5})], served())
+    assert code == 2 and "of one side differ" in printed.err and "k: 3 and 5" in printed.err
 
 
 def test_other_workloads_and_foreign_files_are_refused(compared, tmp_path):

@@ -16,6 +16,10 @@ from support.texts import simulated_llm
 from support.timed_server import timed_server
 
 from specjax.bench.result import without_headers
+from specjax.bench.ties import tell_ties
+from specjax.bench.traffic.endpoint import Endpoint
+from specjax.bench.traffic.forms import FORMS
+from specjax.bench.traffic.record import Record
 from specjax.cli import main
 
 pytest.importorskip("aiohttp")
@@ -156,7 +160,37 @@ def test_speculation_is_that_of_the_engine_and_outputs_are_verified(served, aske
     assert 0 <= details["arrivals"]["max_late_ms"] and details["num_compiles"] == 0
 
 
-def test_chats_and_a_peer_that_is_started(served, asked, tmp_path, monkeypatch):
+TIES = [  # tokens expected and given, the server's two best, a temperature, what is said
+    (
+        [1, 2, 3],
+        [1, 5, 3],
+        {5: -1.00005, 2: -1.0, 8: -9.0},
+        0.0,
+        (1, "2 and 5; the best are [2, 5]"),
+    ),
+    ([1, 2, 3], [1, 5, 3], {2: -1.0, 5: -1.001}, 0.0, (0, "1.0e-03 apart")),
+    ([1, 2, 3], [1, 7, 3], {2: -1.0, 5: -1.00005}, 0.0, (0, "2 and 7; the best are [2, 5]")),
+    ([1, 2, 3], [1, 5, 3], {}, 0.7, (0, "with a temperature, near-ties are not looked for")),
+    ([1, 2, 3], [1, 2], {}, 0.0, (0, "lengths 3 and 2")),
+]
+
+
+@pytest.mark.parametrize("before, after, best, temperature, expected", TIES)
+def test_near_ties_are_told_from_mismatches(before, after, best, temperature, expected):
+    records = [Record(index=6, token_ids=ids, prompt_ids=[9]) for ids in (before, after)]
+    with timed_server(seconds=[], tokens=[], best=best) as server:
+        fields = {"temperature": temperature, "return_token_ids": True}
+        endpoint = Endpoint(base_url=server.url, model="m", form=FORMS["openai"], fields=fields)
+        found = tell_ties(endpoint, [records])
+    num_ties, words = expected
+    assert len(found[0]) == num_ties and len(found[1]) == 1 - num_ties
+    (text,) = [*found[0], *found[1]]
+    assert text.startswith("request 6 at output token ") and words in text
+    if best:
+        assert server.bodies[0][1]["prompt"] == [9, 1]
+
+
+def test_chats_and_a_peer_that_is_started(served, asked, folder, tmp_path, monkeypatch):
     """The peer is a program called vllm, which sends what `TimedServer` sends."""
     support = Path(__file__).parents[1]
     program = tmp_path / "vllm"
@@ -164,7 +198,8 @@ def test_chats_and_a_peer_that_is_started(served, asked, tmp_path, monkeypatch):
 import asyncio, sys
 sys.path.insert(0, {str(support)!r})
 from support.timed_server import TimedServer
-assert sys.argv[1] == "serve" and sys.argv[5:] == ["--dtype", "auto", "--more", "1"], sys.argv
+assert sys.argv[1:3] == ["serve", {str(folder)!r}], sys.argv
+assert sys.argv[5:] == ["--dtype", "float32", "--more", "1"], sys.argv
 async def main():
     made = TimedServer(seconds=[0.01, 0.01], tokens=[4, 6])
     await (await asyncio.start_server(made.answer, "127.0.0.1", int(sys.argv[4]))).serve_forever()
@@ -173,7 +208,16 @@ asyncio.run(main())
     program.write_text(code)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    options = ["--backend", "openai-chat", "--against", "vllm", "--peer-args", "--more 1"]
+    options = [
+        "--model",
+        folder,
+        "--backend",
+        "openai-chat",
+        "--against",
+        "vllm",
+        "--peer-args",
+        "--more 1",
+    ]
     found = bench("--base-url", served.url, *asked, *options)
     (peer,) = found["specjax"]["peers"]
     assert peer["name"] == "vllm" and peer["figures"]["completed"] == 4

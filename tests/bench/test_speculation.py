@@ -6,6 +6,7 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
 from support.engines import simulated_engines
 from support.scripts import TextScript
@@ -15,10 +16,13 @@ from specjax.bench.comparison import load_llm
 from specjax.bench.engines import open_engines, read_setup
 from specjax.bench.machine import CpuTime
 from specjax.bench.measure import PLAIN
+from specjax.bench.reports.compare import compare
+from specjax.bench.reports.saved import parse
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.cli import build_parser, main
 
 VOCAB, NUM_PROMPTS, MAX_TOKENS = 300, 2, 6
+SUFFIX = {"method": "eagle3", "with": ["suffix"]}
 
 
 class SlowScript(TextScript):
@@ -39,12 +43,13 @@ def simulated():
 
 @pytest.fixture(scope="module")
 def options(checkpoints, files, folder):
-    """The command's options for a tiny target, and a drafter of each kind."""
+    """The command's options for a tiny target, and a drafter with and one without a source."""
+    head, with_suffix = checkpoints.eagle3(files, draft_vocab=200).folder, SUFFIX
     return [
         *("bench", "--model", str(folder), "--k", "2,0"),
         *("--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(MAX_TOKENS)),
         *("--drafter", f"eagle={checkpoints.eagle(files).folder}"),
-        *("--drafter", f"eagle3={checkpoints.eagle3(files, draft_vocab=200).folder}"),
+        *("--speculative-config", json.dumps({**with_suffix, "model": str(head)})),
     ]
 
 
@@ -56,7 +61,8 @@ def result(options, tmp_path_factory):
         paths = "--output", str(file), "--report", str(file.with_suffix(".md"))
         assert main([*options, "--rounds", "2", *paths]) == 0
     drawn = file.with_suffix(".md").read_text()
-    assert all(f"\n| {name} | " in drawn for name in ("plain", "eagle K=2", "eagle3 K=2"))
+    assert all(f"\n| {name} | " in drawn for name in ("plain", "eagle K=2", "eagle3+suffix K=2"))
+    assert "\n| eagle3+suffix K=2: suffix | " in drawn
     return printed.getvalue(), json.loads(file.read_text())
 
 
@@ -64,7 +70,7 @@ def test_figures_are_consistent(result):
     _, report = result
     rounds = 2 * NUM_PROMPTS
     assert report["num_rounds"] == rounds
-    names = ["plain", "eagle K=0", "eagle K=2", "eagle3 K=0", "eagle3 K=2"]
+    names = ["plain", "eagle K=0", "eagle K=2", "eagle3+suffix K=0", "eagle3+suffix K=2"]
     assert [f["configuration"] for f in report["configurations"]] == names
     for figures in report["configurations"]:
         assert figures["num_outputs"] == NUM_PROMPTS
@@ -78,11 +84,33 @@ def test_figures_are_consistent(result):
         assert figures["ms_per_token"]["median"] < 2e3 / figures["tokens_per_second"]
         for spread in figures["ms_per_token"], figures["ratio"]:
             assert 0 < spread["p10"] <= spread["median"] <= spread["p90"]
+        # Each prompt is measured twice, and the sums of its rounds are the totals.
+        prompts = [one["prompts"] for one in figures["rounds"]]
+        assert sorted(prompts) == [[0], [0], [1], [1]]
+        ratios = [one["times_plain"] for one in figures["rounds"]]
+        assert np.percentile(ratios, 50) == pytest.approx(figures["ratio"]["median"])
+    by_source = report["configurations"][-1]["by_source"]
+    assert sum(one["num_accepted"] for one in by_source.values()) > 0
+    assert {"eagle3", "suffix"} >= by_source.keys() and "suffix" in by_source
     assert report["configurations"][0]["ratio"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
+
+
+def test_two_reports_are_compared_by_their_rounds(result):
+    _, report = result
+    half = json.loads(json.dumps(report))
+    for figures in half["configurations"]:
+        for of in figures, *figures["rounds"]:
+            of["tokens_per_second"] /= 2
+    before, after = (parse(json.dumps(one), "x") for one in (report, half))
+    found = {one.key: one for one in compare([before], [after]).changes}
+    change = found["eagle K=2: tokens_per_second"]
+    assert change.interval == pytest.approx((0.5, 0.5)) and change.source == "2 pairs"
+    assert found["eagle K=2: times_plain"].is_beyond_noise is False
 
 
 def test_the_report_says_what_it_is_of(result):
     printed, report = result
+    assert re.search(r"eagle3\+suffix K=2, drafts accepted: .*\d of \d+ of suffix", printed)
     assert report["outputs_identical"] is True and report["is_interrupted"] is False
     assert f"token for token: yes ({NUM_PROMPTS} prompts)" in printed
     assert report["num_compiles_while_measuring"] == 0
@@ -100,7 +128,9 @@ def test_what_a_round_costs_is_printed_and_whether_times_are_in_doubt(options, m
     assert main(options) == 0
     printed = capsys.readouterr().out
     assert "DO NOT TRUST THESE TIMES: this process got 33% of the CPU time" in printed
-    assert re.search(r"a round of 3 rows \(eagle3? K=2\) costs [\d.]+ plain steps on", printed)
+    assert re.search(
+        r"a round of 3 rows \(eagle(?:3.suffix)? K=2\) costs [\d.]+ plain steps on", printed
+    )
 
 
 def test_a_batch_decodes_together_above_temperature_0(options, capsys):
@@ -162,12 +192,12 @@ def test_rows_and_work_are_told_in_turn_without_a_terminal(options, capsys, capl
     with caplog.at_level("INFO", "specjax"):
         assert main(options) == 0
     work, rows = zip(*printed, strict=True)
-    names = ["plain decoding", "eagle, K = 0, 2", "eagle3, K = 0, 2"]
+    names = ["plain decoding", "eagle, K = 0, 2", "eagle3+suffix, K = 0, 2"]
     told = [f"{do} {name}" for name in names for do in ("loading and compiling", "measuring")]
     assert [line.removesuffix(", alternating with plain decoding") for line in work] == told
     firsts = [[row.split("  ")[0] for row in text.splitlines()] for text in rows]
     assert firsts == [[], [], ["", "plain"], [], ["eagle K=0", "eagle K=2"], []]
-    assert "eagle3 K=2" in capsys.readouterr().out
+    assert "eagle3+suffix K=2" in capsys.readouterr().out
 
 
 def test_an_interrupt_shows_what_has_been_measured(options, monkeypatch, capsys, tmp_path):
@@ -187,7 +217,7 @@ def test_an_interrupt_shows_what_has_been_measured(options, monkeypatch, capsys,
     assert [f["num_outputs"] for f in report["configurations"]] == [2, 1, 1]
     rows = [line.split("  ")[0] for line in out.split("\n\n")[0].splitlines()]
     assert rows == ["", "plain", "eagle K=0", "eagle K=2"]
-    assert "interrupted after 2 rounds; not measured: eagle3 K=0, eagle3 K=2\n" in out
+    assert "interrupted after 2 rounds; not measured: eagle3+suffix K=0, eagle3+suffix K=2\n" in out
 
 
 def test_an_interrupt_before_the_first_row_is_said(options, monkeypatch, capsys):
@@ -213,13 +243,13 @@ def test_a_terminal_shows_a_table_that_grows_and_whose_turn_it_is(options, monke
         "\nplain ",
         "loading and compiling eagle, K = 0, 2",
         "\neagle K=0 ",
-        "measuring eagle3, K = 0, 2",
-        "\neagle3 K=2 ",
+        "measuring eagle3+suffix, K = 0, 2",
+        "\neagle3+suffix K=2 ",
         "outputs identical to plain decoding's",
     ):
         place = drawn.index(words, place)
     table = drawn[:place]
     table = table[table.rindex(" tokens ") :].splitlines()[:7]
     rows = [line.split("  ")[0] for line in table[2:]]
-    assert rows == ["plain", "eagle K=0", "eagle K=2", "eagle3 K=0", "eagle3 K=2"]
+    assert rows == ["plain", "eagle K=0", "eagle K=2", "eagle3+suffix K=0", "eagle3+suffix K=2"]
     assert max(map(len, table)) <= 80

@@ -401,7 +401,15 @@ def test_the_sanitizer_is_asked_where_it_is_there(runner, tmp_path, monkeypatch,
     assert last.get("passes") is passes and ("absent" in last) == (code is None)
 
 
-@pytest.mark.slow
-def test_the_plan_runs_on_the_cpu():
-    done = subprocess.run([sys.executable, str(FOLDER / "plan.py"), "--dry-run"], timeout=900)
-    assert done.returncode == 0
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Without whole engines but those of grid, models and host, which are made in the same way.
+        pytest.param(["--without", "tokens", "watch", "adaptive"], marks=pytest.mark.slow),
+        pytest.param([], marks=pytest.mark.nightly),
+    ],
+    ids=["some", "all"],
+)
+def test_the_plan_runs_on_the_cpu(options):
+    command = [sys.executable, str(FOLDER / "plan.py"), "--dry-run", *options]
+    assert subprocess.run(command, timeout=900).returncode == 0

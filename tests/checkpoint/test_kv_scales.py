@@ -104,6 +104,7 @@ def test_layers_get_their_scales(kind, expected, checkpoints):
     assert choose_pages(source, None, "int8", None, no_log).source is source
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_small_cuts_values(checkpoints):
     """In fp8, where scales are used; in the model's dtype they do nothing."""
     plain = checkpoints.target("llama").folder

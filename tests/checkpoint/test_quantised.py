@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
+from support.params import plain_of
 from support.refusals import refusal
 
 from specjax import SamplingParams
@@ -23,7 +24,6 @@ from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.packed import Packed
 from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.scaled import Scaled
-from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
@@ -88,7 +88,7 @@ def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, 
         loaded.append(params)
     assert expected in kinds_of(loaded[0]) and kinds_of(loaded[1]).isdisjoint({Packed, Scaled})
     assert expected != PackedExperts or ExpertMatrices not in kinds_of(loaded[0])
-    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], dtype), loaded[1])
+    jax.tree.map(np.testing.assert_array_equal, plain_of(loaded[0], dtype), loaded[1])
     if not isinstance(loaded[0], tuple):
         bytes_ = sum(x.nbytes for x in jax.tree.leaves(loaded[0]))
         source = open_model(folders_of(kind, form, **SIZES.get(kind, {}))[0])
@@ -109,6 +109,7 @@ def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, for
     np.testing.assert_allclose(causal_logits(narrow, tokens), hf_logits(hf, tokens), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_with_and_without_drafts(folders_of):
     """Requests drawn from seeds, by a hybrid whose module is packed as well."""
     folder = folders_of("qwen3_5_text", "awq")[0]

@@ -59,6 +59,7 @@ NO_DRAFTER = ["has no default drafter", "name one with --drafter"]
 LLAMA = CONFIGS / "Llama-3.1-8B"
 INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
 SERVE = "bench serve --base-url http://127.0.0.1:9"
+CONFIG = "--speculative-config"
 OFFLINE = "bench throughput --model MODEL"
 LOADS = [
     ("bench serve --dataset-name share", ["--dataset-name share", "'sharegpt'"]),
@@ -78,6 +79,16 @@ LOADS = [
     ("bench latency --report a.pdf", ["--report a.pdf must end in .html, .md, .png"]),
     ("bench serve --model MODEL --report a", ["--report a must end in .html"]),
     (f"{OFFLINE} --output-json a.md --report ./a.md", ["--output-json and --report both write"]),
+    ("bench sweep serve --request-rate 1", ["must list several values, like 1,4"]),
+    ("bench sweep serve --request-rate 1,0", ["--request-rate 0 must be above 0"]),
+    ("bench sweep serve --request-rate 1,x", ["--request-rate 1,x must list numbers"]),
+    ("bench sweep serve --max-concurrency 1,1", ["--max-concurrency 1,1 has a value twice"]),
+    ("bench sweep --k 3 serve", ["--k precedes serve"]),
+    (f"bench {CONFIG} '{{}}'", ["speculative_config lacks ['method'"]),
+    (f"bench sweep {CONFIG} []", [f"{CONFIG} must be a JSON object"]),
+    (f"bench {CONFIG} '{{\"adaptive\": true}}'", [f"{CONFIG} sets adaptive", "with --k"]),
+    (f"bench sweep {CONFIG} '{{}}' --drafter ngram", ["leave out --drafter"]),
+    ("bench compare a,a b", ["a is named twice"]),
     ("bench compare a b --fail-over 5", ["--fail-over 5 must be per cent, like 5%"]),
     ("bench latency --batch-size 0", ["--batch-size=0"]),
     ("bench latency --num-iters 0", ["--num-iters=0"]),

@@ -122,7 +122,9 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "DeepSeek-V3")) for n in ALL]
+)
 def test_parameters_are_those_of_transformers(reports, sums, name):
     report, num_parameters = reports[name], sums[name].parameters()
     assert report["weights"]["num_parameters"] == num_parameters

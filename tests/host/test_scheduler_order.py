@@ -178,7 +178,7 @@ def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
         assert load == DecodeLoad(3, 0, 64)
         return
     assert (load.num_sequences, load.num_context, load.max_tokens) == (3, 4 + 5 + 6 + 3, 64)
-    assert load.requests[1:] == ([1.0] * 3, [5, 6, 7], [3, 3, 1])
+    assert load.requests[1:] == ([1.0] * 3, [5, 6, 7], [3, 3, 1], None)
     assert len(set(load.requests.keys)) == 3
 
 

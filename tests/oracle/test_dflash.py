@@ -172,7 +172,7 @@ CASES = {
     ),
     "dflash2": (DFLASH2, {"scale": SCALE}, (3, 2)),
 }
-QUICK = "windows-from-the-anchor-own-embedding-d2t-k-changes", "dspark"
+QUICK = ("windows-from-the-anchor-own-embedding-d2t-k-changes",)
 
 
 @pytest.mark.parametrize(

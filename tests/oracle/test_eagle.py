@@ -173,7 +173,6 @@ CASES = {
         {"kind": GreedyOracle},
         {"draft_sample_method": "greedy"},
         SHALLOW,
-        is_slow=False,
     ),
     # Gemma's embeddings are scaled for the target alone.
     "eagle-of-a-target-with-other-layers": Case("eagle", {"embedding": "same"}, target=GEMMA),
@@ -187,7 +186,6 @@ CASES = {
         "eagle3",
         *OPTIONS["specforge-norm"],
         {"ks": (*[3] * 8, *[0] * 20), "least": 20},
-        is_slow=False,
     ),
     # As AWS publishes them; its norm is of no consequence, since nothing is recycled.
     "p_eagle-aws": Case(
@@ -195,7 +193,6 @@ CASES = {
         {"pard_token": MASK, "norm_output": True, "embedding": "own"},
         {"kind": OracleBlock},
         NOW_AND_THEN | {"least": 20},
-        is_slow=False,
     ),
     # What a head may have besides.
     "p_eagle-all-speculators": Case(

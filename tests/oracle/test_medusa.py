@@ -81,7 +81,9 @@ def target(checkpoints):
     return checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("layout, ks", [(FIRST, (3, 0, 1)), (VLLM, (3,))])
+@pytest.mark.parametrize(
+    "layout, ks", [pytest.param(FIRST, (3, 0, 1), marks=pytest.mark.slow), (VLLM, (3,))]
+)
 def test_medusa_drafts(target, check_drafts, tmp_path, layout, ks):
     folder, *heads = write_heads(tmp_path / "heads", layout, target.hf.config.hidden_size)
     check_drafts(target, folder, "medusa", OracleHeads(*heads), ks=ks, least=20)

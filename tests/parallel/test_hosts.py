@@ -80,7 +80,11 @@ def test_two_processes_give_what_one_gives(checkpoints):
         {
             "folder": mtp,
             "updated": None,
-            "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
+            "speculative_config": {
+                "method": "mtp",
+                "num_speculative_tokens": 3,
+                "with": ["suffix"],
+            },
         },
     ]
     halves = {str(i): {"folder": with_own_half(checkpoints, target.folder, i)} for i in range(2)}

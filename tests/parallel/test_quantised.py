@@ -72,6 +72,7 @@ def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, f
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, bits, count, config",
     [

@@ -276,6 +276,7 @@ def test_rollouts(letters):
     assert found[0] == found[2]
 
 
+@pytest.mark.slow
 def test_real_devices(letters):
     """Weights and caches lie on each replica's devices, also after sleep."""
     found = []

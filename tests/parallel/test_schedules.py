@@ -78,6 +78,7 @@ def test_random_schedules(checkpoints, monkeypatch):
 
 DRAFTERS = {
     "eagle3": (2, lambda c: ("eagle3", eagle3(c).folder)),
+    "suffix": (2, lambda c: ("suffix", None)),
     "p_eagle": (2, lambda c: ("p_eagle", parallel_head(c, "p_eagle"))),
     "dflash": (4, lambda c: ("dflash", parallel_head(c, "dflash"))),
     "dspark": (2, lambda c: ("dflash", parallel_head(c, "dspark"))),

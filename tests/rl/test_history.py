@@ -2,15 +2,21 @@
 
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from scipy.special import softmax
 from support.engines import SIZES, VOCAB, K, random_prompts, simulated_engines
+from support.fits import FIXED_SEED, pvalue
+from support.logits import hf_logits
+from support.one_thread_ray import OneThread
 from support.rollouts import copied, noisy
 
 from specjax import SamplingParams
-from specjax.rl import RolloutEngine, RolloutHistory
+from specjax.rl import RolloutBatch, RolloutEngine, RolloutHistory, ray_workers
+from specjax.rl.ray_workers import RayRollouts
 
 CONFIG = {"method": "suffix", "num_speculative_tokens": K}
 PROMPTS = random_prompts(9, 20, 5, vocab_size=VOCAB)
@@ -20,9 +26,16 @@ def outputs_of(batch):
     return [(one.prompt_index, one.sample_index, one.token_ids.tolist()) for one in batch]
 
 
-def generate(engine, history=None, prompts=PROMPTS, **params):
+def generate(engine, history=None, prompts=PROMPTS, reuse_noise=0.0, **params):
     params = {"n": 3, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True, **params}
-    return engine.generate(prompts, SamplingParams(**params), history=history)
+    sampling = SamplingParams(**params)
+    return engine.generate(prompts, sampling, history=history, reuse_noise=reuse_noise)
+
+
+def counts_of(engine, source):
+    metrics = engine.metrics()
+    counts = metrics.draft_tokens_per_source, metrics.accepted_tokens_per_source
+    return np.array([one.get(source, 0) for one in counts])
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +61,106 @@ def test_ten_updates_with_and_without_a_history(target):
             accepted.append(engine.metrics().accepted_tokens_per_source.get("history", 0))
             weights = noisy(weights, seed=update, scale=1e-3)
             engine.update_weights(weights)
+        reused = generate(engine, history, reuse_noise=1.0, temperature=0.05)
+        assert all(one.reuses_noise for one in reused)
+        prompts = [one.prompt_token_ids.tolist() for one in reused]
+        params = [replace(one.params, n=1, seed=one.seed) for one in reused]
+        plain = engine.generate(prompts, params)  # which has the same seeds
+        assert [x.token_ids.tolist() for x in plain] == [x.token_ids.tolist() for x in reused]
+        periods = [one.accepted_tokens_per_source for one in engine.acceptance()]
+    assert [one["history"] for one in periods[1:10]] == np.diff(accepted[1:]).tolist()
     assert min(np.diff(accepted[1:])) > 0
+
+
+def test_the_distribution_with_a_history(target):
+    """Second and third tokens, against the chances that transformers gives them."""
+    history, prompt, temperature = RolloutHistory(), PROMPTS[2], 0.15
+    with RolloutEngine(target.folder, speculative_config=CONFIG, **SIZES) as engine:
+        rows = []
+        for _ in range(3):
+            params = {"n": 150, "max_tokens": 3, "temperature": temperature}
+            batch = generate(engine, history, [prompt], **params)
+            rows += [one.token_ids for one in batch]
+        drafts, accepted = counts_of(engine, "history")
+    assert 0.2 * drafts < accepted < 0.95 * drafts
+    rows = np.array(rows)
+    logits = hf_logits(target.hf, [[*prompt, *row[:2].tolist()] for row in rows])[:, -2:]
+    chances = softmax(logits / temperature, axis=-1)
+    for i in range(2):
+        pairs = zip(rows, chances, strict=True)
+        expected, found = np.zeros((2, VOCAB, VOCAB))
+        for row, chance in pairs:
+            expected[row[i]] += chance[i]
+            found[row[i], row[i + 1]] += 1
+        assert pvalue(found, expected) > FIXED_SEED
+
+
+def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
+    """Half of each group, and the last samples of the group before, whatever their lengths."""
+    history = RolloutHistory()
+    first = generate(engine, history, n=4)
+    engine.update_weights(copied(engine.params.target))
+    before = counts_of(engine, "replay")
+    batch = list(engine.stream(PROMPTS, first[0].params, history=history, reuse_noise=0.5))
+    drafts, accepted = counts_of(engine, "replay") - before
+    assert accepted == drafts > 80
+    earlier = {(one.prompt_index, one.sample_index): one for one in first}
+    for one in batch:
+        assert one.reuses_noise == (one.sample_index < 2)
+        if one.reuses_noise:
+            same = earlier[one.prompt_index, 3 - one.sample_index]
+            assert one.seed == same.seed and one.token_ids.tolist() == same.token_ids.tolist()
+    assert len({one.seed for one in batch}) == len(batch)
+    assert RolloutBatch(batch).padded(0).reuses_noise.mean() == 0.5
+    assert not any(one.reuses_noise for one in generate(engine, history))
+
+
+def test_workers_share_a_history(target, monkeypatch):
+    """Rollouts of either are drafts of both, under the noise that a single engine would have."""
+    monkeypatch.setattr(ray_workers, "import_ray", lambda name: OneThread())
+    options = {**SIZES, "speculative_config": CONFIG}
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
+    history = RolloutHistory()
+    with (
+        simulated_engines(),
+        RolloutEngine(target.folder, **options) as single,
+        RayRollouts(target.folder, num_workers=2, group_size=1, **options) as workers,
+    ):
+        first = workers.generate(PROMPTS, params, history=history)
+        assert outputs_of(first) == outputs_of(single.generate(PROMPTS, params))
+        assert len(history) == 9 and history._identity["vocabulary"] == VOCAB
+        workers.update_weights(copied(single.params.target))
+        again = [*workers.stream(PROMPTS[::-1], params, history=history, reuse_noise=1.0)]
+        assert all(one.reuses_noise for one in again) and len(history) == 18
+        tokens = {one.seed: one.token_ids.tolist() for one in first}
+        assert {one.seed: one.token_ids.tolist() for one in again} == tokens
+        accepted = [one.accepted_tokens_per_source.get("replay", 0) for one in workers.metrics()]
+        assert sum(accepted) > 100 and min(accepted) > 0
+        history._identity["model"] = "another"
+        with pytest.raises(ValueError, match="rollouts of another model"):
+            workers.generate(PROMPTS, params, history=history)
+
+
+def test_noise_is_not_reused_twice_at_a_time(engine):
+    """Neither by the same prompt given twice, nor by a fixed seed; nor from the same weights."""
+    history = RolloutHistory()
+    generate(engine, history, seed=5)
+    again = generate(engine, history, reuse_noise=1.0, seed=5)
+    assert not any(one.reuses_noise for one in again)
+    engine.update_weights(copied(engine.params.target))
+    batch = generate(engine, history, [PROMPTS[0]] * 2, reuse_noise=0.5, seed=5)
+    for i in range(2):
+        assert len({one.seed for one in batch if one.prompt_index == i}) == 3
+    assert sum(one.reuses_noise for one in batch) == 3
 
 
 def test_a_repeated_prompt_is_drafted_whole(engine):
     """Greedily, with the same weights: each round accepts all drafts but after its first token."""
     history = RolloutHistory()
     first = outputs_of(generate(engine, history, temperature=0))
-    before = engine.metrics()
+    before = counts_of(engine, "history")
     assert outputs_of(generate(engine, history, temperature=0)) == first
-    after = engine.metrics()
-    drafts, accepted = (
-        getattr(after, name)["history"] - getattr(before, name).get("history", 0)
-        for name in ("draft_tokens_per_source", "accepted_tokens_per_source")
-    )
+    drafts, accepted = counts_of(engine, "history") - before
     assert accepted == drafts > 100
 
 
@@ -80,8 +179,7 @@ def test_longest_prompts_start_first(engine):
     history = RolloutHistory()
     for prompt, length in zip(PROMPTS, (4, 24, 12), strict=True):
         generate(engine, history, [prompt], max_tokens=length)
-    starts = engine._make(PROMPTS, SamplingParams())
-    ordered = history.begin(starts, engine._llm, engine.version)
+    ordered = engine._begin(PROMPTS, SamplingParams(), history, 0.0)
     assert [start.prompt_index for start in ordered] == [1, 2, 0]
 
 
@@ -117,6 +215,11 @@ def test_bad_input(engine, target, tmp_path):
     with pytest.raises(ValueError, match="not the state of a RolloutHistory"):
         RolloutHistory.of({"tokens": np.zeros(3)})
     history = RolloutHistory()
+    for bad in -0.1, 1.5, "half", True:
+        with pytest.raises(ValueError, match=f"reuse_noise={bad!r} must be a fraction"):
+            generate(engine, history, reuse_noise=bad)
+    with pytest.raises(ValueError, match="reuse_noise=0.5 needs a history"):
+        generate(engine, reuse_noise=0.5)
     generate(engine, history)
     for name in "vocabulary", "model", "tokenizer":
         other = RolloutHistory.of(history.state())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.engines import SIZES, simulated_engines
 from support.logits import hf_logits
+from support.params import plain_of
 from support.refusals import refusal
 from support.rollouts import copied, log_softmax, noisy
 from support.updates import updated
@@ -22,7 +23,6 @@ from specjax.device.models.registry import (
     read_config,
 )
 from specjax.device.placement import Placement
-from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.rl import RolloutEngine, save_model
 from specjax.rl.folders import read_weights
@@ -155,5 +155,5 @@ def test_weights_that_are_divided_over_devices(checkpoints, tmp_path, kind, bits
     for new, old in zip(*map(jax.tree.leaves, (made, params)), strict=True):
         assert new.sharding == old.sharding and new.dtype == old.dtype
     given = load_model(source, FLOAT32, placement)[1]
-    for new, old in zip(*map(jax.tree.leaves, (dequantise(made, FLOAT32), given)), strict=True):
+    for new, old in zip(*map(jax.tree.leaves, (plain_of(made, FLOAT32), given)), strict=True):
         assert np.linalg.norm(new - old) <= LIMITS[bits] * np.linalg.norm(old)

@@ -35,7 +35,8 @@ def test_prompts_end_and_outputs_begin_in_one_column():
     assert arrays.versions.tolist() == [[3, 4, -1], [-1] * 3, [4, 4, 4]]
     assert arrays.prompt_lengths.tolist() == [3, 1, 2] and arrays.lengths.tolist() == [2, 0, 3]
     kinds = {name: array.dtype.name for name, array in arrays._asdict().items()}
-    assert {kinds.pop("mask"), kinds.pop("is_complete")} == {"bool"}
+    booleans = "mask", "is_complete", "reuses_noise"
+    assert {kinds.pop(name) for name in booleans} == {"bool"}
     assert {kinds.pop("logprobs"), kinds.pop("raw_logprobs")} == {"float32"}
     assert set(kinds.values()) == {"int32"}
     rows = arrays.joined()

@@ -9,6 +9,8 @@ import pytest
 from support.engines import SIZES
 from support.tunix_stub import BOS, CONFIG, EOS, PAD, Config, Letters, Mode, made
 
+from specjax.rl import RolloutHistory
+
 pytestmark = pytest.mark.usefixtures("simulated_device")
 
 UNSIZED = {name: value for name, value in SIZES.items() if name != "max_model_len"}
@@ -54,6 +56,18 @@ def test_a_seed_fixes_a_run_whose_samples_all_differ(open_rollout, make):
     samples = run(7)
     assert len(set(samples)) == 6 and run(7) == samples
     assert not {*run(8)} & {*samples}
+
+
+def test_a_history_changes_no_rollout(open_rollout):
+    """It is drafted from, over calls and updates of the weights."""
+    suffix, greedy = {"method": "suffix", "num_speculative_tokens": 3}, []
+    for history in None, RolloutHistory():
+        new = open_rollout(speculative_config=suffix, history=history)
+        for _ in range(2):
+            output = new.generate(["history"] * 2, replace(CONFIG, temperature=0.0))
+            greedy.append([tokens.tolist() for tokens in output.tokens])
+    assert greedy[:2] == greedy[2:]
+    assert new.engine.metrics().accepted_tokens_per_source["history"] > 0
 
 
 def test_ends_of_sequence_end_an_output_as_its_last_token(rollout):

@@ -3,13 +3,19 @@
 import json
 import re
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.engines import make_llm
-from support.http import served
+from support.http import served, until
 
+from specjax.server.connection import Connection
+from specjax.server.service import MAX_LONG
 from specjax.server.settings import Limits
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
@@ -47,7 +53,12 @@ BODIES = {  # name: body of /v1/completions, status
     "a pattern as a stop": (body(stop="(a+)+$"), 200),
     "100,000 stops": (body(stop=["a"] * 10**5), 400),
     "100,000 prompts": (body(prompt=["a"] * 10**5), 400),
-    "100,000 biases": (body(logit_bias={str(i): 1 for i in range(10**5)}), 400),
+    "a prompt of 15 million characters": (body(prompt="ab " * 5 * 10**6), 400),
+    "500,000 biases": (body(logit_bias={str(i): 1 for i in range(5 * 10**5)}), 400),
+    "a bad word of 4 MB": (body(bad_words=["ab " * 2**20]), 400),
+    "100,000 bad words": (body(bad_words=["ab"] * 10**5), 400),
+    "millions of log-probabilities": (body(n=1024, logprobs=20, max_tokens=200), 400),
+    "a million allowed tokens": (body(allowed_token_ids=[1] * 10**6), 400),
     "a regular expression with nested repeats": (constrained(regex="((a{1,99}){1,99}){1,99}"), 200),
     "a regular expression that backtracks": (constrained(regex="((a+)+)+ *"), 200),
     "a line break in `request_id`": (body(request_id="a\nERROR: b"), 400),
@@ -63,7 +74,8 @@ def llm(chat_folder):
 
 @pytest.fixture(scope="module")
 def attacked(llm):
-    with served(llm, limits=Limits(max_schema_seconds=2, max_stall_seconds=1)) as running:
+    limits = Limits(max_schema_seconds=2, max_stall_seconds=1, max_request_logprobs=10**6)
+    with served(llm, limits=limits) as running:
         yield running
 
 
@@ -79,7 +91,7 @@ def test_bodies(attacked, name):
     begin = time.perf_counter()
     answer = attacked.send("POST", COMPLETIONS, given)
     assert answer.status == status, answer.body[:300]
-    assert time.perf_counter() - begin < 10 and len(answer.body) < 1000
+    assert time.perf_counter() - begin < 6 and len(answer.body) < 1000
     assert told(name).startswith(str(status))
     assert attacked.get("/health").status == 200
 
@@ -127,6 +139,109 @@ def test_a_request_that_never_comes(attacked):
         begin = time.perf_counter()
         assert exchange(attacked.port, *parts) == b"" and time.perf_counter() - begin < 2.5
     assert told("a connection without a request")
+
+
+def test_texts_that_take_long_hold_nobody(llm):
+    """They are read one after the other, and some may wait; then they are refused."""
+    encode, slow = type(llm.tokenizer).encode, threading.Event()
+
+    def wait(self, text, **options):
+        assert len(text) < 2**18 or slow.wait(30)
+        return encode(self, text, **options)
+
+    with (
+        served(llm) as server,
+        patch.object(type(llm.tokenizer), "encode", wait),
+        ThreadPoolExecutor(40) as threads,
+    ):
+        long = {"prompt": "a" * 2**18}
+        sent = [threads.submit(server.post, "/tokenize", long) for _ in range(MAX_LONG + 4)]
+        try:
+            until(lambda: sum(one.done() for one in sent) == 4)
+            assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status == 200
+        finally:
+            slow.set()
+        statuses = [one.result().status for one in sent]
+        assert sorted(statuses) == [200] * MAX_LONG + [429] * 4
+    assert told("20 texts of 1 MB at the same time").startswith("429")
+
+
+def test_bodies_that_fill_the_memory(llm):
+    with served(llm, limits=Limits(max_pending_bytes=2**16)) as server, ExitStack() as stack:
+        for _ in range(4):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            one.sendall(POST + b"Content-Length: 99999\r\n\r\n" + b" " * 2**14)
+        until(lambda: server.service.num_pending_bytes == 2**16)
+        assert server.post(COMPLETIONS, {"prompt": "a"}).error == (429, None)
+        stack.close()
+        until(lambda: server.service.num_pending_bytes == 0)
+        large = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": "a" * 2**17})
+        assert large.status == 200  # one that is larger than the limit is read alone
+    assert told("bodies of 16 MiB on many connections").startswith("429")
+
+
+def test_a_template_that_takes_too_long(llm):
+    template = "{% for a in messages %}" * 9 + "{% endfor %}" * 9
+    limits = Limits(max_template_seconds=0.2)
+    with served(llm, limits=limits, chat_template=template) as server:
+        answer = server.post(CHAT, {"messages": [HI] * 100})
+        assert answer.error == (400, "messages") and b"too long" in answer.body
+        assert server.post("/tokenize", {"messages": [HI] * 100}).status == 400
+    assert told("messages for which a template loops too long").startswith("400")
+
+
+class Watched(Connection):
+    """A connection whose answers do not fit in the system's buffers."""
+
+    ended: list[object] = []
+
+    def connection_made(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc):
+        self.ended.append(self)
+        super().connection_lost(exc)
+
+
+def test_answers_that_nobody_reads(llm, monkeypatch):
+    """The connection ends, and with it the memory of the answer, which is complete."""
+    monkeypatch.setattr("specjax.server.run.Connection", Watched)
+    data = body(n=64, max_tokens=200, ignore_eos=True)
+    with served(llm, limits=Limits(max_stall_seconds=0.5)) as server, socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        until(lambda: server.service.monitor.num_open == 0 and llm.metrics().num_steps)
+        until(lambda: Watched.ended)
+        assert one.recv(12) == b"HTTP/1.1 200"
+    assert told("a large answer that nobody reads")
+
+
+def test_a_request_behind_a_large_body_is_not_its_header(attacked, monkeypatch):
+    """A client may send its next request before it has the answer."""
+    whole = POST.replace(b"Connection: close\r\n", b"") + b"Content-Length: 99\r\n\r\n"
+    receive, parts = Connection.data_received, []
+
+    def together(self, data):
+        parts.append(data)
+        size = sum(map(len, parts))
+        if size == len(whole) + 20:  # a whole body, and a part of a head
+            receive(self, b"".join(parts))
+        elif size > len(whole) + 20:
+            receive(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", together)
+    large = body(user="a" * 2**16)
+    whole = whole.replace(b"99", b"%d" % len(large)) + large
+    second = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=3) as one:
+        one.sendall(whole + second[:20])
+        received = one.recv(2**16)
+        one.sendall(second[20:])
+        while part := one.recv(2**16):
+            received += part
+    assert received.count(b"HTTP/1.1 200") == 2, received
 
 
 def test_templates(llm):

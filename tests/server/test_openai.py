@@ -100,6 +100,7 @@ class Sum(BaseModel):
     right: int = Field(ge=0, le=99)
 
 
+@pytest.mark.slow
 def test_structured_outputs(client):
     options = {"model": MODEL, "messages": HI, "max_tokens": 80, "seed": 3}
     parsed = client.chat.completions.parse(**options, response_format=Sum).choices[0]

@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from specjax.cli import build_parser, main
+from specjax.commands.config_file import with_config
 from specjax.commands.serve import read_engine_args
 from specjax.commands.serve_arguments import _ALWAYS, add_arguments, engine_options, vllm_options
 from specjax.commands.vllm_arguments import respelled
@@ -166,11 +167,61 @@ def test_recipes_of_vllm_are_read(line):
 
 def test_the_beginning_of_a_flag_is_no_flag(capsys):
     with pytest.raises(SystemExit):
-        main(["serve", "m", "--config", "x.yaml"])  # not --config-format
-    assert "unrecognized arguments: --config" in capsys.readouterr().err
+        main(["serve", "m", "--max-queue", "9"])  # not --max-queue-len
+    assert "unrecognized arguments: --max-queue" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serve", "m", "--max-model-len", "1x"])
     assert "'1x' is not an integer, like 4096 or 4k" in capsys.readouterr().err
+
+
+CONFIG = """
+model: demo-llama
+port: 81
+max_model_len: 32k
+prefill-shapes: [[4, 128]]
+speculative-config: {method: ngram, num_speculative_tokens: 3}
+served_model_name: [a, b]
+enable_prefix_caching: false
+rl: true
+"""
+
+
+def test_a_config_file_has_flags_and_the_command_line_comes_first(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    argv = ["serve", "--config", str(path), "--port", "82", "--served-model-name", "c"]
+    args = build_parser().parse_args(with_config(argv))
+    options = vars(read_engine_args(args))
+    assert (args.model, args.port, args.served_model_name, args.rl) == (
+        "demo-llama",
+        82,
+        ["c"],
+        True,
+    )
+    assert options["max_model_len"] == 32_000 and options["prefill_shapes"] == [[4, 128]]
+    assert options["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 3}
+    assert options["enable_prefix_caching"] is False
+    args = build_parser().parse_args(with_config(["serve", "m", f"--config={path}"]))
+    assert (args.model, args.port, args.served_model_name) == ("m", 81, ["a", "b"])
+
+
+@pytest.mark.parametrize("text, words", [
+    (None, "cannot be read: No such file"),
+    ("port: [", "is not YAML"),
+    ("8000", "must have flags"),
+    ("port:", "port has no value"),
+    ("config: a", "has config"),
+    ("max_log_len: 1\nmax-log-len: 2", "in two spellings"),
+    ("api-key: k", "chmod 600"),
+    ("port: 70000", "--port 70000 must be in 0..65535"),
+    ("rl: true\nhost: 0.0.0.0", "--rl with --host 0.0.0.0"),
+])  # fmt: skip
+def test_bad_config_files(capsys, tmp_path, text, words):
+    path = tmp_path / "c.yaml"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(0o644)
+    assert words in fail(capsys, "--config", str(path))
 
 
 def test_the_page_of_flags_has_every_flag():

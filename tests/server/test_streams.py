@@ -12,7 +12,7 @@ import jax
 import openai
 import pytest
 from support.engines import assert_idle, held, patched
-from support.http import LIMIT, Served, served
+from support.http import LIMIT, Served, served, until
 
 from specjax import SamplingParams
 from specjax.server.settings import Limits
@@ -20,13 +20,6 @@ from specjax.server.settings import Limits
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLED = {"temperature": 0.8, "seed": 7, "max_tokens": 24, "ignore_eos": True}
 LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-def until(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Corpora are drafted from while they are there, and refused where they make no sense."""
 
+import asyncio
 import re
 
 import pytest
 from support.engines import SIZES, generate_tokens, make_llm, random_prompts, simulated_engines
 from support.shared_models import VOCAB, llama
 
-from specjax import LLM, SamplingParams
+from specjax import LLM, AsyncLLM, SamplingParams
 
 CONFIG = {"method": "suffix", "num_speculative_tokens": 3}
 
@@ -28,7 +29,8 @@ def test_a_corpus_is_drafted_from_until_it_is_removed(llm):
         assert generate_tokens(llm, prompts, params) == outputs
         return llm.metrics().drafts_per_source.get("corpus", 0) - before
 
-    llm.engine.scheduler.suggester.sources = llm.engine.scheduler.suggester.sources[1:3]
+    suggester = llm.engine.scheduler.suggester
+    suggester.sources = (suggester.named("corpus"),)
     llm.add_corpus("earlier", texts)
     llm.add_corpus("other", [[1, 2, 3]])
     assert num_drafts() >= 6
@@ -58,6 +60,46 @@ def test_bad_corpora_are_refused(llm, given, message):
         llm.add_corpus(*given)
     with pytest.raises(ValueError, match="corpus 'none' does not exist"):
         llm.remove_corpus("none")
+
+
+def test_counts_with_and_without_a_step_in_flight(checkpoints):
+    """The same in each run. Without a step in flight, the host knows the tokens of one round more.
+
+    So it may draft otherwise, unless the texts foretell these tokens, as here.
+    """
+    prompts = random_prompts(20, 30, vocab_size=VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    counts = []
+    with simulated_engines():
+        for is_async in True, True, False:
+            with make_llm(llama(checkpoints).folder, "suffix", async_scheduling=is_async) as llm:
+                outputs = generate_tokens(llm, prompts, params)
+                first = llm.metrics().accepted_tokens_per_source
+                llm.add_corpus("outputs", [a + b for a, b in zip(prompts, outputs, strict=True)])
+                suggester = llm.engine.scheduler.suggester
+                suggester.sources = (suggester.named("corpus"),)
+                assert generate_tokens(llm, prompts, params) == outputs
+                m = llm.metrics()
+            both = m.drafts_per_source, m.draft_tokens_per_source, m.accepted_tokens_per_source
+            counts.append((first, [one["corpus"] for one in both]))
+    assert counts[0] == counts[1] and counts[1][1] == counts[2][1]
+    _, num_drafts, num_accepted = counts[2][1]
+    assert num_accepted == num_drafts > 40
+
+
+def test_corpora_of_an_async_llm(checkpoints):
+    async def main():
+        async with AsyncLLM(folder, speculative_config=CONFIG, **SIZES) as llm:
+            await llm.add_corpus("a", [[1, 2, 3]])
+            with pytest.raises(ValueError, match="corpus 'a' exists"):
+                await llm.add_corpus("a", [[1]])
+            await llm.remove_corpus("a")
+            with pytest.raises(ValueError, match="corpus 'a' does not exist"):
+                await llm.remove_corpus("a")
+
+    folder = llama(checkpoints).folder
+    with simulated_engines():
+        asyncio.run(main())
 
 
 def test_an_engine_without_sources_has_no_corpora(checkpoints):

@@ -1,4 +1,4 @@
-"""What a request asks of its logits, as loops and float64 make of it."""
+"""An oracle for the options of a request that affect logits, with loops and in float64."""
 
 import math
 from collections import Counter
@@ -13,9 +13,10 @@ from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of its logits and the tokens it has: an oracle of loops and float64.
+    """The options and the tokens of a request, and the logits and probabilities that follow.
 
-    Ids stand where a user gives texts, `processor` for the number of the logits processors.
+    All computations are loops over tokens, or NumPy in float64. Where a user would give texts,
+    there are token ids. `processor` is the engine's number for the request's logits processors.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -26,7 +27,7 @@ class Asked:
     processor: int = -1
 
     def then(self, *tokens: int) -> "Asked":
-        """The same request, `tokens` later."""
+        """Return the request after it has generated `tokens`."""
         return replace(self, output=[*self.output, *tokens])
 
     def edit(
@@ -35,10 +36,11 @@ class Asked:
         twins: Mapping[int, Sequence[Callable]] | None = None,
         allowed: Any = None,
     ) -> list[float]:
-        """Logits as they are to be drawn from, temperature and truncation apart.
+        """Return the logits after penalties, bias, bad words, minimum length and masks.
 
-        `twins` by number do in Python (tokens, logits) what logits processors do; `allowed` are the
-        ids that a grammar permits.
+        The logits are not yet divided by the temperature. `twins` maps the number of logits
+        processors to equivalent Python functions of (tokens, logits). `allowed` has the ids that a
+        grammar permits.
         """
         tokens, counts = [*self.prompt, *self.output], Counter(self.output)
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -65,7 +67,7 @@ class Asked:
         return [x if allowed is None or i in allowed else -math.inf for i, x in enumerate(edited)]
 
     def kept(self, edited: Sequence[float]) -> list[bool]:
-        """Which of edited logits min_p, then top_k, then top_p leave."""
+        """Return which edited logits are left after min_p, then top_k, then top_p."""
         if self.params.temperature == 0:
             return [True] * len(edited)
         left = np.exp((np.array(edited) - max(edited)) / float32(self.params.temperature))
@@ -80,7 +82,7 @@ class Asked:
         return (left > 0).tolist()
 
     def probs(self, logits: Sequence[float]) -> np.ndarray:
-        """The distribution of the token that follows."""
+        """Return the probabilities of the next token."""
         edited = np.array(self.edit(logits))
         if self.params.temperature == 0:
             return np.eye(len(edited))[edited.argmax()]
@@ -90,7 +92,10 @@ class Asked:
 
     @classmethod
     def random(cls, rng: np.random.Generator, vocab_size: int, drafts: Sequence[int]) -> "Asked":
-        """Any mix of features; bad words often match. Token 0 is never ruled out."""
+        """Return a request with random tokens and a random mix of options.
+
+        Bad words are often matched by the tokens. Token 0 is always allowed.
+        """
 
         def some(*values):
             return values[rng.integers(len(values))]
@@ -129,7 +134,10 @@ class Asked:
 
     @staticmethod
     def on_device(asked: Sequence["Asked"], vocab_size: int, *, max_logit_bias: int = 8) -> Any:
-        """`Requests` that ask for the same, seeds 0, 1, ...; what is unused holds garbage."""
+        """Return `Requests` with the options of `asked`, and the seeds 0, 1, and so on.
+
+        Unused places hold values that the engine must ignore, such as NaN.
+        """
         from specjax.device.requests import Edits, Requests, Sampling
 
         def column(values, dtype=np.float32):
@@ -181,7 +189,10 @@ class Asked:
 
 
 def sampling_of(temperatures: Sequence[float], seeds: Sequence[int] | None = None) -> Any:
-    """`Sampling` at some temperatures, with seeds 0, 1, ... unless told, and nothing cut."""
+    """Return `Sampling` with these temperatures and without truncation.
+
+    The default seeds are 0, 1, and so on.
+    """
     from specjax.device.requests import Sampling
 
     n = len(temperatures)
@@ -191,5 +202,5 @@ def sampling_of(temperatures: Sequence[float], seeds: Sequence[int] | None = Non
 
 
 def float32(x: float) -> float:
-    """What is left of x on the device."""
+    """Return x rounded to float32."""
     return float(np.float32(x))

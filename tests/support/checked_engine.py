@@ -1,7 +1,8 @@
-"""The engine's own loop around a simulated device, checked after every step.
+"""An engine and a scheduler on a simulated device, with checks after every step.
 
-The device finds what is wrong with pages and states when it reads them; here the host's plans are
-compared with what they were made for, and its books with each other. Some are private fields.
+The simulated device checks the contents of pages and states when it reads them. This module checks
+the host: plans against budgets and shapes, and the records of slots, pages and snapshots against
+each other. Some checks read private fields.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from specjax.host.windows import pages_in_use
 
 
 class CheckedScheduler(Scheduler):
-    """Checks every plan against the budgets and shapes that it was made for."""
+    """A scheduler that checks every plan against the budgets and the compiled shapes."""
 
     def __init__(self, *arguments: Any, tally: Counter, **options: Any):
         super().__init__(*arguments, **options)
@@ -58,7 +59,10 @@ class CheckedScheduler(Scheduler):
         return plan
 
     def _check_windows(self, plan: StepPlan | None) -> None:
-        """Nobody has more of a window than the window, two rounds, and a chunk."""
+        """Check that no request has more pages of a window than it can need.
+
+        It needs pages for the window's tokens, for two rounds, and for a chunk.
+        """
         config, k = self.config, max(self.policy.choices)
         chunks = plan.prefill.chunks if plan and plan.prefill else ()
         counts = {chunk.sequence: chunk.count for chunk in chunks}
@@ -108,7 +112,10 @@ class CheckedScheduler(Scheduler):
             assert certain < sequence.request.max_tokens, "a round that gives nothing"
 
     def _check_turns(self, sequences: list[Sequence]) -> None:
-        """Among equals, nobody who needs nothing but a part of the budget is left out for long."""
+        """Check that a request that only needs a part of the token budget is not left out for long.
+
+        The check is only for the policy "fcfs", under which all requests are equal.
+        """
         if self.config.scheduling_policy != "fcfs":
             return
         before, self._left_out = self._left_out, Counter()
@@ -117,8 +124,9 @@ class CheckedScheduler(Scheduler):
             furthest = len(sequence.token_ids) + sequence.max_tokens_in_flight + k
             needed = min(furthest, sequence.request.max_length - 1)
             if sequence.residency.is_prefilled:
-                may_run = sequence.may_go_on and sequence.residency.token_capacity >= needed
-            else:  # chunks have pages, but for those of windows
+                may_go_on = sequence.min_length < sequence.max_length
+                may_run = may_go_on and sequence.residency.token_capacity >= needed
+            else:  # a chunk has all pages except pages of windows
                 may_run = not self.residents.windows
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
@@ -139,7 +147,7 @@ class CheckedScheduler(Scheduler):
 
 
 class CheckedEngine(Engine):
-    """The engine's own loop around a simulated device."""
+    """An engine on a simulated device, which is checked after every step."""
 
     programs: SimulatedPrograms
 
@@ -177,10 +185,10 @@ class CheckedEngine(Engine):
         )
         self.scheduler.all_shapes = self.repertoire.all_shapes
         self.programs.is_slow = not config.compile_ahead
-        self.repertoire.patience_ms = 0.0  # of times that are too short to say anything
+        self.repertoire.patience_ms = 0.0  # the simulated times are too short to measure
 
     def step(self) -> list[Sequence]:
-        """See `Engine.step`; then everything is checked."""
+        """Run a step as `Engine.step` does, then run all checks."""
         was_in_flight = bool(self._in_flight)
         self._tally["steps with requests held"] += bool(self.scheduler.held)
         touched = super().step()
@@ -189,14 +197,14 @@ class CheckedEngine(Engine):
         if self.scheduler.has_work:
             is_stuck = not (was_in_flight or self._in_flight or touched or self.scheduler.last_plan)
             self._num_idle = self._num_idle + 1 if is_stuck else 0
-            # Those that wait for programs may do so for as many steps as there are programs.
+            # A request may wait for programs, one step for each program.
             most_idle = 100 if self.scheduler.held else 0
             assert self._num_idle <= most_idle, "requests wait, and nothing will ever run"
         self.check()
         return touched
 
     def check(self) -> None:
-        """Check who owns what: slots, pages, snapshots and a place in the queue."""
+        """Check that slots, pages and snapshots have the right owners, and no request is lost."""
         scheduler, residents = self.scheduler, self.scheduler.residents
         running = residents.running
         assert running == sorted(running)
@@ -230,7 +238,7 @@ class CheckedEngine(Engine):
         assert num_live == scheduler.num_running + scheduler.num_waiting
 
     def _masked_slots(self) -> set[int]:
-        """Of the requests that have a grammar to follow."""
+        """Return the slots of requests with a grammar."""
         return {
             slot_of(sequence)
             for sequence in self.scheduler.residents.running

@@ -1,7 +1,6 @@
-"""Tiny checkpoints with signal, written once a run.
+"""Writes tiny random checkpoints, each once per test run.
 
-No norm is 1 and no bias is 0, so that a tensor that is dropped, swapped or misplaced shows in the
-logits.
+No norm is 1 and no bias is 0, so that a dropped, swapped or misplaced tensor changes the logits.
 """
 
 import json
@@ -19,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Writes tiny random checkpoints; the same arguments give the same folder."""
+    """Writes tiny random checkpoints. Calls with the same arguments return the same folder."""
 
     root: Path
     _made: dict[str, Any] = field(default_factory=dict)
@@ -27,37 +26,45 @@ class Checkpoints:
     def target(
         self, kind: str = "llama", *, seed: int = 0, max_shard_size: str = "1GB", **config: Any
     ) -> TargetFiles:
-        """A target of model type `kind` as transformers saves it, `config` over small defaults; one
-        with a vision tower takes the config of its text part."""
+        """Return a target of model type `kind`, saved by transformers.
+
+        `config` replaces fields of the small default config. For a model with a vision tower, these
+        are fields of the text config.
+        """
         return self._once(write_target, kind, seed, max_shard_size, config)
 
     def fused(self, target: TargetFiles) -> TargetFiles:
-        """A copy of `target` with the experts of a layer in one tensor, as they are published."""
+        """Return a copy of `target` where one tensor holds all experts of a layer, as published."""
         return self._once(write_fused, target)
 
     def mtp(
         self, target: TargetFiles, *, layout: str = "fused", is_beside: bool = False, count: int = 1
     ) -> HeadFiles:
-        """A copy of `target` with MTP modules, in the same file or beside it.
+        """Return a copy of `target` with `count` MTP modules.
 
-        Experts are in the `layout` "fused" (as published, and as the result has them) or "single".
+        The modules are in the target's file, or in another file if `is_beside`. With the `layout`
+        "fused", as in published files, one tensor holds all experts of a layer. With "single", each
+        expert has separate tensors. The tensors in the result always have the layout "fused".
         """
         return self._once(write_mtp, target, layout, is_beside, count)
 
     def eagle(self, target: TargetFiles, **options: Any) -> HeadFiles:
-        """An EAGLE-1 head for `target`; options are those of `write_head` and `eagle_tensors`."""
+        """Return an EAGLE-1 head for `target`. For options, see `write_head`, `eagle_tensors`."""
         return self._once(write_head, eagle_tensors, target, options)
 
     def eagle3(self, target: TargetFiles, **options: Any) -> HeadFiles:
-        """An EAGLE-3 head for `target`, with the options of `eagle3_tensors`."""
+        """Return an EAGLE-3 head for `target`. For options, see `write_head`, `eagle3_tensors`."""
         return self._once(write_head, eagle3_tensors, target, options)
 
     def p_eagle(self, target: TargetFiles, **options: Any) -> HeadFiles:
-        """A P-EAGLE head for `target`, with the options of `p_eagle_tensors`."""
+        """Return a P-EAGLE head for `target`. For options, see `write_head`, `p_eagle_tensors`."""
         return self._once(write_head, p_eagle_tensors, target, options)
 
     def copy(self, folder: Path, **edits: Any) -> Path:
-        """A copy of a checkpoint folder with `edits` to its config.json; None removes a field."""
+        """Return a copy of a checkpoint folder.
+
+        `edits` replace fields of its config.json. A field is removed if its new value is None.
+        """
         made = self._folder()
         shutil.copytree(folder, made)
         config = json.loads((made / "config.json").read_text()) | edits
@@ -66,7 +73,10 @@ class Checkpoints:
         return made
 
     def with_letters(self, folder: Path, ids: Sequence[int] = range(96)) -> Path:
-        """A copy of a checkpoint with a tokenizer: `ids` are of printable ASCII, then of an end."""
+        """Return a copy of a checkpoint with a tokenizer whose tokens are single letters.
+
+        `ids` are the token ids of the printable ASCII characters, and last of the end of sequence.
+        """
         made = self.copy(folder)
         letters = ["Ġ", *map(chr, range(33, 127))]
         vocab = dict(zip([*letters[: len(ids) - 1], "</s>"], ids, strict=True))

@@ -1,4 +1,4 @@
-"""How the tests' programs are compiled, and what was compiled."""
+"""Settings for fast compilation in tests, and a log of compilations."""
 
 import ctypes
 import gc
@@ -19,11 +19,16 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Kept(dict):
-    """The programs of the last engines, so that an engine finds those of one like it that was
-    closed."""
+    """The compiled programs of the last `MAX_KEPT` engines.
+
+    A new engine uses the programs of an earlier engine with the same model and sizes.
+    """
 
     def setdefault(self, static: Any, jits: Any) -> Any:
-        """Count an engine as the last one, and forget the first of too many."""
+        """Return the programs of an engine, and mark them as used last.
+
+        If there are more than `MAX_KEPT` entries, drop the entry that was used least recently.
+        """
         self[static] = found = self.pop(static, jits)
         if len(self) > MAX_KEPT:
             del self[next(iter(self))]
@@ -32,27 +37,29 @@ class Kept(dict):
 
 MAX_KEPT = 12
 KEPT = Kept()
-# Nothing is kept on disk, as tests change what is compiled, and a worker has many engines.
+# Programs are not kept on disk, because tests change them, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
-MAX_BYTES, ROOM = 5 << 28, 1 << 29  # resident, and above what other libraries hold
+MAX_BYTES, ROOM = 5 << 28, 1 << 29  # of resident memory; ROOM is for other libraries
 
 
 def share_compilations(folder: Path) -> None:
-    """Keep programs for the other processes of a run, and for later ones.
+    """Keep compiled programs in `folder`, for other processes of this test run and for later runs.
 
-    Without a limit of size, with which JAX reads the whole folder whenever an entry is added. It
-    does not lock the folder then: an entry that another process has half written is compiled.
+    The size of the folder is not limited. With a limit, JAX would read the whole folder whenever it
+    adds an entry. Without a limit, JAX does not lock the folder: a process that finds a
+    half-written entry compiles the program itself.
     """
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def compile_quickly() -> None:
-    """Compile in less than half the time programs that run slowly, and may round otherwise.
+    """Make XLA compile in less than half the time.
 
-    Until JAX 0.11, XLA may also do without its fusion emitters, which make most of the code, and
-    leave a program in one piece, since all cores are busy with others.
+    Programs then run slowly, and may round differently. Before JAX 0.11, two more flags are set.
+    One turns off XLA's fusion emitters, which generate most of the code. The other stops XLA from
+    compiling parts of a program in parallel, because other test processes already use all cores.
     """
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_traceback_in_locations_limit", 0)  # where operations come from
@@ -63,25 +70,25 @@ def compile_quickly() -> None:
 
 
 def count_maps() -> int:
-    """Memory maps of this process; 0 where they cannot be counted."""
+    """Return the number of memory maps of this process; 0 if it is unknown."""
     maps = Path("/proc/self/maps")
     return len(maps.read_bytes().splitlines()) if maps.exists() else 0
 
 
 def count_bytes() -> int:
-    """Resident memory of this process; 0 where it cannot be told."""
+    """Return the resident memory of this process in bytes; 0 if it is unknown."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 @dataclass
 class Process:
-    """This process's memory, of which programs take most."""
+    """Limits the memory of this process, most of which is taken by compiled programs."""
 
     max_bytes: int = MAX_BYTES
 
     def keep_small(self) -> None:
-        """If it is large, free all programs, and give their memory back to the system."""
+        """If the process is large, free all compiled programs, and return memory to the system."""
         if count_maps() < MAX_MAPS and count_bytes() < self.max_bytes:
             return
         KEPT.clear()
@@ -95,18 +102,18 @@ class Process:
 
 @dataclass
 class CompilationLog:
-    """Every compilation of this process, those that a cache answered included."""
+    """A log of all programs that this process compiles or loads from JAX's cache."""
 
     names: list[str] = field(default_factory=list)
 
     def listen(self, event: str, _: float, **details: Any) -> None:
-        """Note a compilation; for `jax.monitoring`."""
+        """Record a compilation. `jax.monitoring` calls this method."""
         if event == COMPILED:
             self.names.append(str(details.get("fun_name")))
 
     @contextmanager
     def none_expected(self) -> Iterator[None]:
-        """Fail if anything compiles inside the block."""
+        """Fail if a program is compiled inside the `with` block."""
         before = len(self.names)
         yield
         assert not self.names[before:]

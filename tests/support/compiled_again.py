@@ -1,4 +1,4 @@
-"""Whether a function that was kept is what would be compiled now."""
+"""Checks that stored reports of compiled functions are still right."""
 
 import random
 
@@ -9,7 +9,10 @@ from specjax.inspect.kept import Kept
 
 
 def compile_again(kept: Kept, seed: int) -> None:
-    """Compile again one function, chosen at random, that was taken from `kept`; compare reports."""
+    """Compile one of the functions whose stored report was used, and compare the new report.
+
+    The seed determines which function is compiled.
+    """
     if not kept.used:
         return
     arguments, report = random.Random(seed).choice(kept.used)

@@ -1,7 +1,8 @@
-"""The same schedule on any device, and all that the device's side of it reports.
+"""Runs the same schedule of requests on a real or a simulated device, and reports what happened.
 
-Greedy requests with drafts by prompt lookup: which token follows, transformers says, and which are
-drafted, a search through lists. So a simulated device can be told to play what a real one computes.
+Requests are greedy, and drafts come from prompt lookup. So all outputs can be computed in advance:
+next tokens by transformers, and drafts by a search through lists. With these, a simulated device
+can reproduce the report of a real device.
 """
 
 from collections import Counter
@@ -23,13 +24,13 @@ from specjax.host.sequence import Sequence as Sample
 
 KS = (0, 3)
 MAX_OUTPUT = 40
-# What hangs on the clock, or on what was compiled before.
+# Metrics that depend on the clock, or on earlier compilations.
 NOT_COMPARED = {"num_compilations", "compile_seconds", "host_ms", "wait_ms", "host_gap_ms"}
 
 
 @dataclass
 class PromptLookup:
-    """A `Script` of what transformers' model continues greedily, and n-gram lookup drafts."""
+    """A `Script` with transformers' greedy tokens, and drafts by n-gram lookup."""
 
     hf: Any
     shortest: int = 2
@@ -53,11 +54,11 @@ class PromptLookup:
         return ([0] * k, 0) if found is None else (found, most)
 
     def mask(self, tokens: Sequence[int]) -> int:
-        """See `Script`; these requests have no grammars."""
+        """See `Script`. Not implemented, because these requests have no grammars."""
         raise NotImplementedError
 
     def _search(self, known: list[int], k: int) -> list[int] | None:
-        """What followed the last occurrence of the longest suffix that there is."""
+        """Return the k tokens after the last earlier occurrence of the longest repeated suffix."""
         for n in range(min(self.longest, len(known) - 1), self.shortest - 1, -1):
             for start in range(len(known) - n - 1, -1, -1):
                 if known[start : start + n] == known[-n:]:
@@ -70,17 +71,17 @@ class PromptLookup:
 
 @dataclass
 class Report:
-    """What was launched and what came of it, step by step, and the metrics."""
+    """What happened in a schedule: launched programs, results, errors and metrics."""
 
     launches: list[list[Any]] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)  # of each part that was read
+    rows: list[Any] = field(default_factory=list)  # the results of each part of a step, as read
     told: list[dict[Any, tuple[list[int], str | None]]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def differences(one: Report, other: Report) -> list[str]:
-    """Where two reports of a schedule differ, first the first step."""
+    """Describe the differences of two reports of the same schedule, beginning with the first."""
     found = []
     for what in "launches", "rows", "told":
         ours, theirs = getattr(one, what), getattr(other, what)
@@ -96,7 +97,10 @@ def differences(one: Report, other: Report) -> list[str]:
 
 
 def run_schedule(llm: LLM, seed: int) -> Report:
-    """Serve the requests of a seed on an idle engine: some are aborted, and pages run out."""
+    """Serve the requests of a seed on an idle engine, and report what happened.
+
+    Some requests are aborted, and some schedules have few pages, so that requests are preempted.
+    """
     rng = np.random.default_rng([seed, 7])
     engine, report = llm.engine, Report()
     num_snapshots = engine.config.num_snapshots if is_recurrent(engine.target) else None
@@ -167,7 +171,7 @@ def _serve(llm: LLM, requests: list[Request], rng: Any, report: Report) -> list[
 
 
 def make_requests(llm: LLM, rng: Any) -> list[Request]:
-    """Greedy requests, many of which begin alike, with stop ids and limits of all kinds."""
+    """Return greedy requests with various stop ids and limits. Many prompts share a prefix."""
     config, vocab_size = llm.engine.config, llm.target.vocab_size
     longest = config.max_model_len - MAX_OUTPUT
     families = rng.integers(0, vocab_size, (2, longest)).tolist()
@@ -175,7 +179,7 @@ def make_requests(llm: LLM, rng: Any) -> list[Request]:
     for i in range(int(rng.integers(4, 9))):
         length = int(rng.integers(1, longest // rng.choice([1, 4, 8]) + 1))
         common = families[rng.integers(2)][: rng.integers(0, length + 1)]
-        # A part that comes again is what drafts are found by.
+        # Prompt lookup finds drafts only if a part of the prompt is repeated.
         part = rng.integers(0, vocab_size, int(rng.integers(2, 9))).tolist()
         prompt = [*common, *(part * length)][:length]
         stops = rng.integers(0, vocab_size, 4).tolist() if chance(rng, 0.4) else []
@@ -192,7 +196,7 @@ def make_requests(llm: LLM, rng: Any) -> list[Request]:
 
 
 def tally(reports: Sequence[Report]) -> Counter:
-    """What happened in all of these schedules."""
+    """Count the events in all of these reports."""
     counts: Counter = Counter()
     for report in reports:
         counts["errors"] += len(report.errors)

@@ -1,11 +1,11 @@
-"""What a call costs, whatever else the machine does."""
+"""Measures the cost of a call, independently of other load on the machine."""
 
 import gc
 import sys
 
 
 def count_lines(function):
-    """Lines of Python that a call runs."""
+    """Return the number of lines of Python that a call executes."""
     count = 0
 
     def trace(frame, event, argument):

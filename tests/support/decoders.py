@@ -1,4 +1,4 @@
-"""Tokenizers with every kind of decoder, and token ids that try them."""
+"""Tokenizers with every kind of decoder, and token ids that are hard to decode."""
 
 import random
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "naïve café 🙂🙃 — 世界 says\n\n“hi”  twice  over, ends. 👩‍👩‍👧 Ω\n"
-# Beginnings, middles and ends of characters, and bytes that are never in UTF-8.
+# Parts of characters, and bytes that never occur in UTF-8.
 BYTES = bytes.fromhex("e2 82 ac f0 9f 98 80 ed a0 e0 f4 90 c3 a9 c0 ff 41 20 0a")
 
-# Every character that is begun ends with one of these.
+# One of these completes any character of which a prefix is given.
 CONTINUATIONS = [b""] + [bytes([b]) + b"\x80" * k for b in (0x80, 0x90, 0xA0) for k in range(3)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A tokenizer, and what its tokens are to the tests."""
+    """A tokenizer, and the ids of its byte tokens and special tokens."""
 
     tokenizer: ChatTokenizer
-    byte_ids: list[int] | None = None  # of bytes 0..255, where they are tokens of their own
+    byte_ids: list[int] | None = None  # of bytes 0 to 255, if each is a token
     has_fallback: bool = False
 
     @cached_property
@@ -38,12 +38,12 @@ class Case:
 
     @cached_property
     def skipped(self) -> set[int]:
-        """Special tokens, and one that does not exist."""
+        """The ids of special tokens, and an id that does not exist."""
         added = self.tokenizer.tokenizer.get_added_tokens_decoder()
         return {i for i, token in added.items() if token.special} | {max(self.ids) + 7}
 
     def seen(self, ids: Sequence[int]) -> str:
-        """The decoded text, less what may still become another character."""
+        """Return the decoded text without incomplete characters at its end."""
         if not self.has_fallback:
             return self.tokenizer.decode(ids).removesuffix("\ufffd")
         ids = [i for i in ids if i not in self.skipped]
@@ -62,7 +62,10 @@ def is_utf8(data: bytes) -> bool:
 
 
 def make_byte_level(add_prefix_space: bool = False) -> Tokenizer:
-    """Bytes, and tokens of several bytes that begin and end inside characters."""
+    """Return a byte-level tokenizer.
+
+    It has a token for each byte, and tokens of several bytes that begin or end inside characters.
+    """
     names = bytes_to_unicode()
     rng = random.Random(0)
     joined = [bytes(rng.choices(BYTES, k=rng.randint(2, 5))) for _ in range(60)]
@@ -77,7 +80,10 @@ def make_byte_level(add_prefix_space: bool = False) -> Tokenizer:
 
 
 def make_sentencepiece(*last: decoders.Decoder) -> Tokenizer:
-    """As Llama 2's: words begin with ▁, and what has no token is spelled in byte tokens."""
+    """Return a tokenizer like Llama 2's. `last` are decoders to add at the end.
+
+    Words begin with ▁. Text without a token of its own is spelled with byte tokens.
+    """
     words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += [*"▁abcfos.\ufffd", "fo", "foo", "▁foo", "▁a", "▁▁", "▁s", "a\ufffd", "世"]
     merges = [("f", "o"), ("fo", "o"), ("▁", "foo"), ("▁", "a"), ("▁", "s"), ("▁", "▁")]
@@ -95,7 +101,7 @@ def make_sentencepiece(*last: decoders.Decoder) -> Tokenizer:
 
 
 def make_words(decoder: decoders.Decoder | None) -> Tokenizer:
-    """Whole tokens of text, whose spaces depend on which one is the first."""
+    """Return a tokenizer of whole words. Its decoder may treat the first word differently."""
     words = ["<s>", "▁", "▁▁", "▁a", "b", "▁c", "##d", "##\ufffd", ".", "n't", "ß▁", "世"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<s>"))
     if decoder is not None:
@@ -129,7 +135,7 @@ SPELLED = ["demo", "byte-level", "llama-2", "gemma"]  # those that spell any tex
 
 
 def random_ids(case: Case, rng: random.Random) -> list[int]:
-    """Words, text with characters of several tokens, loose bytes, special and unknown tokens."""
+    """Return random ids: words, texts, single bytes, special tokens, and ids that do not exist."""
     ids, skipped = [], sorted(case.skipped)
     for _ in range(rng.randint(1, 8)):
         ids += rng.choices(case.ids, k=rng.randint(0, 3))

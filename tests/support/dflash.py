@@ -1,4 +1,4 @@
-"""DFlash heads of random weights, and what transformers' model of them drafts."""
+"""Random DFlash heads, and the drafts that transformers' model of such a head makes."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 VOCAB, MASK = 24, 21
-CAPACITY = 64  # tokens of a request in the engine; rows past them are nowhere
+CAPACITY = 64  # maximum tokens of a request in the engine
 SIZES = {
     "intermediate_size": 40,
     "num_attention_heads": 4,
@@ -34,10 +34,10 @@ ENCODER = {
 class Files:
     folder: Any
     model: Any  # of transformers
-    own: dict[str, torch.Tensor]  # what its model does not have
+    own: dict[str, torch.Tensor]  # tensors that transformers' model does not have
     ids: torch.Tensor  # of the draft vocabulary
-    refine: Any  # (logits, hidden, previous) of a draft to its logits; None for what they are
-    sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
+    refine: Any  # (logits, hidden, previous) -> refined logits; None: unrefined
+    sees: Any  # (row, positions, anchor) -> mask, by kind of layer; None: transformers' masks
 
 
 def write_head(
@@ -54,8 +54,15 @@ def write_head(
     has_own=False,
     **edits,
 ):
-    """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
-    masks an embedding in another file. `add` adds tensors, and returns what drafts pass."""
+    """Write a head with random weights.
+
+    Args:
+        has_own: whether the head has an embedding, an output head for a smaller vocabulary, and a
+            mask embedding in another file.
+        add: a function that adds tensors of an extension. It returns the function `Files.refine`.
+        sees: see `Files`.
+        edits: fields that replace fields of the config.
+    """
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=dim,
         num_hidden_layers=len(kinds),
@@ -101,12 +108,12 @@ def write_head(
 
 @dataclass(frozen=True)
 class OracleBlock:
-    """A DFlash head over a whole context and one block."""
+    """Runs a DFlash head in transformers over a whole context and one block."""
 
     files: Files
     embedding: torch.Tensor
     lm_head: torch.Tensor
-    first_row: int = 1  # of the block, that drafts
+    first_row: int = 1  # the first row of the block that gives a draft
     scale: float = 1.0  # of the block's embedding
 
     def fuse(self, final, entering):
@@ -135,7 +142,10 @@ class OracleBlock:
         return found
 
     def masks(self, length, k):
-        """What rows of the block see of context and block, by kind of layer."""
+        """Return the attention mask of the block's rows over context and block, by kind of layer.
+
+        None means transformers' own masks.
+        """
         if self.files.sees is None:
             return None
         at = torch.arange(length + k + 1)
@@ -144,7 +154,7 @@ class OracleBlock:
 
 
 def oracle_of(target, files, **options):
-    """The oracle of a head, which may have an embedding and an output head of its own."""
+    """Return the oracle of a head. Weights that the head does not have are the target's."""
     shared = target.hf.get_input_embeddings().weight, target.hf.get_output_embeddings().weight
     names = "embed_tokens.weight", "lm_head.weight"
     both = [files.own.get(name, own) for name, own in zip(names, shared, strict=True)]

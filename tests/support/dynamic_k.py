@@ -1,4 +1,4 @@
-"""What tests of dynamic K ask of an engine, and a rule that keeps what it saw."""
+"""Policies, profiles and requests for tests of dynamic K."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ PROFILE = {
 
 
 def write_profile(folder: Path, **edits: Any) -> Path:
-    """A file of `PROFILE` with other values here and there."""
+    """Write a file with `PROFILE`, in which `edits` replace fields."""
     path = folder / "profile.json"
     path.write_text(json.dumps(PROFILE | edits))
     return path
@@ -26,7 +26,7 @@ def write_profile(folder: Path, **edits: Any) -> Path:
 
 @dataclass
 class Recording(PolicyRule):
-    """K by a function of the number of sequences; keeps what it saw."""
+    """A policy that computes K by a function of the load, and records loads and rounds."""
 
     choices: tuple[int, ...]
     choose_k: Any
@@ -43,7 +43,7 @@ class Recording(PolicyRule):
 
 
 class InTurn(PolicyRule):
-    """K of every round from a list, over and over."""
+    """A policy that repeats a list of Ks, one for each round."""
 
     def __init__(self, *ks: int):
         self.choices, self._ks, self._num_rounds = tuple(sorted(set(ks))), ks, 0
@@ -54,6 +54,6 @@ class InTurn(PolicyRule):
 
 
 def requests_of(num_tokens: int, count: int = 2, first: int = 0) -> list[Request]:
-    """Requests of short prompts."""
+    """Return greedy requests with prompts of three tokens. Each generates `num_tokens` tokens."""
     params = SamplingParams(temperature=0)
     return [Request(first + i, (1 + i, 2, 3), params, num_tokens, (i,)) for i in range(count)]

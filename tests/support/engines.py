@@ -1,8 +1,9 @@
-"""One set of sizes for the engines of all tests, on the device or on a simulated one.
+"""The sizes that engines have in all tests, and functions to run such engines.
 
-A second engine of the same model and sizes is built in a tenth of a second, since JAX keeps what
-it compiled for the first; one that differs in a size, pages included, compiles for seconds. So
-tests build engines as they like, of these sizes; those that want few pages take the others away.
+Engines of the same model and sizes share compiled programs. So the first such engine compiles for
+seconds, and the next one is built in a tenth of a second. An engine with another size, such as
+another number of pages, compiles again. So tests use these sizes. A test that needs few pages calls
+`hold_pages`, which takes the other pages away.
 """
 
 import threading
@@ -28,7 +29,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.step_model import step_model
 from specjax.host.speculation.policy import Policy
 
-VOCAB = 32  # small, so that drafts of untrained heads are right now and then
+VOCAB = 32  # small, so that untrained heads draft the right token sometimes
 K = 3
 SIZES: Mapping[str, Any] = {
     "max_model_len": 128,
@@ -59,12 +60,13 @@ def make_llm(
     speculation: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
-    """An LLM of these sizes.
+    """Return an LLM with the sizes `SIZES`.
 
     Args:
-        method: of drafting; None decodes plainly. Its other settings are in `speculation`.
-        model: the drafter's folder, for the methods that have one.
-        options: of the LLM, over `SIZES`.
+        method: the method of drafting; None for plain decoding.
+        model: the drafter's folder, if the method needs one.
+        speculation: further fields of the speculative config.
+        options: options of the LLM, which override `SIZES`.
     """
     config = None
     if method is not None:
@@ -75,28 +77,28 @@ def make_llm(
 
 
 def random_prompts(*lengths: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Token ids at random."""
+    """Return prompts of random token ids with these lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
 
 
 def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
-    """`LLM.generate` without a bar."""
+    """Call `LLM.generate` without a progress bar."""
     return llm.generate(prompts, params, use_tqdm=False)
 
 
 def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
-    """The tokens of every sample, one request after another."""
+    """Return the tokens of every sample of every request, in order."""
     return [sample.token_ids for output in outputs for sample in output.outputs]
 
 
 def generate_tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
-    """What `tokens_of` makes of what is generated."""
+    """Generate, and return the tokens of every sample; see `tokens_of`."""
     return tokens_of(generate(llm, prompts, params))
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing is left of any request: all slots and pages are free."""
+    """Check that the engine has no requests, and that all slots and pages are free."""
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_work and scheduler.num_running == 0
     assert scheduler.pages.num_free == scheduler.pages.num_pages
@@ -105,7 +107,7 @@ def assert_idle(llm: LLM) -> None:
 
 @contextmanager
 def patched(target: object, name: str, value: object) -> Iterator[None]:
-    """An attribute has another value inside the block."""
+    """Set an attribute to another value inside the `with` block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, name, value)
         yield
@@ -113,7 +115,11 @@ def patched(target: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def held(built: LLM) -> Iterator[Callable[[int], None]]:
-    """Within, the engine makes no step but those let go; the thread that asks for them goes on."""
+    """Stop the engine inside the `with` block. Yield a function that lets it run one step.
+
+    The thread that calls the engine's `step` is not blocked: until a step is allowed, `step` does
+    nothing.
+    """
     step, allowed = built.engine.step, threading.Semaphore(0)
 
     def step_if_allowed() -> list:
@@ -124,18 +130,21 @@ def held(built: LLM) -> Iterator[Callable[[int], None]]:
 
 
 def gpu_model(*arguments: Any) -> StepModel:
-    """`step_model` as on a GPU, with its number of rows, whatever the platform is."""
+    """Return the `StepModel` that an engine on a GPU would have, on any platform."""
     return step_model(*arguments[:-1], "gpu")
 
 
 def programs_with(**changes: Any) -> Callable[..., CompiledPrograms]:
-    """For `make_programs` of an engine: as tests compile, but for some fields of `Toolchain`."""
+    """Return a value for `make_programs` of an engine.
+
+    Programs are compiled as in all tests, but `changes` replace fields of the `Toolchain`.
+    """
     make: Any = Engine.make_programs
     return partial(CompiledPrograms, toolchain=replace(make.keywords["toolchain"], **changes))
 
 
 def hold_pages(llm: LLM, num_left: int) -> list[int]:
-    """Take all but `num_left` free pages away, until `give_pages`."""
+    """Allocate all free pages except `num_left`, and return them for `give_pages`."""
     pages = llm.engine.scheduler.pages
     taken = pages.allocate(pages.num_free - num_left)
     assert taken is not None
@@ -143,12 +152,12 @@ def hold_pages(llm: LLM, num_left: int) -> list[int]:
 
 
 def give_pages(llm: LLM, taken: list[int]) -> None:
-    """Give back what `hold_pages` took."""
+    """Free the pages that `hold_pages` allocated."""
     llm.engine.scheduler.pages.release(taken)
 
 
 def simulated_engine(config: EngineConfig, policy: Policy, vocab_size: int = VOCAB) -> Engine:
-    """The loop alone, on a simulated device; requests are made by hand."""
+    """Return an engine without an LLM, on a simulated device. Its model has no weights."""
     kind = SimpleNamespace(is_recurrent=False, num_layers=1, window=None)
     target: Any = SimpleNamespace(vocab_size=vocab_size, cache_kinds=(kind,))
     flags = {"is_recurrent": False, "may_defer": False, "weights": None}
@@ -159,10 +168,11 @@ def simulated_engine(config: EngineConfig, policy: Policy, vocab_size: int = VOC
 
 @contextmanager
 def simulated_engines(script: Script | None = None) -> Iterator[Counter]:
-    """LLMs made inside the block run on a simulated device; what their devices do is counted.
+    """Give LLMs that are built inside the `with` block a simulated device. Yield a tally of events.
 
-    Without a script tokens hang on weights, history and, above temperature 0, on the seed; drafts
-    are accepted as if by chance. Of what requests ask of logits, `min_tokens` alone is obeyed.
+    By default, a token depends on the weights, the tokens before it and, at a temperature above 0,
+    the seed. Drafts are accepted pseudo-randomly. Of the options that change logits, only
+    `min_tokens` has an effect.
     """
     tally: Counter = Counter()
     make = partial(SimulatedPrograms, tally=tally, script=script)

@@ -1,18 +1,19 @@
-"""Counts of random draws against what they should be."""
+"""Tests whether counts of random draws fit given probabilities."""
 
 import numpy as np
 from scipy import stats
 
-LEAST = 20.0  # expected in a cell of its own; rarer ones are counted together
-FIXED_SEED = 1e-4  # least p-values: of runs that come to the same every time
-NEW_SEED = 1e-10  # and of those that do not: of a hundred a run, one in 1e8 runs is a false alarm
+LEAST = 20.0  # draws expected in a cell; rarer outcomes share one cell
+FIXED_SEED = 1e-4  # smallest p-value that passes, if every run has the same seed
+NEW_SEED = 1e-10  # the same for new seeds: with 100 tests, 1 run in 1e8 is a false alarm
 
 
 def pvalue(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Of the likelihood-ratio test; 0 where something impossible was counted.
+    """Return the p-value of the likelihood-ratio test; 0 if something impossible was counted.
 
-    Where cells expect `LEAST` draws, its tail is at most about ten times chi-square's at 1e-10;
-    that of Pearson's statistic grows much heavier.
+    If at least `LEAST` draws are expected in each cell, the statistic's tail is at most about ten
+    times the tail of the chi-square distribution, down to p-values of 1e-10. The tail of Pearson's
+    statistic is much heavier.
     """
     counts, expected = np.ravel(counts), np.ravel(probs) / np.sum(probs) * np.sum(counts)
     if counts[expected == 0].any():

@@ -1,4 +1,4 @@
-"""EAGLE heads as they are published, with random weights."""
+"""EAGLE heads with random weights, in the layouts in which heads are published."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,13 @@ from support.weights import HeadFiles, TargetFiles, randomise
 def write_head(
     folder: Path, make: Any, target: TargetFiles, options: Mapping[str, Any]
 ) -> HeadFiles:
-    """What `make` makes of the options, but for `seed` and the weights' `file`."""
+    """Write a head with random weights to `folder`.
+
+    Args:
+        make: the function that returns the tensors and the config, such as `eagle_tensors`.
+        options: the options of `make`, and optionally the `seed` and the name of the weights'
+            `file`.
+    """
     import safetensors.torch
     import torch
 
@@ -37,7 +43,10 @@ def eagle_tensors(
     embedding: str | None = None,
     **config: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """EAGLE-1 as published. `embedding` is None, "same" as the target's, or "own"."""
+    """Return the tensors and the config of an EAGLE-1 head.
+
+    `embedding` is None, "same" for a copy of the target's embedding, or "own" for another one.
+    """
     import torch
 
     config = _decoder_config(target) | config
@@ -67,7 +76,10 @@ def eagle3_tensors(
     embedding: str | None = None,
     **config: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """EAGLE-3 in the `layout` "raw" (midlayer.*) or "speculators" (layers.0.*, nested config)."""
+    """Return the tensors and the config of an EAGLE-3 head.
+
+    The `layout` is "raw" (the authors', midlayer.*) or "speculators" (layers.0.*, nested config).
+    """
     import torch
 
     decoder = _decoder_config(target)
@@ -110,9 +122,11 @@ def eagle3_tensors(
 def p_eagle_tensors(
     target: TargetFiles, *, bias: bool = False, num_layers: int = 3, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """P-EAGLE: an EAGLE-3 head with more layers, and what stands for the target's states.
+    """Return the tensors and the config of a P-EAGLE head.
 
-    `options` are those of `eagle3_tensors`; with `bias`, attention has it everywhere.
+    It has the tensors of an EAGLE-3 head, more layers, and the weight `mask_hidden` in place of the
+    target's hidden states. If `bias`, all projections of attention have a bias. `options` are
+    options of `eagle3_tensors`.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""Engines of several processes: what both processes do, and what process 0 reports.
+"""Runs engines whose devices belong to several processes.
 
-As a script it is one of the processes: the folders, a rank, a port and a plan come as JSON.
+As a script, this module is one of the processes. Its argument is JSON with the process's rank, a
+port, and a plan: the engines to build, in order.
 """
 
 import json
@@ -11,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-LIMIT = 4  # seconds until a process that does not answer is missing
+LIMIT = 4  # seconds until a process that does not answer counts as lost
 
 
 def start(
     rank: int, port: int, plan: list[dict[str, Any]], *, count: int = 2, is_trainer: bool = False
 ) -> subprocess.Popen:
-    """Start process `rank` of `count`, which follows the plan with a device of its own.
+    """Start process `rank` of `count` processes. It has one device, and follows `plan`.
 
-    A trainer has initialised `jax.distributed` itself, and has used it.
+    If `is_trainer`, the process initialises `jax.distributed` before it builds engines.
     """
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     own = {"rank": rank, "nnodes": count, "port": port, "is_trainer": is_trainer}
@@ -35,9 +36,10 @@ def start(
 
 
 def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
-    """What an engine gives for everything that changes a step, as JSON has it.
+    """Run an engine through all events that change its steps. Return JSON-compatible results.
 
-    Without a folder of new weights, K and the weights stay, and it never sleeps.
+    If `updated`, a folder of new weights, is None, the changes of K, the sleeps and the weight
+    update are left out.
     """
     import pytest
     from support.engines import SIZES, generate, give_pages, hold_pages, random_prompts
@@ -96,7 +98,7 @@ def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
 
 
 def serve_all(folder: str, **options: Any) -> dict[str, Any]:
-    """What an `AsyncLLM` gives to callers that stream, stop and abort at the same time."""
+    """Return what an `AsyncLLM` gives to concurrent callers. Some stream, abort or leave."""
     import asyncio
 
     from support.engines import SIZES, random_prompts
@@ -136,19 +138,28 @@ def serve_all(folder: str, **options: Any) -> dict[str, Any]:
 
 
 def has_programs(follower: Any, count: int) -> None:
-    """Refuse more compiled steps in the other process than in process 0."""
+    """Check that the other process has compiled `count` programs, like process 0."""
     assert len(follower.programs.ready) == count
 
 
 def rounded(entry: dict[int, Any]) -> list[tuple[int, float]]:
-    """Log-probabilities by token, as far as sums over devices do not change them."""
+    """Return pairs (token, log-probability).
+
+    They are rounded, because sums over devices change the last digits.
+    """
     return [(token, round(one.logprob, 3)) for token, one in entry.items()]
 
 
 def attempt(
     rank: int | None, *, folder: str, own: Any = (), then: str = "", common: Any, **options: Any
 ):
-    """Build an LLM of all processes; `own` are options by rank. Return what happened."""
+    """Build an LLM over all processes, run one part of the plan, and return the result.
+
+    Args:
+        own: further options of single processes, by rank.
+        then: what to run: "run all", "serve", or "" for one stream that waits for the test.
+        common: options of all processes.
+    """
     import pytest
     from support.engines import SIZES
 
@@ -176,17 +187,17 @@ def attempt(
 
 
 def edit(token_ids: Any, length: Any, logits: Any) -> Any:
-    """A logits processor."""
+    """Return the logits unchanged, as a logits processor."""
     return logits
 
 
 def say(**content: Any) -> None:
-    """Report a line to the test."""
+    """Print a line of JSON, which the test reads."""
     print(json.dumps(content), flush=True)
 
 
 def main() -> None:
-    """Follow the plan, and report a line about each part."""
+    """Run all parts of the plan, and print the result of each part."""
     import jax
     from support.compilations import TOOLCHAIN, compile_quickly, share_compilations
 

@@ -1,8 +1,9 @@
-"""A server in a thread, and a client that sends any bytes."""
+"""An HTTP server in a thread, and a client that can send any bytes."""
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -21,9 +22,17 @@ JSON = {"content-type": "application/json"}
 LIMIT = 60  # seconds
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds. Fail after `LIMIT` seconds."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 @dataclass(frozen=True)
 class Answered:
-    """What came back."""
+    """A server's answer."""
 
     status: int
     headers: dict[str, str]
@@ -35,7 +44,7 @@ class Answered:
 
     @property
     def error(self) -> tuple[int, str | None]:
-        """The status and the field at fault of an error in OpenAI's shape."""
+        """The status and the field `param` of an error. The error must have OpenAI's form."""
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["code"] == self.status
         assert len(error["message"]) < 700
@@ -43,7 +52,7 @@ class Answered:
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream, which must end as streams do."""
+        """The events of a stream. The stream must end with "[DONE]"."""
         lines = [line for line in self.body.decode().split("\n\n") if line]
         assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -51,7 +60,7 @@ class Answered:
 
 @dataclass
 class Served:
-    """A server that runs, and the engine behind it."""
+    """A running server and its engine."""
 
     port: int
     service: Service
@@ -81,7 +90,7 @@ class Served:
         return self.send("POST", path, body, JSON | headers)
 
     def generate(self, prompts: Any, params: Any) -> list[RequestOutput]:
-        """What `LLM.generate` gives; it runs on the engine's thread."""
+        """Call `LLM.generate` on the engine's thread."""
         call = self.service.llm._call(lambda: generate(self.llm, prompts, params))
         return call.result(LIMIT)
 
@@ -93,7 +102,7 @@ class Served:
 def served(
     llm: LLM, *, limits: Limits | None = None, model: str = "tiny", **settings: Any
 ) -> Iterator[Served]:
-    """Serve an LLM, which stays open afterwards."""
+    """Run a server for an LLM inside the `with` block. The LLM is not closed at the end."""
     chosen = ServerSettings(port=0, disable_uvicorn_access_log=True, **settings)
     with patch("specjax.async_llm.LLM", lambda *_, **__: llm), patch.object(llm, "close"):
         engine = AsyncLLM("")

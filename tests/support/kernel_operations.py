@@ -1,7 +1,9 @@
-"""Every operation that has Triton kernels, on inputs that take all of them, with several programs.
+"""Calls of all operations that have Triton kernels. Every kernel runs, with several programs.
 
-`OPERATIONS["folder/variant"](kernels)` returns a function without arguments, compiled once, which
-runs it. Its result is the same for all kernels, up to rounding. Tiles have edges: sizes are uneven.
+`OPERATIONS["folder/variant"](kernels)` returns a function without arguments, which runs an
+operation. The operation is compiled in the first call. Up to rounding, its result is the same for
+all values of `kernels`. Sizes are not multiples of tile sizes, so that the edges of tiles are
+tested.
 """
 
 from collections.abc import Callable
@@ -42,7 +44,7 @@ def of(function: Callable[..., Any], *given: Any, **named: Any) -> Operation:
 
 
 def draw(*, has_ids: bool) -> Operation:
-    """Of two tiles and a part of the third."""
+    """Draw tokens from rows of two whole tiles and a part of a third tile."""
     token_ids = np.random.default_rng(0).permutation(9000)[:8500].astype(np.int32)
     temperature, seeds = np.array([0.0, 0.5, 1.0], np.float32), np.arange(3, dtype=np.uint32)
     counters = np.array([5, 9, 70], np.int32), np.array([0, 1, 2], np.int32)
@@ -56,7 +58,7 @@ def draw(*, has_ids: bool) -> Operation:
 
 
 def rope(pool: str = "float32") -> Operation:
-    """Two requests of three rows; heads with biases and norms, and a page that is not assigned."""
+    """Run `rope_write` for two requests of three rows. One row's page is not assigned."""
     num_heads, num_kv_heads, dim, half = 4, 2, 32, 8
     width = (num_heads + 2 * num_kv_heads) * dim
     weights = HeadWeights(normal(width), normal(dim, seed=1), normal(dim, seed=2))
@@ -71,8 +73,11 @@ def rope(pool: str = "float32") -> Operation:
 
 
 def truncation() -> Operation:
-    """Of eight tiles. The last but one has many candidates; of the last, which is flat, they do not
-    fit."""
+    """Truncate rows of eight tiles.
+
+    The last row but one has many candidates. In the last row, logits are so similar that the
+    candidates do not fit in their buffer.
+    """
     top_k = np.array([5, 0, 40, 0, 0, 0], np.int32)
     top_p = np.array([1, 0.6, 0.9, 1, 0.9, 0.99], np.float32)
     min_p = np.array([0, 0, 0.01, 0, 0.01, 0], np.float32)
@@ -82,7 +87,7 @@ def truncation() -> Operation:
 
 
 def routes() -> Operation:
-    """By sigmoids, of more rows than a word has bits."""
+    """Route more rows than a word has bits, with sigmoids."""
     is_padding = np.arange(40) % 7 == 6
 
     def run(logits, correction, *, kernels):
@@ -103,7 +108,7 @@ def packed(form: FourBits, *, has_zeros: bool) -> Operation:
 
 
 def latents(pool: str | None = None) -> Operation:
-    """Two requests, one of which has a row of padding."""
+    """Run latent attention for two requests. One of them has a padding row."""
     scales, dtype = None, "bfloat16" if pool else "float32"
     entries = normal(2, 6, 16, 80, dtype=dtype)
     if pool:
@@ -122,7 +127,10 @@ def attention(case: Case) -> Operation:
 
 
 def delta_rule(heads: Heads, batch: int) -> Operation:
-    """Prompts, and rounds with rejected drafts until rings come round; outputs and caches."""
+    """Run prompts and rounds until the ring buffers wrap. Return outputs and caches.
+
+    Some drafts of the rounds are rejected.
+    """
     streams = Streams.random(sizes := Sizes(heads), 3, 32)
 
     def run(kernels: str) -> Any:
@@ -145,7 +153,11 @@ GROUPS = np.array([0, 17, 1, 0, 6], np.int32)  # their numbers of rows
 
 
 def grouped_packed(form: FourBits, *, of_powers: bool) -> Operation:
-    """With scales that are powers of two, or with other scales and zero points."""
+    """Multiply by groups' matrices of 4-bit numbers.
+
+    Scales are powers of two if `of_powers`. Otherwise, they are arbitrary, and there are zero
+    points.
+    """
     rng, groups = np.random.default_rng(0), (5, form.num_groups(96), 40)
     values = rng.integers(0, 256, (5, 40, form.width(96)), np.uint8)
     scales = rng.integers(120, 124, groups, np.uint8) if of_powers else normal(*groups) / 32

@@ -1,4 +1,4 @@
-"""Requests that an implementation of the gated delta rule serves, and its equations in f64."""
+"""Runs requests with an implementation of the gated delta rule, and with NumPy in float64."""
 
 import copy
 import functools
@@ -23,12 +23,12 @@ LAYER, NUM_LAYERS = 1, 3
 PROMPT_WIDTH, STEP_WIDTH = 64, 6
 TOLERANCE = 2e-5
 BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
-EPS = 1e-3  # of the norm: so large that it shows
+EPS = 1e-3  # of the norm; large, so that a wrong eps changes results
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the rule, and of a cache in which most_rows tokens may be pending."""
+    """The sizes of the gated delta rule and of its cache."""
 
     heads: Heads = Heads(2, 4, 16, 32)
     taps: int = 4
@@ -37,7 +37,7 @@ class Sizes:
     is_normed: bool = True
 
     def cache(self, layers: int, slots: int) -> DeltaRuleCache:
-        """Shapes and dtypes."""
+        """Return the shapes and dtypes of a cache."""
         sizes = layers, slots, self.heads, self.taps, self.most_rows
         return DeltaRuleCache.shapes(*sizes, jnp.dtype(self.dtype))
 
@@ -47,15 +47,18 @@ SIZES = Sizes()
 
 @dataclass(frozen=True)
 class Streams:
-    """The tokens that stand, of N requests with n tokens each, and what should come of them."""
+    """The tokens of N requests, n tokens each, that are not rejected; and the expected results."""
 
-    x: np.ndarray  # f32[N, n, C + H_v D_v + 2 H_v], of values that the sizes' dtype has
+    x: np.ndarray  # f32[N, n, C + H_v D_v + 2 H_v], exact in the sizes' dtype
     weights: DeltaRuleWeights  # f32 arrays, likewise
     heads: Heads
 
     @classmethod
     def random(cls, sizes: Sizes, num_streams: int, length: int, seed: int = 0) -> "Streams":
-        """Some heads forget within a token, others within hundreds."""
+        """Return random tokens and weights.
+
+        With these weights, some heads forget within a token, and others within hundreds of tokens.
+        """
         rng = np.random.default_rng(seed)
         heads = sizes.heads
 
@@ -77,7 +80,10 @@ class Streams:
 
 
 def rule_by_definition(streams: Streams) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs [N, n, H_v, D_v], and states [N, n + 1, H_v, D_v, D_k] after 0, 1, ... tokens."""
+    """Compute outputs [N, n, H_v, D_v] and states [N, n + 1, H_v, D_v, D_k] in float64.
+
+    State i of a request is the state after i tokens.
+    """
     x = streams.x.astype(np.float64)
     conv, log_decay, decay_bias, norm = (
         None if z is None else z.astype(np.float64) for z in streams.weights
@@ -110,7 +116,10 @@ def rule_by_definition(streams: Streams) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error(actual: Any, expected: np.ndarray) -> float:
-    """The largest difference, relative to the largest value; inf where anything is not finite."""
+    """Return the largest difference, relative to the largest expected value.
+
+    It is infinite if an element of `actual` is not finite.
+    """
     actual = np.asarray(actual, np.float64)
     if not np.isfinite(actual).all():
         return np.inf
@@ -125,10 +134,10 @@ def rule(x, weights, cache, layer, slots, positions, pending, *, folds, kernels)
 
 
 class Serving:
-    """Requests that one cache serves: the one in row r has slot slots[r] and tokens of one stream.
+    """A batch of requests with one cache. Row r has slot slots[r], and the tokens of one stream.
 
-    Whatever the rule has no business with is NaN: other slots and layers, slots that are new to a
-    request, rows of padding. Rows come in random order, with padding rows between them.
+    Everything that the rule must not read is NaN: other slots and layers, slots of new requests,
+    and padding rows. In each call, the requests and the padding requests are in random order.
     """
 
     def __init__(
@@ -158,11 +167,11 @@ class Serving:
         self.out = np.full((*streams.x.shape[:2], heads.num_values, heads.value_dim), np.nan)
 
     def begin(self, rows: np.ndarray, streams: Sequence[int] | np.ndarray) -> None:
-        """The requests in some rows end, and others begin in their slots."""
+        """Replace the requests in some rows by new requests of these streams, in the same slots."""
         self.stream[rows], self.pending[rows], self.length[rows] = streams, 0, 0
 
     def fork(self) -> "Serving":
-        """The same requests once more, to go another way."""
+        """Return a copy of the requests and the cache, which can continue differently."""
         other = copy.copy(self)
         for name in "stream", "pending", "length", "rng", "out":
             setattr(other, name, copy.deepcopy(getattr(self, name)))
@@ -170,7 +179,7 @@ class Serving:
         return other
 
     def prompt(self, *counts: int, width: int = PROMPT_WIDTH, idle_slots: Any = None) -> None:
-        """Run the next counts[r] tokens of every request, which are certain."""
+        """Run the next counts[r] tokens of the request in each row r as a chunk of a prompt."""
         self.step(counts, counts, width, folds=True, idle_slots=idle_slots)
 
     def step(
@@ -183,7 +192,10 @@ class Serving:
         pending: Any = None,
         idle_slots: Any = None,
     ) -> None:
-        """Run counts[r] tokens of which stands[r] turn out to be right; the others are garbage."""
+        """Run counts[r] tokens in each row r. The first stands[r] tokens are accepted.
+
+        The rejected tokens have meaningless inputs.
+        """
         counts, stands, row = np.array(counts), np.array(stands), np.arange(width)
         at = self.length[:, None] + row
         is_real, is_right = row < counts[:, None], row < stands[:, None]
@@ -220,15 +232,15 @@ class Serving:
 
     @property
     def states(self) -> np.ndarray:
-        """f32[rows, H_v, D_v, D_k] of the requests, with all tokens but the pending ones."""
+        """The requests' states f32[rows, H_v, D_v, D_k], which do not include pending tokens."""
         return np.asarray(self.cache.state)[LAYER, self.slots]
 
     def of_requests(self) -> list[np.ndarray]:
-        """What the cache holds of them, in f32: states and rings."""
+        """Return the requests' parts of the cache's arrays, in float32."""
         return [np.asarray(x)[LAYER, self.slots].astype(np.float32) for x in self.cache]
 
     def check(self) -> None:
-        """Outputs and states are those of the definition."""
+        """Compare outputs and states with the results in float64."""
         rounding = BF16_TOLERANCE if self.sizes.dtype == "bfloat16" else TOLERANCE
         for r, (i, n) in enumerate(zip(self.stream, self.length, strict=True)):
             out, states = (z[i] for z in self.streams.truth)
@@ -238,5 +250,5 @@ class Serving:
 
 
 def on_device(cache: DeltaRuleCache) -> DeltaRuleCache:
-    """A copy, which no program has to make."""
+    """Copy a cache to the device, without compiling a program."""
     return DeltaRuleCache(*(jnp.array(np.asarray(x)) for x in cache))

@@ -1,4 +1,4 @@
-"""Requests whose attention a kernel computes, and its equation in numpy in f64."""
+"""Inputs of paged attention, and its definition in NumPy in float64."""
 
 import functools
 from collections.abc import Callable
@@ -16,9 +16,11 @@ LAYER, NUM_LAYERS = 1, 2
 
 @dataclass(frozen=True)
 class Case:
-    """Request b has starts[b] tokens in the pool and counts[b] new ones; T rows for each.
+    """The sizes and options of one call of `paged_attention`.
 
-    What is compiled depends neither on starts nor on counts, where the table has given columns.
+    Request b has starts[b] old tokens in the pool and counts[b] new tokens. Each request has T =
+    `num_rows` rows. If `table_columns` is given, all `starts` and `counts` use the same compiled
+    program.
     """
 
     starts: tuple[int, ...]
@@ -47,7 +49,7 @@ class Case:
 
 @functools.cache
 def compiled(kernels: str) -> Callable[..., jax.Array]:
-    """One implementation, which keeps its programs from test to test."""
+    """Return a jitted implementation. It is cached, so that all tests share its programs."""
     return jax.jit(
         functools.partial(paged_attention, kernels=kernels),
         static_argnames=("window", "soft_cap"),
@@ -55,12 +57,15 @@ def compiled(kernels: str) -> Callable[..., jax.Array]:
 
 
 def arguments(case: Case) -> tuple[np.ndarray, ...]:
-    """q, kv, layer, page_table, positions; NaN in every key and value that no row may see."""
+    """Return q, kv, layer, page_table and positions.
+
+    Keys and values that no row may read are NaN.
+    """
     rng = np.random.default_rng(0)
     kv, page_table, positions = paged(case, rng, 2, case.num_kv_heads, case.dim)
     num_heads = case.num_kv_heads * case.group
     q = rng.normal(size=(len(case.starts), case.num_rows, num_heads, case.dim))
-    if case.pool == "int8":  # where it is NaN, scales are
+    if case.pool == "int8":  # int8 has no NaN; scales are NaN instead
         kv = np.rint(40 * np.nan_to_num(kv)).clip(-127, 127)
     return (
         q.astype(jnp.dtype(case.dtype)),
@@ -72,7 +77,7 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def paged(case: Case, rng: np.random.Generator, *entry: int) -> tuple[np.ndarray, ...]:
-    """A pool [layer, page, offset, *entry], page_table and positions; see `arguments`."""
+    """Return a pool [layer, page, offset, *entry], page_table and positions; see `arguments`."""
     batch, pages_per_seq = len(case.starts), case.num_columns
     shape = NUM_LAYERS, batch * pages_per_seq + 3, case.page_size, *entry
     pool, page_table = np.full(shape, np.nan, np.float32), np.full((batch, pages_per_seq), -1)
@@ -92,7 +97,7 @@ def paged(case: Case, rng: np.random.Generator, *entry: int) -> tuple[np.ndarray
 
 
 def options(case: Case) -> dict[str, Any]:
-    """window, origins, soft_cap, scales and sinks, those that the case has."""
+    """Return the options of the case, out of window, origins, soft_cap, scales and sinks."""
     found: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
     if case.is_block:
         starts = np.array(case.starts, np.int32)[:, None]
@@ -124,7 +129,7 @@ def attention_by_definition(
     scales=None,
     sinks=None,
 ):
-    """The equation, one row and head at a time."""
+    """Compute paged attention for one row and one head at a time."""
     pool = kv[layer].astype(np.float64)
     if scales is not None:
         own = scales[layer].astype(np.float64)

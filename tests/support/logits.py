@@ -1,4 +1,4 @@
-"""Logits of whole sequences: ours, as in training, and those of transformers."""
+"""Logits of whole sequences, computed by our models as in training, or by transformers."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from specjax.train.context import CausalRows
 
 
 def hf_logits(hf: Any, tokens: Any) -> np.ndarray:
-    """f32[B, T, V] of transformers, from tokens [B, T]."""
+    """Return transformers' logits f32[B, T, V] for tokens [B, T]."""
     import torch
 
     with torch.no_grad():
@@ -20,7 +20,10 @@ def hf_logits(hf: Any, tokens: Any) -> np.ndarray:
 
 
 def causal_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
-    """f32[B, T, V] of a checkpoint; checkpoints that differ in nothing static share a program."""
+    """Return our logits f32[B, T, V] with a checkpoint.
+
+    Checkpoints with equal configs share a compiled program.
+    """
     model, params = load_model(folder, np.dtype(dtype))
     return np.asarray(_causal_logits(params, tokens, model))
 
@@ -32,10 +35,10 @@ def _causal_logits(params, tokens, model):
 
 
 def double(tokens, length, logits):
-    """A logits processor."""
+    """Double the logits, as a logits processor."""
     return 2 * logits
 
 
 def halve(tokens, length, logits):
-    """Another one."""
+    """Halve the logits, as a logits processor."""
     return logits / 2

@@ -1,4 +1,4 @@
-"""A Ray of one thread, whose actors have engines that know little and fail on call."""
+"""A replacement of Ray that runs in one thread, with fake engines that fail on request."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -14,14 +14,14 @@ from specjax.sampling_params import SamplingParams
 
 
 class Reference:
-    """What an actor gave, or raised."""
+    """The result of an actor's method, or the error that it raised."""
 
     def __init__(self, value=None, error=None):
         self.value, self.error = value, error
 
 
 class OneThread:
-    """As much of Ray as workers need. Actors do what they are told before they are asked."""
+    """The parts of Ray that workers use. A remote method runs as soon as it is called."""
 
     exceptions = SimpleNamespace(
         **{
@@ -32,7 +32,7 @@ class OneThread:
 
     def __init__(self):
         self.cpus = 4.0
-        self.kills_late = False  # as Ray may: who is killed answers the next call
+        self.kills_late = False  # as in Ray, a killed actor may still answer one call
         self.actors = []  # all that were ever started
 
     def is_initialized(self):
@@ -96,11 +96,11 @@ class Actor:
 
 
 class Death(BaseException):
-    """Of the process."""
+    """Raised by an actor's method to end the actor's process."""
 
 
 class FailingEngine:
-    """Knows no more than its versions, and fails as planned."""
+    """A fake engine that only counts versions, and raises the errors in `plan`."""
 
     plan = defaultdict(list)  # for each method what its next calls raise, or None
 

@@ -1,15 +1,29 @@
-"""Random weights for a model's parameter tree, without a program to draw them."""
+"""Random weights of a parameter tree, drawn by NumPy without compiling a program; plain weights."""
 
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.device.weights.stored import dequantise
+from specjax.device.weights.weight import is_weight
+
+_plain = jax.jit(dequantise, static_argnums=1)
+
+
+def plain_of(params: Any, dtype: Any) -> Any:
+    """Return `dequantise(params, dtype)`, by one program per kind of matrix; on one device."""
+    return jax.tree.map(
+        lambda x: _plain(x, dtype) if len(jax.tree.leaves(x)) > 1 else x,  # else it is plain
+        params,
+        is_leaf=is_weight,
+    )
+
 
 def random_params(specs: Any, seed: int) -> Any:
-    """f32 arrays for a tree of `TensorSpec` in which norms and gates matter, too.
+    """Return random f32 arrays for a tree of `TensorSpec`. Norms and gates change the outputs.
 
-    Matrices keep the scale of what they multiply; recurrent states last.
+    Matrices keep the scale of their inputs. Recurrent states decay slowly.
     """
     rng = np.random.default_rng(seed)
 

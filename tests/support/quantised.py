@@ -1,7 +1,9 @@
-"""Writers of quantised matrices, each by the format's own tool or by its table.
+"""Functions that quantise matrices in the formats of checkpoints.
 
-A writer takes a weight [O, I] and returns its tensors, by the ending of their names, and the weight
-in float32 that they stand for; None if the weight's shape does not suit the format.
+They use the tool of the format if possible, or else follow its specification. Such a writer takes a
+weight [O, I]. It returns the tensors that store the weight, by the endings of their names, and the
+weight in float32 that these tensors represent. It returns None if the weight's shape does not suit
+the format.
 """
 
 import re
@@ -23,14 +25,19 @@ Written = tuple[dict[str, Any], torch.Tensor] | None
 
 @dataclass(frozen=True)
 class Form:
-    """A format with its settings: what the config says, and a writer."""
+    """A format with certain settings.
+
+    Attributes:
+        config: the `quantization_config`.
+        write: the writer; see the module's docstring.
+    """
 
     config: dict[str, Any]
     write: Callable[[torch.Tensor], Written]
 
 
 def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str) -> Any:
-    """Written and read by the tool itself, with scales and zero points of its own."""
+    """Quantise a matrix with compressed-tensors, which also chooses scales and zero points."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -60,7 +67,7 @@ def by_compressed_tensors(weight: torch.Tensor, args: dict[str, Any], name: str)
 
 
 def as_modelopt(weight: torch.Tensor) -> Written:
-    """NVFP4 as ModelOpt stores it; compressed-tensors unpacks the numbers."""
+    """Return random NVFP4 numbers with ModelOpt's names, unpacked by compressed-tensors."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
     (num_out, num_in), rng = weight.shape, np.random.default_rng(0)
@@ -69,7 +76,7 @@ def as_modelopt(weight: torch.Tensor) -> Written:
     codes = torch.tensor(rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8))
     numbers = unpack_fp4_from_uint8(codes, num_out, num_in, dtype=torch.float32)
     scales = torch.tensor(rng.uniform(1, 300, (num_out, num_in // 16))).to(torch.float8_e4m3fn)
-    scales[0, 0] = 0  # of a group of numbers that are all small
+    scales[0, 0] = 0  # as for a group whose numbers are all small
     factor = torch.tensor(4e-4)
     meant = numbers * scales.float().repeat_interleave(16, 1) * factor
     named = {"weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
@@ -77,7 +84,7 @@ def as_modelopt(weight: torch.Tensor) -> Written:
 
 
 def as_fp8(weight: torch.Tensor, block: int) -> Written:
-    """Float8 in square blocks, the last of which may be smaller."""
+    """Return float8 numbers with a scale per square block. The last blocks may be smaller."""
     rows, columns = (torch.arange(n) // block for n in weight.shape)
     stored = (8 * weight).to(torch.float8_e4m3fn)
     counts = int(rows[-1]) + 1, int(columns[-1]) + 1
@@ -96,7 +103,10 @@ def compressed(name: str, **args: Any) -> Form:
 
 
 def packed_words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """i32 words of eight numbers along the last axis; order[i] is in bits 4 i to 4 i + 3."""
+    """Pack eight 4-bit numbers into each i32 word, along the last axis.
+
+    Number order[i] of a word is in bits 4 i to 4 i + 3.
+    """
     words = np.zeros((len(numbers), numbers.shape[1] // 8), np.uint32)
     for word in range(words.shape[1]):
         for place, which in enumerate(order):
@@ -105,7 +115,10 @@ def packed_words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) 
 
 
 def grouped(weight: torch.Tensor, groups: np.ndarray, *, has_zeros: bool) -> Any:
-    """Numbers [I, O], zero points and f16 scales [groups, O], and the weights [O, I]."""
+    """Quantise a matrix to 4-bit numbers, with the group of each input in `groups`.
+
+    Return the numbers [I, O], the zero points and f16 scales [groups, O], and the weights [O, I].
+    """
     rng, shape = np.random.default_rng(0), (groups.max() + 1, len(weight))
     scales = rng.uniform(0.02, 0.05, shape).astype(np.float16)
     zeros = rng.integers(1, 15, shape) if has_zeros else np.full(shape, 8)
@@ -125,7 +138,10 @@ def as_awq(weight: torch.Tensor, group: int) -> Written:
 
 
 def as_gptq(weight: torch.Tensor, group: int, version: int, has_zeros: bool) -> Written:
-    """With `desc_act` if there are zero points; the last group may be smaller."""
+    """Return a matrix in GPTQ. The last group may be smaller.
+
+    If there are zero points, the inputs of a group are not adjacent (`desc_act`).
+    """
     if len(weight) % 8 or weight.shape[1] % 8:
         return None
     groups = np.arange(weight.shape[1]) // (group if group > 0 else weight.shape[1])
@@ -170,7 +186,7 @@ FORMS = {
 
 
 def tensors_of(form: str, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a checkpoint with quantised matrices, and the weights that these stand for."""
+    """Return a checkpoint's tensors after quantisation, and the weights that they represent."""
     stored, meant = dict(tensors), {}
     for name, tensor in tensors.items():
         if form == "modelopt" and name.startswith("mtp"):
@@ -183,7 +199,7 @@ def tensors_of(form: str, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def folders(checkpoints: Checkpoints, kind: str, form: str, **config: Any) -> tuple[Path, Path]:
-    """(a folder in a form, one with the weights that it stands for), of a model."""
+    """Return a folder with a quantised model, and a folder with the same model dequantised."""
     target = checkpoints.target(kind, **config)
     if kind in ("qwen3_5_text", "deepseek_v3"):
         target = checkpoints.mtp(target, layout="single")

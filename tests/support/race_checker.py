@@ -1,14 +1,16 @@
-"""Checks of what a GPU leaves open: the order of a kernel's programs, and of a program's threads.
+"""Finds results of kernels that depend on the order of programs, or of threads in a program.
 
-Kernels run in the numpy stand-in of Triton, which knows whole programs only. So an element that two
-programs touch, and one of them writes, is a fault, even if this order gave the right result. Within
-a program only a barrier orders its threads, and a fault is an element that is written after it was
-read, read after it was written, or written twice, without a barrier between.
+A GPU does not define these orders. Kernels run on the NumPy stand-in of Triton, which runs whole
+programs one after the other. It is a fault if a program writes an element that another program
+reads or writes, even if the results are right in this order. The threads of a program are ordered
+only by barriers. So it is a fault if an element is read and then written, written and then read, or
+written twice, without a barrier between.
 
-One case is in order without a barrier: a tile is read, and then exactly this tile is written, as
-kernels do that update an array in place. Each thread has its own elements, if there are as many:
-of smaller tiles several threads have copies, and a slow one might still read. Whether the new
-elements come from the old ones is not checked.
+One case needs no barrier: kernels that update an array in place read a tile, and then write exactly
+the same tile. If the tile has at least as many elements as there are threads, each thread writes
+the elements that it has read. In smaller tiles, several threads have copies of an element, and a
+slow thread might read it after another thread's write. It is not checked whether the new elements
+are computed from the old ones.
 """
 
 from collections import Counter
@@ -28,7 +30,10 @@ ORDERS = tuple(POISON)
 
 
 class _Touched:
-    """When each element of an array was touched. Time advances with every program and barrier."""
+    """The times at which each element of an array was read or written.
+
+    The time advances with every program and every barrier.
+    """
 
     def __init__(self, size: int, is_new: bool):
         self.is_new = is_new
@@ -36,11 +41,11 @@ class _Touched:
 
 
 class RaceChecker:
-    """Runs programs in one of ORDERS, each with other contents of unwritten memory.
+    """Runs programs in one of ORDERS, and records faults. Each order has other initial memory.
 
     Attributes:
-        faults: their number by kernel and sentence.
-        launched: the most programs of each kernel.
+        faults: the number of faults, by kernel and description.
+        launched: the largest number of programs of each kernel.
     """
 
     def __init__(self) -> None:
@@ -52,7 +57,7 @@ class RaceChecker:
     def begin(
         self, name: str, num_threads: int, updated: list[np.ndarray], new: list[np.ndarray]
     ) -> None:
-        """A kernel is launched, whose outputs are operands that it updates, and new arrays."""
+        """Begin a launch. Its outputs are the operands `updated`, and the new arrays `new`."""
         self._name, self._num_threads = name, num_threads
         self._arrays = {id(x): _Touched(x.size, False) for x in updated}
         self._arrays |= {id(x): _Touched(x.size, True) for x in new}
@@ -60,14 +65,14 @@ class RaceChecker:
         self._now = self._start = 0
 
     def order(self, places: list[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-        """The programs' places in a grid in the order in which they run."""
+        """Return the programs' places in the grid, in the order in which the programs will run."""
         self.launched[self._name] = max(self.launched[self._name], len(places))
         if self.current_order == "random":
             return [places[i] for i in self._rng.permutation(len(places))]
         return places if self.current_order == "forward" else places[::-1]
 
     def poison(self, dtype: np.dtype) -> Any:
-        """What memory holds before it is written."""
+        """Return the value of memory that has not been written."""
         number, integer, truth = POISON[self.current_order]
         bits = 8 * dtype.itemsize - 1  # without the sign
         integers = {"i": max(integer, -(2**bits)), "u": integer % 2**32}
@@ -120,7 +125,7 @@ class RaceChecker:
         pointer.array[at] = np.broadcast_to(value, mask.shape)[mask]
 
     def _inside(self, pointer: Pointer, mask: Any) -> np.ndarray:
-        """The mask without the lanes that point out of the array."""
+        """Return the mask without lanes that point outside the array. Such lanes are a fault."""
         offset = np.asarray(pointer.offset)
         mask = np.broadcast_to(mask, offset.shape)
         is_inside = (offset >= 0) & (offset < pointer.array.size)
@@ -128,14 +133,17 @@ class RaceChecker:
         return mask & is_inside
 
     def _tile(self, pointer: Pointer, mask: np.ndarray, at: np.ndarray) -> int:
-        """A number for these places in this order; 0 if threads may share an element."""
+        """Return a number that identifies these places in this order.
+
+        It is 0 if several threads may have the same element.
+        """
         if pointer.offset.size < self._num_threads or len(np.unique(at)) < at.size:
             return 0
         key = id(pointer.array), pointer.offset.shape, pointer.offset.tobytes(), mask.tobytes()
         return self._tiles.setdefault(key, len(self._tiles) + 1)
 
     def _check_lanes(self, at: np.ndarray, values: np.ndarray) -> None:
-        """Lanes that write the same element write the same bits."""
+        """Check that lanes that write the same element write the same bits."""
         order = np.argsort(at, kind="stable")
         at, bits = at[order], np.ascontiguousarray(values[order]).view(f"u{values.itemsize}")
         is_other = (at[1:] == at[:-1]) & (bits[1:] != bits[:-1])

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine, whose workers compile as the tests do."""
+"""A Ray cluster on this machine, whose workers compile programs as the tests do."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def ray_cluster(num_devices: int = 1) -> Iterator[Any]:
-    """Ray with two CPUs. Each worker has `num_devices` devices."""
+    """Start Ray with two CPUs, and yield the module. Each worker has `num_devices` devices."""
     found = pytest.importorskip("ray")
     environment = {
         "JAX_PLATFORMS": "cpu",

@@ -1,7 +1,8 @@
-"""Random schedules on a real engine, against each request run alone.
+"""Runs random schedules on a real engine, and compares each request with a run alone.
 
-One engine serves all schedules, for programs take long to compile. Each schedule brings a scheduler
-of its own, with as many slots and pages, and as large a budget, as the programs allow or fewer.
+All schedules use one engine, because its programs take long to compile. Each schedule has a new
+scheduler, whose numbers of slots and pages and whose token budget are random, within the limits of
+the programs.
 """
 
 from collections import Counter
@@ -22,13 +23,13 @@ from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence
 
 MAX_LENGTH, MAX_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
-MAX_SPARE = 2  # pages, more than one request at its longest has
+MAX_SPARE = 2  # more pages than the longest request needs
 NUM_FAMILIES = 2
 
 
 @dataclass
 class Found:
-    """What schedules came to."""
+    """The results of schedules: compared outputs, and counts of events."""
 
     identity: Identity = field(default_factory=Identity)
     tally: Counter = field(default_factory=Counter)
@@ -38,10 +39,10 @@ class Found:
 
 
 def run_real_schedule(llm: LLM, alone: LLM, seed: int) -> Found:
-    """Run the schedule of a seed on `llm`, and its requests one by one on `alone`.
+    """Run the schedule of a seed on `llm`, and its requests one at a time on `alone`.
 
     Raises:
-        AssertionError: something was lost, repeated, or never given back.
+        AssertionError: an output was lost or repeated, or pages or slots were not freed.
     """
     rng = np.random.default_rng([seed, 4])
     requests = make_requests(llm, rng, seed)
@@ -69,7 +70,10 @@ def run_real_schedule(llm: LLM, alone: LLM, seed: int) -> Found:
 
 
 def begin_anew(engine: Engine, rng: Rng) -> None:
-    """Another scheduler, for an engine of other sizes and modes that runs the same programs."""
+    """Give an engine a new scheduler, as if it had other sizes and options.
+
+    The engine keeps its compiled programs.
+    """
     config = engine.config
     max_drafts = max(engine.scheduler.policy.choices)
     longest = min(config.max_model_len, MAX_LENGTH)
@@ -101,7 +105,7 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
 
 
 def _serve(engine: Engine, requests: list[Request], rng: Rng) -> tuple[list[Sequence], Counter]:
-    """Serve requests as they come, some of which are aborted."""
+    """Run the requests, which arrive over time. Some are aborted."""
     begin_anew(engine, rng)
     scheduler, config = engine.scheduler, engine.scheduler.config
     if config.scheduling_policy == "priority":
@@ -154,12 +158,12 @@ def _serve_alone(engine: Engine, request: Request) -> list[Sequence]:
 
 
 def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
-    """Requests of which many begin alike; at temperature 0 and above it."""
+    """Return requests with temperature 0 or 0.8. Many prompts have a common prefix."""
     longest, vocab_size = min(llm.engine.config.max_model_len, MAX_LENGTH), llm.target.vocab_size
     families = rng.integers(0, vocab_size, (NUM_FAMILIES, longest)).tolist()
     requests: list[Request] = []
     for i in range(int(rng.integers(4, 11))):
-        # Short prompts get in side by side, and their outputs run out of pages.
+        # Several short prompts are admitted, and their outputs run out of pages.
         most = (longest - MAX_OUTPUT) // rng.choice([1, 4])
         length = int(rng.integers(1, most + 1))
         prompt = families[rng.integers(NUM_FAMILIES)][: rng.integers(0, length + 1)]

@@ -1,7 +1,7 @@
-"""Distillers of one shape, whose steps are compiled once for all tests, and what others do to them.
+"""Distillers for tests, which share a compiled training step, and changes of weights.
 
-A step of training is a program of the model, the head, the optimiser and the shape of a batch. A
-distiller compiles its own; here, those of equal settings have the same one.
+A training step is compiled for a model, a head, an optimiser and the shape of a batch. Normally,
+each distiller compiles its step. Here, distillers with equal settings share one.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ LENGTHS = (7, 5, 9, 6, 11, 8)  # of prompts: a batch
 
 @contextmanager
 def shared_steps() -> Iterator[None]:
-    """Distillers made inside the block have one compiled step for equal settings."""
+    """Let distillers with equal settings share a compiled step, inside the `with` block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specjax.rl.distill.steady_adamw", cache(steady_adamw))
         patch.setattr("specjax.rl.distill.make_train_step", _shared_step)
@@ -46,13 +46,13 @@ def _step_of(function: Any, args: tuple, keywords: tuple, optimizer: Any, seed: 
 
 
 def distiller(engine: RolloutEngine, **settings: Any) -> OnlineDistiller:
-    """A distiller of the shape that all tests have."""
+    """Return a distiller with the batch size and lengths of all tests."""
     shape = {"batch_size": len(LENGTHS), "length": LENGTH, "num_unrolled": NUM_UNROLLED}
     return OnlineDistiller(engine, **shape | {"learning_rate": RATE} | settings)
 
 
 def moved(params: Any, scale: float = 0.05) -> Any:
-    """Weights, a step of training further."""
+    """Return weights with random changes, as after a training step."""
     rng = np.random.default_rng(7)
 
     def move(x: np.ndarray) -> jax.Array:
@@ -64,12 +64,15 @@ def moved(params: Any, scale: float = 0.05) -> Any:
 
 
 def give_drafter(engine: RolloutEngine) -> None:
-    """Another drafter by update_drafter, the embedding that is not trained included."""
+    """Call `update_drafter` with changed weights, including the embedding."""
     engine.update_drafter(moved(engine.params.drafter))
 
 
 def made_up_scores(engine: RolloutEngine) -> Any:
-    """In place of an engine's `score`: features that hang on weights and tokens."""
+    """Return a replacement for an engine's `score`.
+
+    Its features depend on the target's embedding and the tokens, and need no forward pass.
+    """
 
     def score(samples: Any, *, features: bool) -> list[Score]:
         assert features
@@ -87,7 +90,7 @@ def made_up_scores(engine: RolloutEngine) -> Any:
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    """Every array of two trees is the same, bit for bit."""
+    """Check that two trees have the same arrays, bit for bit."""
     for (path, a), (_, b) in zip(
         tree_leaves_with_path(one), tree_leaves_with_path(other), strict=True
     ):

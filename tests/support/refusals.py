@@ -1,4 +1,4 @@
-"""Errors that users see, and names for the cases that raise them."""
+"""Checks of errors that users see."""
 
 import re
 from collections.abc import Callable
@@ -8,12 +8,12 @@ import pytest
 
 
 def label(value: Any) -> str:
-    """The name of a case: the same in every process, so without addresses."""
+    """Return a short name for a test case. It is the same in every process."""
     return re.sub(r" at 0x\w+", "", str(value))[:60]
 
 
 def refusal(do: Callable[[], Any], *words: Any) -> str:
-    """The message of the ValueError that `do` must raise; it holds all `words`."""
+    """Check that `do` raises a ValueError whose message has all `words`. Return the message."""
     with pytest.raises(ValueError) as error:
         do()
     text = str(error.value)

@@ -1,4 +1,4 @@
-"""Responses as models write them, by format, and what each means."""
+"""Responses of models with reasoning and tool calls, by format, and the parsed messages."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ HARD_JSON = json.dumps(HARD, ensure_ascii=False)
 
 
 def call(name: str, arguments: Any) -> ToolCall:
-    """A call whose arguments are written as `json.dumps` does."""
+    """Return a tool call whose arguments are formatted as by `json.dumps`."""
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 

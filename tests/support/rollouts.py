@@ -1,4 +1,4 @@
-"""What the tests of rollouts share: one set of sizes, prompts, and what makes rollouts the same."""
+"""Sizes, prompts and comparisons for tests of rollouts."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ SAMPLED = SamplingParams(n=2, temperature=1.2, top_p=0.9, max_tokens=20)
 
 
 def made_rollout(prompt: Any, output: Any, logprobs: Any, **fields: Any) -> Rollout:
-    """A rollout of these tokens, which ended by itself, with other fields here and there."""
+    """Return a rollout with these tokens. `fields` replace the default values of other fields."""
     usual = {"raw_logprobs": None, "versions": (), "finish_reason": "stop", "text": None}
     usual |= {"params": SamplingParams(), "seed": 0, "prompt_index": 0, "sample_index": 0}
     return Rollout(
@@ -32,12 +32,12 @@ def made_rollout(prompt: Any, output: Any, logprobs: Any, **fields: Any) -> Roll
 
 
 def lasting(*lengths: int) -> list[SamplingParams]:
-    """Parameters for each prompt, whose outputs have exactly these lengths."""
+    """Return sampling parameters for each prompt, whose output has exactly the given length."""
     return [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
 
 
 def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
-    """Other weights, as after a step of training."""
+    """Return weights with random changes, as after a training step."""
     rng = np.random.default_rng(seed)
 
     def move(x: Any) -> jax.Array:
@@ -49,12 +49,12 @@ def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """The same arrays in the host's memory."""
+    """Return a copy of the arrays in the host's memory."""
     return jax.tree.map(np.array, tree)
 
 
 def changed(hf: Any, seed: int) -> dict[str, Any]:
-    """A copy of the state_dict of a transformers model, after its weights have moved."""
+    """Change the weights of a transformers model, and return a copy of its state_dict."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -65,34 +65,38 @@ def changed(hf: Any, seed: int) -> dict[str, Any]:
 
 
 def logits_of(hf: Any, rollout: Rollout) -> np.ndarray:
-    """transformers' logits f64[T, V] of the tokens of an output, each after those before it."""
+    """Return the logits f64[T, V] from which transformers would sample each token of the output."""
     tokens = [*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
     return hf_logits(hf, [tokens])[0, len(rollout.prompt_token_ids) - 1 : -1].astype(np.float64)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last axis."""
+    """Return log-probabilities over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def facts(rollout: Rollout) -> dict[str, Any]:
-    """All of a rollout but its log-probabilities, whose last bits depend on what shares a step."""
+    """Return all fields of a rollout except its log-probabilities.
+
+    The last bits of log-probabilities depend on the other requests in a step.
+    """
     kept = {name: x for name, x in vars(rollout).items() if not name.endswith("logprobs")}
     return {name: np.asarray(x).tolist() for name, x in kept.items()}
 
 
 def assert_same(some: Sequence[Rollout], others: Sequence[Rollout]) -> None:
-    """The same rollouts, and log-probabilities."""
+    """Check that rollouts are equal, and that their log-probabilities are close."""
     assert [*map(facts, some)] == [*map(facts, others)] != []
     assert_close([one.logprobs for one in some], [one.logprobs for one in others], some[0].params)
 
 
 def assert_close(some: Sequence[Any], others: Sequence[Any], params: SamplingParams) -> None:
-    """The same log-probabilities, rollout by rollout.
+    """Check that log-probabilities are close.
 
-    Where a distribution is cut, a candidate at the very edge is in or out by the rounding of a
-    program: the others then share a little more or less, once in thousands of tokens.
+    If truncation (top_k, top_p, min_p) excludes tokens, rounding may decide whether a token at the
+    threshold is excluded. This changes the probabilities of the other tokens slightly. So a few
+    larger differences are allowed then.
     """
     found, expected = np.concatenate(list(some)), np.concatenate(list(others))
     differences = np.abs(found - expected)

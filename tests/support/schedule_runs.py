@@ -1,4 +1,4 @@
-"""Schedules run on simulated engines: what comes out is what each request alone comes to."""
+"""Runs schedules on simulated engines, and compares each output with a run alone."""
 
 import warnings
 from collections import Counter, deque
@@ -18,7 +18,7 @@ PROGRAMS = "admit prefill begin decode propose extend settle observe restore rea
 
 @dataclass
 class Run:
-    """A schedule on its way: who has come, what has been delivered, and what is still expected."""
+    """A running schedule: its samples, their expected outputs, and the outputs delivered so far."""
 
     schedule: Schedule
     engine: CheckedEngine
@@ -29,7 +29,7 @@ class Run:
     ended_by_us: set[Sequence] = field(default_factory=set)
 
     def add(self, arrival: Arrival) -> None:
-        """A request comes; an id that is free again may be taken a second time."""
+        """Add a request to the engine. Sometimes it has the id of a request that has ended."""
         request = arrival.request
         live = self.engine.scheduler._live
         others = [s.request.request_id for s in self.samples if s.request.request_id not in live]
@@ -43,7 +43,7 @@ class Run:
         self.tally["requests"] += 1
 
     def disturb(self) -> None:
-        """Do, perhaps, what may happen between steps."""
+        """Cause random events between two steps, such as an abort."""
         for name, probability in self.schedule.disturbances.items():
             if not chance(self.rng, probability):
                 continue
@@ -57,7 +57,7 @@ class Run:
             self.end(self.engine.abort(ids[self.rng.integers(len(ids))]))
 
     def _preempt(self) -> None:
-        """As if pages had run out; as like as not with a prompt half run."""
+        """Preempt a random request, often one that is still in prefill."""
         running = list(self.engine.scheduler.residents.running)
         if chance(self.rng, 0.5):
             running = [s for s in running if not s.residency.is_prefilled] or running
@@ -76,11 +76,11 @@ class Run:
         self.end(live)
 
     def live(self) -> list[Sequence]:
-        """The samples that have not finished."""
+        """Return the samples that have not finished."""
         return [s for samples in self.engine.scheduler._live.values() for s in samples]
 
     def end(self, sequences: Iterable[Sequence]) -> None:
-        """These are not to get any further."""
+        """Record that these samples were aborted, and must not change any more."""
         for sequence in sequences:
             assert sequence.finish_reason == "abort" and sequence.residency is None
             assert sequence not in self.ended_by_us
@@ -90,13 +90,13 @@ class Run:
             self.tally["aborted"] += 1
 
     def step(self) -> None:
-        """One step of the engine, and all that it delivered."""
+        """Run an engine step, and check all outputs that it delivers."""
         live, has_failed = self.live(), False
         try:
             touched = self.engine.step()
         except jax.errors.JaxRuntimeError:
             has_failed = True
-            # Tokens that were read before the failure have not been told of.
+            # Tokens that were read before the failure have not been delivered.
             self.end([s for s in live if s.finish_reason == "abort"])
             touched = [s for s in live if s.finish_reason != "abort"]
             assert all(s.is_finished for s in touched)
@@ -116,7 +116,7 @@ class Run:
         self.tally["steps"] += 1
 
     def check_output(self, sequence: Sequence) -> None:
-        """What has come so far must be what the request alone comes to."""
+        """Check that the output so far is the beginning of the expected output."""
         expected, output = self.samples[sequence], sequence.output
         reason = sequence.finish_reason
         assert output == expected.tokens[: len(output)], f"output of {_name(sequence)}"
@@ -148,7 +148,7 @@ class Run:
         return isinstance(sequence.error, jax.errors.JaxRuntimeError)
 
     def check_end(self) -> None:
-        """Nobody owns anything, and everybody has got what was theirs."""
+        """Check that all samples have ended, and that all pages and slots are free."""
         scheduler, config = self.engine.scheduler, self.engine.config
         self.engine.drain()
         assert not self.engine._in_flight
@@ -170,7 +170,7 @@ def run_schedule(schedule: Schedule) -> Run:
     """Run a schedule to its end.
 
     Raises:
-        AssertionError: something is not as it should be.
+        AssertionError: a check failed.
     """
     tally: Counter = Counter()
     with warnings.catch_warnings():
@@ -186,7 +186,7 @@ def run_schedule(schedule: Schedule) -> Run:
         if not engine.has_work and chance(run.rng, 0.5):
             step = coming[0].step
             continue
-        if step < most // 2:  # disturbed for ever, requests that are preempted get nowhere
+        if step < most // 2:  # else, preempted requests might never finish
             run.disturb()
         run.step()
         step += 1
@@ -199,10 +199,11 @@ def run_schedule(schedule: Schedule) -> Run:
 
 
 def check_schedule(seed: int) -> Counter:
-    """Run the schedule of a seed, and count what happened.
+    """Run the schedule of a seed, and return counts of events.
 
-    Where all that comes out is the device's doing it is run a second time, in step with the device
-    or ahead of it: rounds must be the same ones.
+    If only the device determines the outputs (`is_undisturbed`), the schedule runs a second time
+    with the other value of `async_scheduling`. Both runs must have the same numbers of rounds and
+    drafts.
     """
     schedule = make_schedule(seed)
     try:

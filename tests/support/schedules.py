@@ -1,8 +1,8 @@
-"""Random schedules, each made from its seed alone.
+"""Random schedules, which depend only on a seed.
 
-An engine's sizes and modes, requests that share what they can, and how likely it is that they are
-aborted, preempted, or find the device failing. What a request comes to when it runs alone is a
-function of a few lines here.
+A schedule has an engine's sizes and options, requests (many with common prefixes), and the
+probabilities of aborts, preemptions and device failures. The output of a request alone is computed
+by a short function here.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ Rng = np.random.Generator
 
 @dataclass
 class AnyPolicy(PolicyRule):
-    """Any of `choices`, by a generator of its own, and often for some requests alone."""
+    """A policy that chooses K at random. Often only some of the requests draft."""
 
     choices: tuple[int, ...]
     rng: Rng
@@ -33,7 +33,7 @@ class AnyPolicy(PolicyRule):
     wish: SplitWish | None = None
 
     def choose(self, load: DecodeLoad) -> int:
-        """K, whatever the load."""
+        """Return a random K, regardless of the load."""
         k, n, self.split, self.wish = (
             int(self.rng.choice(self.choices)),
             load.num_sequences,
@@ -57,7 +57,7 @@ class AnyPolicy(PolicyRule):
 
 @dataclass
 class Watch:
-    """Looks at an output token by token: ends it with the `last` one, or fails there."""
+    """A stop condition on an output's text: the output ends, or fails, at its `last` token."""
 
     last: int
     fails: bool
@@ -78,12 +78,12 @@ class Watch:
 
 @dataclass
 class Grammar:
-    """Follows an output, which is complete with the `last` token, or cannot go on from there."""
+    """A grammar of an output. The output is complete, or no longer valid, at its `last` token."""
 
     last: int
     fails: bool
     num_words: int
-    fails_late: bool = False  # when masks are asked for, which may be never
+    fails_late: bool = False  # it fails when a mask is computed, which may never happen
     seen: list[int] = field(default_factory=list)
     is_finished: bool = False
     has_failed_late: bool = False
@@ -96,7 +96,7 @@ class Grammar:
         self.is_finished = len(self.seen) >= self.last and not self.fails_late
 
     def masks(self, drafts: list[int]) -> np.ndarray:
-        """What tells the histories apart after which masks are wanted."""
+        """Return masks that differ for every history, so that a wrong mask is found."""
         if self.fails_late and len(self.seen) >= self.last:
             self.has_failed_late = True
             raise ValueError("a grammar that has come to nothing")
@@ -106,7 +106,7 @@ class Grammar:
 
 
 class Expected(NamedTuple):
-    """What a sample comes to if it is not aborted."""
+    """The output of a sample that is not aborted."""
 
     tokens: list[int]
     reason: str
@@ -114,7 +114,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, when it comes, and what its samples come to."""
+    """A request, the step in which it arrives, and the expected output of each sample."""
 
     step: int
     request: Request
@@ -123,7 +123,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All of a run that is not the engine's own doing."""
+    """The sizes and options of an engine, its requests, and the events from outside."""
 
     seed: int
     config: EngineConfig
@@ -139,14 +139,14 @@ class Schedule:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether all that comes out is the device's doing, K included."""
+        """Whether K is constant, and only stop ids and limits end outputs."""
         requests = [arrival.request for arrival in self.arrivals]
         host_ends = any(r.watch_text or r.follow_grammar for r in requests)
         return len(self.choices) == 1 and not host_ends and not self.disturbances
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples, prompts included."""
+        """The maximum number of tokens of all samples, including prompts."""
         return sum(a.request.max_length * len(a.request.seeds) for a in self.arrivals)
 
     def __str__(self) -> str:
@@ -161,9 +161,9 @@ class Schedule:
 
 
 def run_alone(request: Request, seed: int, vocab_size: int) -> Expected:
-    """A sample without anything beside it, and without an engine."""
+    """Return the output of a sample as if it ran alone, computed without an engine."""
     digest, tokens = fold(EMPTY, request.prompt_token_ids), []
-    text = grammar = {}  # whether it fails, by the token that ends the output
+    text = grammar = {}  # whether the output fails, by the number of its last token
     if request.watch_text:
         text = {(watch := request.watch_text()).last: watch.fails}
     if request.follow_grammar and not (matcher := request.follow_grammar()).fails_late:
@@ -181,7 +181,7 @@ def run_alone(request: Request, seed: int, vocab_size: int) -> Expected:
 
 
 def make_schedule(seed: int) -> Schedule:
-    """The schedule of a seed."""
+    """Return the schedule of a seed."""
     rng = np.random.default_rng(seed)
     is_recurrent = chance(rng, 0.45)
     choices = (int(rng.integers(0, 6)),)
@@ -196,7 +196,7 @@ def make_schedule(seed: int) -> Schedule:
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
     windows = make_windows(rng, config)
-    if windows and chance(rng, 0.3):  # they may run out first
+    if windows and chance(rng, 0.3):  # pages of windows may run out first
         one = max(pages_in_use(config, window, max(choices), 1) for window in windows)
         config = replace(config, max_window_pages=one + int(rng.integers(3)))
     return Schedule(
@@ -215,7 +215,7 @@ def make_schedule(seed: int) -> Schedule:
 
 
 def make_config(rng: Rng, least: int, draft_slots: int, is_recurrent: bool) -> EngineConfig:
-    """An engine in which rounds of `least` tokens fit, more often than not just so."""
+    """Return a config whose token budget has room for rounds of `least` tokens, often barely."""
     max_model_len = int(rng.integers(2, 80))
     page_size = int(rng.integers(1, 17 if chance(rng, 0.5) else 5))
     pages_per_seq = -(-max_model_len // page_size)
@@ -246,13 +246,13 @@ def make_config(rng: Rng, least: int, draft_slots: int, is_recurrent: bool) -> E
 
 
 def make_windows(rng: Rng, config: EngineConfig) -> tuple[int, ...]:
-    """None or up to two, of which many are far shorter than requests."""
+    """Return the sizes of up to two attention windows. Many are much shorter than requests."""
     most = max(1, config.max_model_len // int(rng.choice([1, 4, 10])))
     return tuple({int(window) for window in rng.integers(1, most + 1, int(rng.integers(0, 3)))})
 
 
 def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) -> list[Arrival]:
-    """Requests in the order in which they come, many of which begin alike."""
+    """Return requests in the order of arrival. Many prompts have a common prefix."""
     arrivals: list[Arrival] = []
     step, gap = 0, float(rng.choice([0, 1, 1, 5]))
     families = [rng.integers(0, vocab_size, config.max_model_len).tolist() for _ in range(2)]
@@ -270,9 +270,9 @@ def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) 
 
 
 def make_prompt(rng, config, vocab_size, families, arrivals: list[Arrival]) -> list[int]:
-    """A prompt of its own, or one that begins as another does, or as prompt and output did."""
+    """Return a prompt that is new, or begins like another prompt or a prompt with its output."""
     most = config.max_model_len - 1
-    # Where pages are few, short prompts get in side by side, and outputs then run out of them.
+    # If there are few pages, several short prompts are admitted, and outputs run out of pages.
     is_tight = config.num_pages < 2 * config.pages_per_seq
     part = rng.choice([1, 4, 8] if is_tight else [1, 1, 4])
     length = int(rng.integers(0, max(most // part, 1))) + 1
@@ -288,14 +288,14 @@ def make_prompt(rng, config, vocab_size, families, arrivals: list[Arrival]) -> l
     if how == "longer":
         known += earlier.expected[0].tokens
         known += fresh[: rng.integers(0, 4)]
-    if how == "branch":  # as like as not where a page ends
+    if how == "branch":  # often at the end of a page
         size = config.page_size if chance(rng, 0.5) else 1
         known = known[: int(rng.integers(0, len(known) + 1)) // size * size] + fresh
     return known[:most]
 
 
 def make_request(rng, config, vocab_size, number, prompt: list[int], fails: bool) -> Request:
-    """A request for a continuation of `prompt`."""
+    """Return a request that continues `prompt`, with random options."""
     room = config.max_model_len - len(prompt)
     max_tokens = room if chance(rng, 0.5) else int(rng.integers(1, room + 1))
     count = int(rng.integers(2, 5)) if chance(rng, 0.25) else 1
@@ -332,10 +332,10 @@ def make_request(rng, config, vocab_size, number, prompt: list[int], fails: bool
 
 
 def chance(rng: Rng, probability: float) -> bool:
-    """Whether something happens."""
+    """Return true with this probability."""
     return bool(rng.random() < probability)
 
 
 def unchanged(tokens: Any, length: Any, logits: Any) -> Any:
-    """A logits processor that leaves logits as they are."""
+    """Return the logits unchanged, as a logits processor."""
     return logits

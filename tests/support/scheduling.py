@@ -1,6 +1,6 @@
-"""Schedulers, requests and devices that answer, for tests with numbers worked out by hand.
+"""Small schedulers for tests whose expected numbers are computed by hand.
 
-Pages hold 8 tokens. What a device would find in its pages is not checked here.
+Pages hold 8 tokens. There is no device: the tests give the tokens of each step.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ STOP = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineConfig):
-    """Takes any shapes for its chunks."""
+    """An engine config that accepts any shapes of prefill chunks."""
 
     shapes: tuple[tuple[int, int], ...] = ()
 
@@ -40,19 +40,22 @@ def make_config(**changes):
 
 
 def make_scheduler(config, policy=0, **options):
-    """`policy` may be the K of all steps."""
+    """Return a scheduler. `policy` is a policy, or the K of all steps."""
     return Scheduler(config, StaticPolicy(policy) if isinstance(policy, int) else policy, **options)
 
 
 def roomy_scheduler(k=0, num_snapshots=None, windows=(), **changes):
-    """A scheduler for prompts of many pages, each run in a chunk."""
+    """Return a scheduler with room for long prompts, which run in one chunk each."""
     sizes = {"max_model_len": 128, "max_num_batched_tokens": 512, "num_pages": 64}
     config = make_config(**(sizes | changes))
     return make_scheduler(config, k, num_snapshots=num_snapshots, windows=windows)
 
 
 def add(scheduler, i, prompt, max_tokens=8, *, num_samples=1, params=None, **fields):
-    """Queue a request; its samples. A prompt that is but a length has tokens of its own."""
+    """Queue a request, and return its samples.
+
+    `prompt` is a list of tokens, or the length of a prompt that no other request has.
+    """
     tokens = range(1000 * i, 1000 * i + prompt) if isinstance(prompt, int) else prompt
     params = SamplingParams(n=num_samples, **(params or {}))
     seeds = tuple(range(num_samples))
@@ -60,28 +63,28 @@ def add(scheduler, i, prompt, max_tokens=8, *, num_samples=1, params=None, **fie
 
 
 def chunks(step):
-    """(request, start, count) of each chunk."""
+    """Return (request, start, count) for each chunk of a step."""
     plan = step and step.prefill
     return [(c.sequence.request.request_id, c.start, c.count) for c in plan.chunks] if plan else []
 
 
 def chunks_of(steps):
-    """The chunks of all steps."""
+    """Return the chunks of all steps."""
     return [chunk for step in steps if step.prefill for chunk in step.prefill.chunks]
 
 
 def spans(found):
-    """(start, count) of chunks."""
+    """Return (start, count) for each chunk."""
     return [(chunk.start, chunk.count) for chunk in found]
 
 
 def num_pages(*sequences):
-    """How many pages each resident sequence has."""
+    """Return the number of pages of each resident sequence."""
     return [len(sequence.residency.pages) for sequence in sequences]
 
 
 def rounds(step):
-    """The requests that decode."""
+    """Return the ids of the requests that decode in a step."""
     plan = step and step.decode
     return [s.request.request_id for s in plan.sequences] if plan else []
 
@@ -91,7 +94,10 @@ def commit(scheduler, part, *rows):
 
 
 def give(scheduler, step, tokens=(9,)):
-    """Commit a step: these tokens of each round, and what chunks give; who got some."""
+    """Commit a step, and return the sequences that got tokens.
+
+    Each decoding sequence gets `tokens`. A sequence whose prompt ends gets the token 9.
+    """
     touched = []
     for part in step.parts:
         if isinstance(part, PrefillPlan):
@@ -103,7 +109,10 @@ def give(scheduler, step, tokens=(9,)):
 
 
 def run_to_the_end(scheduler, tokens=(9,), *, is_async=True):
-    """Every round gives these tokens to everyone in it; returns all steps."""
+    """Run all requests to the end, and return all steps.
+
+    In each round, each request gets `tokens`.
+    """
     steps, in_flight = [], None
     while scheduler.has_work or in_flight:
         previous, in_flight = in_flight, scheduler.schedule()
@@ -118,12 +127,15 @@ def run_to_the_end(scheduler, tokens=(9,), *, is_async=True):
 
 
 def run(scheduler, tokens=(9,)):
-    """Let everything finish, with results read at once; all chunks."""
+    """Run all requests to the end, one step at a time, and return all chunks."""
     return chunks_of(run_to_the_end(scheduler, tokens, is_async=False))
 
 
 def decoding(num_requests, config, policy=0):
-    """A scheduler whose requests have run prompts of 2 tokens in one step, and got a token."""
+    """Return a scheduler and its samples, which have one output token each.
+
+    The prompts have 2 tokens.
+    """
     scheduler = make_scheduler(config, policy)
     samples = [add(scheduler, i, 2, 30)[0] for i in range(num_requests)]
     step = scheduler.schedule()
@@ -133,13 +145,16 @@ def decoding(num_requests, config, policy=0):
 
 
 def admissions(steps):
-    """Names of samples by their first chunks."""
+    """Return the samples in the order in which their first chunks ran."""
     found = [chunk.sequence for chunk in chunks_of(steps) if chunk.is_first]
     return [(sequence.request.request_id, sequence.index) for sequence in found]
 
 
 def two_decoding(num_pages):
-    """Two requests of 8 tokens of prompt, a page each, with their first token. K is 3."""
+    """Return a scheduler and two samples, with 8 prompt tokens and one output token each.
+
+    Each sample has one page. K is 3.
+    """
     config = make_config(max_model_len=8 * num_pages, num_pages=num_pages, shapes=((4, 64),))
     scheduler = make_scheduler(config, 3)
     samples = [add(scheduler, i, 8, 8 * num_pages - 8)[0] for i in range(2)]

@@ -1,4 +1,4 @@
-"""What a simulated device plays: which token follows a history, and what is drafted."""
+"""The tokens and drafts of a simulated device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,51 +7,54 @@ from typing import Any, Protocol
 EMPTY = 1  # the digest of no tokens
 NEXT, ACCEPTED, DRAFTED, MASK = range(4)  # what is drawn from a digest
 
-# The token that follows a slot's own tokens and those given, by its request's rules.
+# Returns the token after a slot's tokens and further tokens, by the request's options.
 Next = Callable[[Any, list[int]], int]
 
 
 def fold(digest: int, tokens: Sequence[int]) -> int:
-    """The digest of a history that goes on with `tokens`."""
+    """Return the digest of the tokens with this digest, followed by `tokens`."""
     for token in tokens:
         digest = hash((digest, token))
     return digest
 
 
 def draw(digest: int, seed: int, what: int, bound: int) -> int:
-    """A number below `bound` that hangs on a history and a seed."""
+    """Return a number below `bound` that depends on the digest, the seed and `what`."""
     return (hash((digest, seed, what)) >> 24) % bound
 
 
 def next_token(digest: int, seed: int, vocab_size: int) -> int:
-    """The token that follows a history."""
+    """Return the token after the tokens with this digest."""
     return draw(digest, seed, NEXT, vocab_size)
 
 
 def mask_of(digest: int) -> int:
-    """What stands for the grammar's mask after a history: a word that no other history has."""
+    """Return the first word of the grammar mask after the tokens with this digest.
+
+    It differs for different tokens, so that a wrong mask is found.
+    """
     return draw(digest, 0, MASK, 2**30)
 
 
 class Script(Protocol):
-    """Tokens and drafts as functions of what is known."""
+    """Functions that determine the tokens and drafts of a simulated device."""
 
     def following(self, tokens: list[int], digest: int, seed: int) -> int:
-        """The token after a history; `seed` is 0 at temperature 0."""
+        """Return the token after `tokens`, which have this digest. `seed` is 0 at temperature 0."""
         ...
 
     def draft(self, slot: Any, follow: Next, k: int, most: int) -> tuple[list[int], int]:
-        """k drafts for a slot, and how many of the `most` that may stand were found."""
+        """Return k drafts for a slot, and the number of valid drafts, which is at most `most`."""
         ...
 
     def mask(self, tokens: Sequence[int]) -> int:
-        """The first word of a grammar's mask after these tokens of an output."""
+        """Return the first word of a grammar's mask after the output `tokens`."""
         ...
 
 
 @dataclass(frozen=True)
 class HashScript:
-    """Tokens, and how many drafts of a round stand, hang on history and seed, as if by chance."""
+    """Pseudo-random tokens and numbers of accepted drafts, from earlier tokens and the seed."""
 
     vocab_size: int
     drafts_fewer: bool = False  # whether a round may find fewer drafts than asked for
@@ -69,7 +72,7 @@ class HashScript:
         truth: list[int] = []
         for _ in range(k):
             truth.append(follow(slot, truth))
-        # Wrong where they part from the truth; then anything.
+        # The first rejected draft is wrong; later drafts do not matter.
         wrong = [(token + 1) % self.vocab_size for token in truth[accepted:]]
         return [*truth[:accepted], *wrong], most
 
@@ -80,10 +83,12 @@ class HashScript:
 
 @dataclass(frozen=True)
 class TextScript(HashScript):
-    """Tokens hang on the last few of the history, whatever the weights: drafters change nothing.
+    """Tokens that depend only on the last 8 tokens and the seed, not on weights.
+
+    Drafters therefore do not change outputs.
 
     Args:
-        ids: of the tokens that follow, those that are to come more often more than once.
+        ids: the possible tokens. A token that is listed several times is more frequent.
     """
 
     ids: Sequence[int] = ()
@@ -96,9 +101,10 @@ class TextScript(HashScript):
 
 @dataclass(frozen=True)
 class Echo(TextScript):
-    """The model says what the last user says up to a semicolon, and then ends.
+    """A model that repeats the last user message up to a semicolon, and then ends.
 
-    Tokens are of printable ASCII, then of the end. Prompts end with "A:", or with "A:<think>".
+    Token ids are the printable ASCII characters, and last the end of sequence. Prompts end with
+    "A:", or with "A:<think>".
     """
 
     def following(self, tokens: list[int], digest: int, seed: int) -> int:

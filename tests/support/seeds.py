@@ -1,4 +1,4 @@
-"""Seeds of runs that are never the same twice, and can be repeated."""
+"""Seeds that are different in every run, and can be repeated."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,10 @@ VARIABLE = "SPECJAX_TEST_SEED"  # of the environment: repeats a run
 
 
 def new_seed(record_property: Callable[[str, object], None]) -> int:
-    """A seed of 32 bits that no run had before, which the end of the run reports."""
+    """Return a random seed of 32 bits, and add it to the report of the test run.
+
+    If the environment variable `VARIABLE` has a seed, return this seed.
+    """
     given = os.environ.get(VARIABLE)
     seed = int(given) if given else int(np.random.SeedSequence().entropy) % 2**32
     record_property(VARIABLE, seed)

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of all that enters and leaves the functions of a step, checked as traced."""
+"""Checks the shapes and dtypes of the arguments and results of a step's functions."""
 
 import inspect
 from collections.abc import Callable
@@ -28,15 +28,16 @@ FUNCTIONS = (
 
 
 def check_boundary() -> None:
-    """From now on programs are checked while they are traced, which costs nothing afterwards."""
+    """Check the step's functions from now on. The checks run only while functions are traced."""
     for name in FUNCTIONS:
         setattr(programs, name, checked(getattr(programs, name)))
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose arguments and results must be as their types declare.
+    """Return the function with a check that arguments and results match their type hints.
 
-    A letter means one number in all of them. The state comes by itself: its requests are all slots.
+    A dimension letter must mean the same number in all arguments and results. A state is checked
+    separately, because its requests are all slots and not a batch.
     """
     signature = inspect.signature(function)
 
@@ -54,13 +55,13 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_alone(value: Any, where: str) -> None:
-    """`check`; a state in letters of its own."""
+    """Call `check`. For a state, dimension letters have a separate meaning."""
     with jaxtyped("context") if isinstance(value, EngineState) else nullcontext():
         check(value, where)
 
 
 def check(value: Any, where: str) -> None:
-    """Refuse a container of arrays with a field that is not as its type says, at any depth."""
+    """Raise a TypeError if any array in a container, at any depth, does not match its type hint."""
     kind = type(value)
     if not kind.__module__.startswith("specjax.device") or not jax.tree.leaves(value):
         return

@@ -1,7 +1,7 @@
-"""The models of tests of whole engines: one config of each kind, so that programs are shared.
+"""The models for tests of whole engines, with one config per kind of model.
 
-A program depends on a model's config, the engine's sizes and what its steps do, not on weights. So
-these tests differ in data alone, and steps that do more than one thing do everything.
+A compiled program depends on the model's config, the engine's sizes and the options that its steps
+support, not on weights. So tests that share these share programs.
 """
 
 from collections.abc import Sequence
@@ -30,23 +30,23 @@ MOST_DRAFTS = 7  # of heads that draft all tokens of a round at once
 
 
 def llama(checkpoints: Checkpoints, *, seed: int = 0) -> TargetFiles:
-    """Two layers of attention."""
+    """Return a target with two layers of attention."""
     return checkpoints.target("llama", seed=seed, vocab_size=VOCAB, eos_token_id=EOS)
 
 
 def eagle3(checkpoints: Checkpoints) -> HeadFiles:
-    """A head for `llama`, of fewer tokens than it has."""
+    """Return an EAGLE-3 head for `llama` with a smaller draft vocabulary."""
     return checkpoints.eagle3(llama(checkpoints), draft_vocab=40)
 
 
 def hybrid(checkpoints: Checkpoints) -> Path:
-    """A layer with a recurrent state and one of attention, and a module that drafts."""
+    """Return a target with a recurrent layer, an attention layer and an MTP module."""
     target = checkpoints.target("qwen3_5_text", vocab_size=VOCAB, eos_token_id=EOS)
     return checkpoints.mtp(target).folder
 
 
 def parallel_head(checkpoints: Checkpoints, method: str) -> Path:
-    """A head for `llama` that drafts all tokens of a round at once, at most seven."""
+    """Return a head for `llama` that makes all drafts of a round in one pass, at most seven."""
     target = llama(checkpoints)
     if method == "p_eagle":
         return checkpoints.p_eagle(target, num_layers=2, mask_token_id=EOS).folder
@@ -67,7 +67,10 @@ def parallel_head(checkpoints: Checkpoints, method: str) -> Path:
 
 
 def other_letters(checkpoints: Checkpoints) -> Path:
-    """A model of few words, like `llama`, with fewer letters, in the opposite order."""
+    """Return a draft model with another vocabulary: fewer letters than `llama`'s, in reverse order.
+
+    It mostly predicts a few tokens; see `of_few_words`.
+    """
     size = VOCAB - 16
     folder = checkpoints.target("llama", seed=1, vocab_size=size, eos_token_id=0).folder
     ids = range(size - 1, -1, -1)
@@ -75,17 +78,17 @@ def other_letters(checkpoints: Checkpoints) -> Path:
 
 
 def without_end(checkpoints: Checkpoints, folder: Path) -> Path:
-    """A copy of a target without an end of sequence: outputs are as long as they may be."""
+    """Return a copy of a target without end of sequence, so that outputs have full length."""
     made = checkpoints.copy(folder, eos_token_id=None)
     (made / "generation_config.json").unlink(missing_ok=True)
     return made
 
 
 def of_few_words(checkpoints: Checkpoints, folder: Path, ids: Sequence[int] = range(VOCAB)) -> Path:
-    """A copy of a target or head that says next to nothing but eight tokens of the head's, of which
-    it has `ids`, by token of `llama`.
+    """Return a copy of a target or head that mostly predicts eight tokens of the EAGLE-3 head.
 
-    An untrained drafter is right one time in eight then, and not one in a hundred.
+    So about one in eight drafts of an untrained drafter is right, instead of one in a hundred.
+    `ids` has the copy's token id for each token of `llama`.
     """
     import torch
 
@@ -106,9 +109,10 @@ def of_few_words(checkpoints: Checkpoints, folder: Path, ids: Sequence[int] = ra
 
 
 def prepare_everything(llm: LLM) -> None:
-    """Compile steps that do whatever requests ask for but processors, with masks and without.
+    """Compile steps that support all request options except logits processors.
 
-    Requests that ask for nothing still run in steps that do nothing more.
+    Steps are compiled with grammar masks and without them. Requests without options still run in
+    plain steps.
     """
     everything = {"presence_penalty": 1.0, "logprobs": 1, "prompt_logprobs": 1}
     kinds = everything, everything | {"structured_outputs": {"regex": "a"}}

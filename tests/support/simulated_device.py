@@ -1,11 +1,11 @@
-"""A device in plain NumPy that plays a script and checks all that it reads.
+"""A simulated device in NumPy, which plays a `Script` and checks everything that it reads.
 
-It stands in for `CompiledPrograms`: takes the packed arrays that the programs of a step take, and
-gives what they give. In place of keys and values, a cell of its pool holds the digest of the tokens
-that they would depend on: up to its position for the target, and one further for the drafter. A
-round, or a chunk, looks at every cell below its start through its own page table, so that a page
-that is shared wrongly, stale, or overwritten is found when it is read. Which token follows a
-history, and what is drafted, a `Script` says. Methods of the port do what `Programs` says of them.
+It replaces `CompiledPrograms`: it takes the same packed arrays, and returns arrays of the same
+form. It has no keys and values. Instead, a cell of a pool holds a digest of the tokens on which
+they would depend: the tokens up to the cell's position for the target, and one token more for the
+drafter. Before a chunk or round, all cells before its start are read through its page table. So
+pages that are shared wrongly, outdated or overwritten are found. Methods without a docstring are
+described in `Programs`.
 """
 
 import zlib
@@ -33,12 +33,12 @@ MAX_DEFERRED_ROWS = 7
 
 
 class SimulatedPrograms:
-    """`Programs` on a device that is not there; as `make_programs` of an engine.
+    """`Programs` on a simulated device, to pass as an engine's `make_programs`.
 
     Args:
-        script: which tokens follow, and which are drafted.
-        tally: counts what happened.
-        rng: fills what is undefined on a device.
+        script: determines tokens and drafts.
+        tally: counts events.
+        rng: fills memory that is undefined on a device.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SimulatedPrograms:
         self.script = script or HashScript(layout.vocab_size)
         self.tally = Counter() if tally is None else tally
         self.to_fail: list[str] = []  # programs that are to fail, once each
-        # Those that must have a grammar's masks; None: masks are not looked at.
+        # Slots that need a grammar's masks; None: masks are not checked.
         self.masked_slots: Callable[[], Collection[int]] | None = None
         self._reported = layout.vocab_size, config.logprobs_mode == "both"
         self._rng = rng or np.random.default_rng(0)
@@ -69,9 +69,9 @@ class SimulatedPrograms:
         self._max_deferred_rows = MAX_DEFERRED_ROWS if drafter.may_defer else 0
         self.ready: set[Program] = set()
         self.failures: dict[Program, Exception] = {}  # of those that do not compile
-        self.pending: list[Program] = []  # asked for; with each wait one is ready
-        self.is_slow = False  # whether any ever are pending
-        self.pace = 0.1  # how likely one is ready with each launch
+        self.pending: list[Program] = []  # programs being compiled; each wait completes one
+        self.is_slow = False  # whether programs are compiled in the background
+        self.pace = 0.1  # probability that a launch completes one
         self._num_late = 0
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
@@ -85,7 +85,7 @@ class SimulatedPrograms:
 
     @property
     def params(self) -> Any:
-        """The weights; others make other tokens follow."""
+        """The weights. Tokens depend on them."""
         return self._params
 
     @params.setter
@@ -152,15 +152,15 @@ class SimulatedPrograms:
         return getattr(self, f"_{name}")(program, *inputs, *arguments[len(inputs) :])
 
     def wait_for(self, result: Any) -> None:
-        """Results are there when a program returns."""
+        """Return at once, because programs have results when they return."""
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """There is no other process."""
+        """Do nothing, because there is no other process."""
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """As if rows cost a tenth of what a round costs without any."""
+        """Return made-up times: 1 for a round, and 0.1 for each of its rows."""
         self.renew()
         return StepCost({b: {k: 1 + 0.1 * b * (k + 1) for k in ks} for b in batches})
 
@@ -171,11 +171,11 @@ class SimulatedPrograms:
         del self.slots
 
     def renew(self) -> None:
-        """Begin with empty slots, and pools that hold anything."""
+        """Empty all slots, and fill the pools with garbage."""
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
         sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
         self.pools = Pools(self.config, sizes, self._rng, self.tally)
-        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and what it is to hold
+        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and its future digest
         self.snapshots = self.pools.garbage(self._num_snapshots or 0).tolist()
         self._error = None
 
@@ -216,7 +216,7 @@ class SimulatedPrograms:
 
     def _prefill(self, key, chunks):
         known = self._known(chunks.slots)
-        for row, slot in known:  # what a step writes is there for later ones only
+        for row, slot in known:  # a step does not read what it writes
             self._check_chunk(slot, chunks, row, key.width)
             tables = self._tables(chunks.page_tables[row])
             self.pools.check_reads(slot, int(chunks.starts[row]), tables)
@@ -321,7 +321,7 @@ class SimulatedPrograms:
     # --- rounds -----------------------------------------------------------------------------------
 
     def _rows(self, k, round_):
-        """Every row of a round that goes on, with its drafts and what will come of them."""
+        """Return the active rows of a round, with their drafts and accepted tokens."""
         rows = {}
         for number, slot in self._known(round_.slots):
             if not slot.is_active:
@@ -390,7 +390,7 @@ class SimulatedPrograms:
         return outputs.packed
 
     def _next(self, slot, more):
-        """The token that follows the slot's, and `more` of which nothing is kept."""
+        """Return the token after the slot's tokens and `more`. The slot is not changed."""
         digest = fold(int(slot.digests[len(slot.tokens)]), more)
         tokens = [*slot.tokens, *more]
         token = self.script.following(tokens, digest, slot.seed)
@@ -402,17 +402,17 @@ class SimulatedPrograms:
     # --- what it is given -------------------------------------------------------------------------
 
     def _tables(self, table):
-        """The page tables of a row."""
+        """Return the page tables of a row: the main table, and one for each window."""
         return table.reshape(self.layout.num_tables, -1)
 
     def _extras(self, inputs):
-        """What all requests of a step want together."""
+        """Return the `Extras` of all requests of a step together."""
         extras = inputs.extras
         assert (extras == extras[0]).all()
         return int(extras[0])
 
     def _known(self, slots):
-        """The rows that are no padding, with their slots."""
+        """Return pairs (row, slot) of all rows that are not padding."""
         real = [(row, int(slot)) for row, slot in enumerate(slots) if slot != len(self.slots)]
         assert all(0 <= slot < len(self.slots) for _, slot in real), f"slots {slots}"
         assert len({slot for _, slot in real}) == len(real), f"a slot is twice in {slots}"
@@ -438,7 +438,7 @@ class SimulatedPrograms:
         assert is_resumed == (len(slot.tokens) > slot.prompt_length)
 
     def _check_mask(self, masks, row, place, slot, length=None):
-        """The grammar's mask must be that after the first `length` tokens."""
+        """Check that the grammar's mask is the mask after the first `length` tokens."""
         if self.masked_slots is None:
             return
         if slot.number not in self.masked_slots():
@@ -453,4 +453,4 @@ class SimulatedPrograms:
         if "read" in self.to_fail:
             self.to_fail.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")
-        return HostArray(packed, self._error)  # what comes after a failure fails as well
+        return HostArray(packed, self._error)  # all results after a failure fail, too

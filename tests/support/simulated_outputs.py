@@ -1,4 +1,4 @@
-"""What the programs of a simulated device give."""
+"""The results of a simulated device's programs."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,23 +10,23 @@ from specjax.device.extras import Extras
 
 
 class Draft(NamedTuple):
-    """What a round proposes, as `specjax.device.verification.Draft` has it."""
+    """The drafts of a round; see `specjax.device.verification.Draft`."""
 
     tokens: Any  # i32[B, K]
 
 
 @dataclass
 class HostArray:
-    """An array that looks as if it came from the device; reading it may fail."""
+    """A NumPy array with the methods of a JAX array. Reading it raises `error` if that is set."""
 
     array: np.ndarray
     error: Exception | None = None
 
     def copy_to_host_async(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def is_ready(self) -> bool:
-        """Not until it is read."""
+        """Return false, as if the device had not finished."""
         return False
 
     def __array__(self, *arguments, **options):
@@ -41,12 +41,12 @@ class Extension(NamedTuple):
 
 
 class Outputs:
-    """What a program gives, as `pack_outputs` has it; log-probabilities tell where they are of.
+    """The packed results of a program, in the form of `pack_outputs`.
 
-    Those of a round's tokens are zeros unless some request wants any.
-
-    Of the token at a position they are minus the position, its rank is its id, and the n likeliest
-    are the n ids that follow it.
+    Log-probabilities are made up, so that a test can see to which token they belong. For the token
+    at position p, the log-probability is -p, and the rank is its id. The n most likely tokens are
+    those with the n next ids. If no request asks for log-probabilities of output tokens, they are
+    zeros.
     """
 
     def __init__(self, batch, num_rows, width, variant: Variant, vocab_size, has_raw, *, extras):
@@ -58,7 +58,7 @@ class Outputs:
         self.packed = np.zeros((batch, total), np.int32)
 
     def put(self, row: int, start: int, tokens: list[int], num_drafts: int) -> None:
-        """The tokens of a row, which go to positions from `start` on."""
+        """Store the tokens of a row. The first token has the position `start`."""
         self.packed[row, :2] = len(tokens), num_drafts
         self.packed[row, 2 : 2 + len(tokens)] = tokens
         if self._has_logprobs:
@@ -66,7 +66,10 @@ class Outputs:
             self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
 
     def put_prompt(self, row: int, start: int, following: list[int]) -> None:
-        """What follows each token of a chunk; the first goes to position `start`."""
+        """Store the token after each token of a chunk.
+
+        The first stored token has the position `start`.
+        """
         num_top = self._variant.num_prompt_logprobs
         assert num_top is not None
         self._put(row, self._prompt, self._width, num_top, start, following)

@@ -1,7 +1,7 @@
-"""What a simulated device knows of the requests in its slots, and the pools that they read.
+"""The slots of a simulated device, and the pools of its caches.
 
-A cell of a pool holds a digest. Those of a request are found by its page tables, and checked when
-they are read.
+A cell of a pool holds a digest of tokens in place of keys and values. A request's cells are read
+through its page tables, and compared with the digests of its tokens.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Slot:
-    """What the device knows of the request in a slot."""
+    """The state of the request in a slot."""
 
     number: int
     tokens: list[int] = field(default_factory=list)
@@ -33,28 +33,28 @@ class Slot:
     # Of recurrent models:
     state: int = EMPTY  # the digest of the tokens that have been folded in
     ring: list[int] = field(default_factory=list)  # tokens of the last round
-    pending: int = 0  # of those, how many stand and are still to be folded in
+    pending: int = 0  # number of accepted tokens in `ring` that are not folded in yet
 
     def append(self, token: int) -> None:
-        """Know one token more."""
+        """Append a token, and the digest of all tokens so far."""
         self.tokens.append(token)
         self.digests[len(self.tokens)] = fold(int(self.digests[len(self.tokens) - 1]), [token])
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a round between its parts."""
+    """A row of a round, between two programs of the round."""
 
     slot: Slot
     start: int
-    tables: np.ndarray  # that of most layers, and of each window
+    tables: np.ndarray  # the main page table, and one for each window
     num_drafts: int
-    tokens: list[int]  # that stand: accepted drafts, and the one after them
+    tokens: list[int]  # accepted drafts, and the token after them
     drafts: list[int]
 
 
 class Pools:
-    """Keys and values: those of the target, of each window of its layers, and of the drafter."""
+    """The pools of the target, of each window of its layers, and of the drafter."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Pools:
         rng: np.random.Generator,
         tally: Counter,
     ):
-        """`windows` have so many pages each. What no step has written is anything."""
+        """`windows` maps the size of a window to its number of pages. Pools begin with garbage."""
         self._config, self._rng, self._tally = config, rng, tally
         self.target, self.drafter, *others = (
             self.garbage(pages * config.page_size)
@@ -72,11 +72,11 @@ class Pools:
         self.windows = dict(zip(windows, others, strict=True))
 
     def garbage(self, count: int) -> np.ndarray:
-        """So many digests of nothing."""
+        """Return `count` random digests."""
         return self._rng.integers(-(2**62), 2**62, count)
 
     def cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
-        """The cells of positions [start, end); -1 where no page is assigned."""
+        """Return the cells of positions start to end - 1; -1 for a position without a page."""
         size = self._config.page_size
         positions = np.arange(start, end)
         places = positions // size
@@ -87,7 +87,10 @@ class Pools:
     def check_reads(
         self, slot: Slot, start: int, tables: np.ndarray, *, may_be_behind: bool = False
     ) -> None:
-        """What a row at `start` reads must be what its own tokens left."""
+        """Check that all cells before `start` hold the digests of the slot's tokens.
+
+        If `may_be_behind`, the drafter's cells are not checked.
+        """
         if not start:
             return
         table, *others = tables
@@ -111,7 +114,10 @@ class Pools:
     def write_target(
         self, tables: np.ndarray, start: int, values: np.ndarray, num_needed: int
     ) -> None:
-        """What all layers of the target leave from `start` on; so much of it must have pages."""
+        """Write digests to the target's pools from position `start` on.
+
+        The first `num_needed` positions must have pages.
+        """
         for table, pool in zip(tables, (self.target, *self.windows.values()), strict=True):
             cells = self.cells(table, start, start + len(values))
             assert cells[:num_needed].min() >= 0, f"no page for what is written from {start} on"
@@ -119,6 +125,6 @@ class Pools:
 
 
 def write(pool: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
-    """Leave values in the cells that there are."""
+    """Write values to the cells that exist."""
     is_mapped = cells >= 0
     pool[cells[is_mapped]] = values[is_mapped]

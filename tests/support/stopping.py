@@ -1,4 +1,4 @@
-"""Outputs that stop: the oracle decodes every prefix, and cuts where a stop text first shows."""
+"""An oracle for stop strings: it decodes every prefix, and cuts at the first stop string."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ FREE = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Long:
-    """An output that nothing stopped."""
+    """An output that no stop condition has ended."""
 
     prompt: list
     params: SamplingParams
@@ -21,7 +21,7 @@ class Long:
 
 
 def run_on(llm, prompts, params):
-    """Outputs that nothing stops, each with the runs that it came in."""
+    """Return outputs of maximum length, each with its number of tokens per step."""
     runs = watch_runs(llm.engine.scheduler)
     outputs = generate(llm, prompts, params)
     del llm.engine.scheduler.commit
@@ -35,7 +35,10 @@ def run_on(llm, prompts, params):
 
 
 def watch_runs(scheduler):
-    """Tokens that each step gives a request, by its id, until `scheduler.commit` is deleted."""
+    """Record the number of tokens per step of each request, by the request's id.
+
+    Delete `scheduler.commit` to end the recording.
+    """
     runs = {}
     commit = scheduler.commit
 
@@ -50,7 +53,10 @@ def watch_runs(scheduler):
 
 
 def cut(tokenizer, token_ids, stop, *, min_tokens=0, include=False):
-    """(tokens, text, reason) of an output under stop texts, by brute force; reason None if none."""
+    """Return the tokens, the text and the stop string of an output, by brute force.
+
+    The stop string is None if there is none in the output.
+    """
     before = ""
     for count in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:count]).removesuffix("\N{REPLACEMENT CHARACTER}")
@@ -68,19 +74,19 @@ def cut(tokenizer, token_ids, stop, *, min_tokens=0, include=False):
 
 
 def in_runs(long):
-    """(start, length) of each run after the first token's."""
+    """Return (start, length) of the tokens of each step after the first."""
     starts = np.cumsum(long.runs)[:-1].tolist()
     return list(zip(starts, long.runs[1:], strict=True))
 
 
 def text_between(llm, long, start, end):
-    """The text that tokens start..end-1 add."""
+    """Return the text that the tokens start to end - 1 add."""
     decode = llm.tokenizer.decode
     return decode(long.token_ids[:end])[len(decode(long.token_ids[:start])) :]
 
 
 def some_stops(llm, long, rng):
-    """A text of the middle of the output, which may have come before; sometimes with others."""
+    """Return stop strings: a part of the output's text, and sometimes others."""
     start = int(rng.integers(4, 40))
     stops = [text_between(llm, long, start, start + int(rng.integers(1, 4)))]
     stops += [["\n", "zzz"], [stops[0][:-1] or "a"], []][rng.integers(3)]

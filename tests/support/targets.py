@@ -1,4 +1,4 @@
-"""Tiny targets as transformers saves them, and their MTP modules as they are published."""
+"""Tiny targets in transformers' layout, and their MTP modules in the published layout."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ LATENT_SIZES = {
 }
 LATENT_KINDS = ("deepseek_v3", "glm4_moe_lite")
 SIGMOID_KINDS = (*LATENT_KINDS, "glm4_moe")
-# The other part of models with more than text, as small as may be.
+# The smallest sizes of the vision and audio parts of multimodal models.
 _WIDTH = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 VISION_SIZES = {**_WIDTH, "depth": 1, "num_heads": 2, "num_position_embeddings": 16}
 _ENCODER = {**_WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
@@ -92,7 +92,7 @@ _OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "voxtral": {**_ENCODER, "num_mel_bins": 8, "max_source_positions": 8},
 }
 _MROPE = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [1, 1, 2]}
-# Sizes that the text models of these need, of whatever family.
+# Further sizes of text models, by model type.
 _TEXTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": _MROPE},
     "qwen2_5_vl_text": {"rope_parameters": _MROPE},
@@ -101,7 +101,7 @@ _TEXTS: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe_text": {
         "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
     },
-    # Windows shorter than a chunk, caps that many scores and logits are near.
+    # Windows are shorter than a chunk, and caps change many scores and logits.
     "gemma2": {
         **{"head_dim": 10, "query_pre_attn_scalar": 5, "sliding_window": 10},
         **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -188,7 +188,7 @@ def write_target(
     hf_config = _hf_config(kind, config)
     hf_config._attn_implementation = "eager"
     model = _auto_class(kind).from_config(hf_config, dtype=torch.float32).eval()
-    # The norm of a recurrent layer's output is a plain one, and no norm of Gemma.
+    # Weights of plain norms are near 1: in hybrids only the recurrent output norm, in Gemma none.
     plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
     plain_norms = "none" if kind.startswith("gemma") else plain_norms
     buffers = {n: x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")}
@@ -199,7 +199,7 @@ def write_target(
 
 
 def write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
-    """As transformers' own modules hold their tensors."""
+    """Write a copy of `target` with the tensors of transformers' modules, which fuse experts."""
     shutil.copytree(target.folder, folder)
     rewrite(folder / "model.safetensors", lambda _: target.hf.state_dict())
     return TargetFiles(folder, target.hf)
@@ -243,7 +243,7 @@ def write_mtp(
 
 
 def _unfused(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors with a name for each expert's own."""
+    """Return the tensors, with separate tensors for each expert."""
     single = {}
     for name, tensor in tensors.items():
         prefix, _, last = name.rpartition(".experts.")

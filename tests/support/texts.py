@@ -1,4 +1,4 @@
-"""Folders with tokenizers, and LLMs of them: simulated, or of one size for all tests."""
+"""Checkpoints with tokenizers, and LLMs on real or simulated devices, for tests of texts."""
 
 import json
 from pathlib import Path
@@ -18,18 +18,18 @@ LETTERS_EOS = VOCAB - 1
 def simulated_llm(
     folder: str | Path, method: str | None = None, *, script: Script | None = None, **options: Any
 ) -> LLM:
-    """`make_llm` on a simulated device; LLMs beside it may be on the real one."""
+    """Return an LLM on a simulated device; see `make_llm` and `simulated_engines`."""
     with simulated_engines(script):
         return make_llm(folder, method, **options)
 
 
 def byte_letters() -> list[str]:
-    """The tokens of the first bytes, of which few are characters by themselves."""
+    """Return the tokens of 96 bytes, some of which are only parts of characters."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
 
 
 def byte_level(tokens: list[str]) -> Tokenizer:
-    """A tokenizer whose tokens are these, mostly single bytes."""
+    """Return a byte-level tokenizer with these tokens."""
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,20 +37,23 @@ def byte_level(tokens: list[str]) -> Tokenizer:
 
 
 def with_bytes(checkpoints: Checkpoints, folder: Path, letters: list[str] | None = None) -> Path:
-    """A copy of a checkpoint of 96 tokens with a tokenizer whose tokens are single bytes."""
+    """Return a copy of a checkpoint with 96 tokens, with a tokenizer whose tokens are bytes."""
     made = checkpoints.copy(folder)
     byte_level(letters or byte_letters()).save(str(made / "tokenizer.json"))
     return made
 
 
 def letters_folder(checkpoints: Checkpoints) -> Path:
-    """What real engines of tests of texts run: its outputs repeat themselves, for prompt lookup."""
+    """Return the target for tests of texts on real engines. Its outputs repeat themselves."""
     target = checkpoints.target("llama", tie_word_embeddings=True, eos_token_id=LETTERS_EOS)
     return checkpoints.with_letters(target.folder)
 
 
 def write_files(folder: Path, files: dict[str, Any], *known: AddedToken) -> Path:
-    """A tokenizer of bytes with `known` added tokens, then the files; one may edit it."""
+    """Write a byte-level tokenizer with the added tokens `known`, then `files`, to a folder.
+
+    The file tokenizer.json in `files` has fields to replace.
+    """
     tokenizer = byte_level([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"])
     tokenizer.add_tokens(list(known))
     tokenizer.save(str(folder / "tokenizer.json"))

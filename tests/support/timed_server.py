@@ -1,4 +1,4 @@
-"""An OpenAI server that sends what it is told, when it is told, and may die."""
+"""An OpenAI server that sends given numbers of tokens at given times, and may die."""
 
 import asyncio
 import json
@@ -14,11 +14,14 @@ MODELS = {"data": [{"id": "timed", "owned_by": "test"}]}
 
 @dataclass
 class TimedServer:
-    """Chunks of `tokens[i]` tokens, each `seconds[i]` after the one before.
+    """A server that answers each request with chunks of text.
 
     Attributes:
-        dies_at: the number of the request during which the server dies; None: never.
-        bodies: of all requests, with the time of their arrival.
+        seconds: the pause before each chunk.
+        tokens: the number of tokens in each chunk.
+        dies_at: the number of the request during which the server dies; None if it does not. best:
+            the log-probabilities, by token id, that the server reports if asked.
+        bodies: the time of arrival and the body of each request.
     """
 
     seconds: list[float]
@@ -26,6 +29,7 @@ class TimedServer:
     dies_at: int | None = None
     status: int = 200
     counts: bool = True  # tokens in each chunk, not only at the end
+    best: dict[int, float] = field(default_factory=dict)
     bodies: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     port: int = 0
     server: Any = None
@@ -59,6 +63,13 @@ class TimedServer:
         body = json.loads(await reader.readexactly(length))
         number = len(self.bodies)
         self.bodies.append((time.perf_counter(), body))
+        if "logprobs" in body:
+            top = {f"token_id:{token}": score for token, score in self.best.items()}
+            found = json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()
+            kind = b"content-type: application/json\r\n"
+            size = f"content-length: {len(found)}\r\n\r\n".encode()
+            writer.write(b"HTTP/1.1 200 OK\r\n" + kind + size + found)
+            return
         if self.status != 200:
             error = json.dumps({"error": {"message": "too long for this model"}}).encode()
             writer.write(
@@ -92,7 +103,7 @@ class TimedServer:
 
 @contextmanager
 def timed_server(**options: Any) -> Iterator[TimedServer]:
-    """A `TimedServer` that runs in a thread."""
+    """Run a `TimedServer` in a thread inside the `with` block."""
     made, ready, loop = TimedServer(**options), threading.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:

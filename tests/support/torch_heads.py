@@ -1,8 +1,8 @@
-"""Drafters' heads in torch, written from their published descriptions: the oracles of tests.
+"""Oracles of draft heads in torch, written from the published descriptions.
 
-An oracle has `fuse`, from the target's features, final and entering each layer, to the hidden
-states that the head reads; and `drafts`, the first of a round's k drafts for the positions after
-x_n, n = length.
+An oracle has two methods. `fuse` computes the hidden states that the head reads, from the target's
+final hidden states and the inputs of its layers. `drafts` returns the first `num_drafts` of a
+round's k drafts, after the last token x_n, where n is `length`.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 
 class Chain:
-    """A head that drafts one token after another: `run` gives its output y at every row.
+    """A head that drafts one token after another. `run` returns its output y for all rows.
 
-    A subclass has `embedding`, `run`, what the next draft takes for its hidden state (`recycled`),
-    and the logits of a row over the target's vocabulary.
+    A subclass defines `embedding`, `run`, `recycled` (the hidden state for the next draft), and
+    `logits` over the target's vocabulary.
     """
 
     keeps_last = True  # the drafter has the hidden state of the last row, as `fuse` gives it
@@ -29,7 +29,7 @@ class Chain:
         return y
 
     def drafts(self, fused, tokens, length, k, num_drafts, choose):
-        """It runs over rows (f_p, x_{p+1}) at p = 0..n-1, then over its own output and drafts."""
+        """Run the head on rows (f_p, x_{p+1}) for p < n, then on its own outputs and drafts."""
         committed, drafts, hidden = tokens[: length + 1], [], fused[:length]
         for _ in range(num_drafts):
             y = self.run(self.embedding[torch.tensor([*committed[1:], *drafts])], hidden)[-1]
@@ -43,7 +43,7 @@ def rms_norm(x, weight, eps):
 
 
 def rotate(x, theta):
-    """Rotary embedding of x [T, H, D], row t at position t."""
+    """Rotate x [T, H, D]. Row t has position t."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(x.shape[0], dtype=torch.float64)[:, None, None] * frequencies
@@ -54,7 +54,7 @@ def rotate(x, theta):
 
 @dataclass(frozen=True)
 class OracleHead(Chain):
-    """An EAGLE head in torch, from the tensors and config of its checkpoint."""
+    """An EAGLE head with the tensors and config of its checkpoint."""
 
     tensors: dict[str, torch.Tensor]
     decoder: dict[str, Any]
@@ -70,7 +70,7 @@ class OracleHead(Chain):
 
     @property
     def is_third(self):
-        """Whether it is EAGLE-3, whose layer has one norm more."""
+        """Whether this is an EAGLE-3 head, whose layer has one more norm."""
         return f"{self.first}.hidden_norm.weight" in self.tensors
 
     def weight(self, name):
@@ -103,7 +103,10 @@ class OracleHead(Chain):
         return a + self.mlp(self.norm(a, f"{layer}.post_attention_layernorm"), layer)
 
     def run(self, embedded, hidden):
-        """y of all rows: x = fc [e; f] for EAGLE-1, u = [norm(e); norm(g)] for EAGLE-3."""
+        """Return y for all rows.
+
+        The layer's input is x = fc [e; f] for EAGLE-1, and u = [norm(e); norm(g)] for EAGLE-3.
+        """
         layer = self.first
         if not self.is_third:
             x = self.project(torch.cat([embedded, hidden], -1), "fc")
@@ -125,7 +128,7 @@ class OracleHead(Chain):
         return self.project(states, "fc")
 
     def logits(self, y):
-        """Over the target's vocabulary; ids that the head cannot draft are at -inf."""
+        """Return logits over the target's vocabulary; -inf outside the draft vocabulary."""
         if not self.is_third:
             return y @ self.lm_head.T
         small = self.norm(y, "norm") @ self.lm_head.T

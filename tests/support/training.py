@@ -1,4 +1,4 @@
-"""Targets of one size for tests of training, and what drafters make of them when they serve."""
+"""Targets for tests of training, and the logits that drafters use in serving."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,10 @@ HEAD_SIZES = HeadSizes(
 def drafting(
     target: Model, drafter: Drafter, params: Params, batch: Batch, starts: jax.Array, k: int
 ) -> jax.Array:
-    """Logits f32[N, k, V] that a serving drafter draws from after each of `starts` of a document,
-    if every draft is the document's token."""
+    """Return the logits f32[N, k, V] of drafts after each of `starts` in a document.
+
+    They are computed as in serving, but the document's tokens replace the drafts.
+    """
     batch_size, kept = len(starts), []
 
     class Recorded(DraftContext):
@@ -76,7 +78,10 @@ def drafting(
 
 
 def cross_entropy(teacher: Any, logits: Any) -> float:
-    """To the teacher's distribution, of logits over the same tokens, some of them at -inf."""
+    """Return the cross-entropy of `logits` to the teacher's distribution.
+
+    Tokens with a logit of -inf are left out.
+    """
     p, shifted = np.exp(teacher - teacher.max()), logits - logits.max()
     log_q = shifted - np.log(np.exp(shifted).sum())
     return -(p / p.sum())[np.isfinite(log_q)] @ log_q[np.isfinite(log_q)]

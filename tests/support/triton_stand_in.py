@@ -1,4 +1,4 @@
-"""As much of Triton as translated kernels use, in numpy: one program after another."""
+"""The parts of Triton that translated kernels use, in NumPy. Programs run one after another."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ PROGRAM = [0, 0, 0]  # that runs now
 
 
 class Tensor(np.ndarray):
-    """A value, of rank 0 as well; integers divide as in C."""
+    """A value in a kernel, possibly a scalar. Integers are divided as in C."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
         return self.view(dtype) if bitcast else self.astype(dtype)
@@ -32,7 +32,7 @@ def tensor(value: Any, dtype: Any = None) -> Tensor:
 
 
 class Pointer:
-    """Into an array of one dimension."""
+    """Pointers into a one-dimensional array."""
 
     def __init__(self, array: np.ndarray, offset: Any):
         self.array, self.offset = array, tensor(offset)
@@ -41,7 +41,7 @@ class Pointer:
         return Pointer(self.array, self.offset + offset)
 
     def places(self, mask: Any) -> np.ndarray:
-        """The offsets where the mask is true; all are inside of the array."""
+        """Return the offsets where the mask is true. All of them must be inside the array."""
         places = np.asarray(self.offset)[np.asarray(mask)]
         assert np.all((places >= 0) & (places < len(self.array))), "out of bounds"
         return places
@@ -116,7 +116,7 @@ libdevice = SimpleNamespace(
 
 
 def counted(start: Any, stop: Any) -> Any:
-    """The range of a loop, of values."""
+    """Return the range of a loop, as an iterator of `Tensor`s."""
     return (tensor(i, np.int32) for i in range(int(start), int(stop)))
 
 
@@ -135,7 +135,7 @@ def launch(
     aliases: Mapping[int, int],
     options: Mapping[str, int],
 ) -> tuple[Any, ...]:
-    """See `triton_call.launch`, which it stands for with a machine."""
+    """Run a kernel on `machine`; a replacement of `triton_call.launch`."""
     memory = {"load": machine.load, "store": machine.store, "debug_barrier": machine.barrier}
     namespace = SimpleNamespace(**vars(tl), **memory)
     module: dict[str, Any] = {"tl": namespace, "libdevice": libdevice, "range": counted}

@@ -1,4 +1,4 @@
-"""What of Tunix the adapter meets, where Tunix is not installed: configs, a tokenizer, weights."""
+"""The parts of Tunix that the adapter needs, for tests without Tunix."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ HEAD_DIM = 8  # of the tiny targets
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of Tunix's RolloutConfig that matter here, with its defaults."""
+    """The fields of Tunix's RolloutConfig that the adapter reads, with Tunix's defaults."""
 
     max_tokens_to_generate: int = 64
     temperature: float = 0.9
@@ -46,14 +46,14 @@ CONFIG = Config(max_tokens_to_generate=12, max_prompt_length=16, return_logprobs
 
 
 class Mode(Enum):
-    """Tunix's modes."""
+    """Tunix's modes of rollouts."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class Letters:
-    """A tokenizer with Tunix's methods, a token for each of `LETTERS`."""
+    """A tokenizer with the methods that Tunix expects. Each of `LETTERS` is a token."""
 
     def __init__(self, bos: int | None = None, pad: int = PAD):
         self.bos, self.pad = bos, pad
@@ -77,19 +77,19 @@ class Letters:
 def made(
     target: Any, config: Any = CONFIG, *, sizes: Mapping[str, Any] = SIZES, **options: Any
 ) -> TunixRollout:
-    """A rollout engine of the sizes that all tests have, without an actor."""
+    """Return a `TunixRollout` with the sizes of all tests, without a rollout actor."""
     given = {"rollout_actor": None, "tokenizer": Letters(), "mesh": None, "model": target.folder}
     return TunixRollout(rollout_config=config, **given | {**sizes} | options)
 
 
 def reference_logps(target: Any, prompt: list[int], tokens: list[int], temperature: float) -> Any:
-    """Log-probabilities f32[T] of each token, by transformers in fp32."""
+    """Return the log-probability f32[T] of each token, computed by transformers in float32."""
     logits = hf_logits(target.hf, [[*prompt, *tokens]])[0, len(prompt) - 1 : -1]
     return log_softmax(logits / temperature)[np.arange(len(tokens)), tokens]
 
 
 def tunix_tree(folder: Path) -> dict[Any, Any]:
-    """A checkpoint's tensors in Tunix's names and shapes, written down independently of rules."""
+    """Return a checkpoint's tensors in Tunix's form, without using our rules for names."""
     tree: dict[Any, Any] = {}
 
     def put(path: Sequence[Any], array: np.ndarray) -> None:

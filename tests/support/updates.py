@@ -1,4 +1,4 @@
-"""New weights for parameters, without an engine."""
+"""Updates of parameters without an engine."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from specjax.rl.weights import stage_target
 
 
 def updated(model: Any, params: Any, weights: Any) -> Any:
-    """The parameters of an engine after an update by a folder's weights, or by arrays."""
+    """Return the parameters after a weight update from a folder, or from a dict of arrays."""
     given = weights if isinstance(weights, dict) else read_weights(weights)
     leaves, tree = jax.tree.flatten(params)
     pairs = zip(leaves, stage_target(given, model, params), strict=True)

@@ -1,4 +1,4 @@
-"""Random weights in which every tensor matters, in place of those of a file."""
+"""Random weights that make every tensor change the outputs, and files that hold weights."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target's folder, and the transformers model that wrote it (fp32, in evaluation mode)."""
+    """A target's folder, and the transformers model that was saved there (float32, eval mode)."""
 
     folder: Path
     hf: Any
@@ -17,7 +17,7 @@ class TargetFiles:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A drafter's folder, and what is in it: tensors by published name, and the config."""
+    """A drafter's folder, its tensors by published name, and its config."""
 
     folder: Path
     tensors: Mapping[str, Any]
@@ -25,9 +25,10 @@ class HeadFiles:
 
 
 def randomise(tensors: Mapping[str, Any], seed: int, plain_norms: str = "norm") -> None:
-    """Fill torch tensors in place: matrices keep the scale of what they multiply.
+    """Fill torch tensors with random numbers, in place. Matrices keep the scale of their inputs.
 
-    Norms whose names hold `plain_norms` are near one, others near zero.
+    Norm weights are near one if their names contain `plain_norms`. Other norm weights are near
+    zero.
     """
     import torch
 
@@ -46,7 +47,7 @@ def randomise(tensors: Mapping[str, Any], seed: int, plain_norms: str = "norm") 
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """Replace the tensors of a safetensors file by what `change` makes of them."""
+    """Replace the tensors of a safetensors file by the result of `change`."""
     import safetensors.torch
 
     tensors = change(safetensors.torch.load_file(path))

@@ -1,7 +1,9 @@
 """What chat templates make of conversations, against transformers; which template is used."""
 
+import time
 from typing import Any
 
+import jinja2
 import pytest
 from support.refusals import label, refusal
 from support.texts import write_files
@@ -176,3 +178,20 @@ def test_conversations_as_vllm_passes_them_on():
     assistant, tool, user = check_conversation(messages, "messages", "openai")
     assert "tool_calls" not in assistant and tool["content"] == "b\nc"
     assert user["content"] == [{"type": "text", "text": "d"}]
+
+
+ENDLESS = [
+    "{% for a in messages %}" * 9 + "{% endfor %}" * 9,
+    "{% for a in range(9999) %}{% for b in range(9999) %}{{ loop.last }}{% endfor %}{% endfor %}",
+    "{% for a in messages recursive %}{{ loop(messages) if loop.depth < 9 }}{% endfor %}",
+    "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(40) }}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_takes_too_long_ends(template):
+    messages = [{"role": "user", "content": "x"}] * 50
+    begin = time.monotonic()
+    with pytest.raises(jinja2.TemplateError, match="it takes too long"):
+        render(template, messages, max_seconds=0.1)
+    assert time.monotonic() - begin < 5

@@ -1,5 +1,10 @@
 """A folder's tokenizer files against transformers, and what to do where they cannot be read."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 from support.decoders import SPELLED, make_case, wrap
 from support.refusals import label, refusal
@@ -9,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.checkpoint.save import copy_tokenizer
 from specjax.checkpoint.token_map import read_texts
-from specjax.text.tokenizer import load_tokenizer, read_eos_ids
+from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
+DEMO = Path(__file__).parents[2] / "checkpoints/demo-llama"
 TEXT = "<s>a b</s> <tool>c <img>\n</s><|end|>d  <pad>"
 BOS = {"content": "<s>"} | dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
 END = BOS | {"content": "<|end|>", "rstrip": True}
@@ -114,3 +120,32 @@ def test_a_folder_with_only_a_sentencepiece_model(tmp_path):
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0b")
     refusal(lambda: load_tokenizer(tmp_path), tmp_path, "tokenizer.model", "save_pretrained")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded():
+    """Otherwise one client of a server would stop all others."""
+    tokenizer = load_tokenizer(DEMO)
+    text = "What is 3 + 4? " * 40_000
+    plain = tokenizer.tokenizer.encode(text).ids
+    for work, given, expected in (tokenizer.encode, text, plain), (tokenizer.decode, plain, text):
+        with ThreadPoolExecutor() as threads:
+            found, num_turns = threads.submit(work, given), 0
+            while not found.done():
+                num_turns += 1
+                time.sleep(0.001)
+        assert found.result() == expected and num_turns > 3
+
+
+def test_a_text_that_is_much_too_long_is_refused_early():
+    tokenizer = load_tokenizer(DEMO)
+    text = "What is 3 + 4? " * 40_000
+    sizes = []
+    encode = ChatTokenizer._encode
+    with patch.object(
+        ChatTokenizer, "_encode", lambda self, x, *_: sizes.append(len(x)) or encode(self, x, *_)
+    ):
+        with pytest.raises(ValueError, match="more than 200 tokens, and at most 100 fit"):
+            tokenizer.encode(text, max_tokens=100)
+        assert sizes == [1600]
+        tokens = tokenizer.encode(text[:15_000], max_tokens=len(text))
+        assert tokens == tokenizer.tokenizer.encode(text[:15_000]).ids and sizes[1:] == [15_000]

@@ -30,8 +30,8 @@ class BatchRow(NamedTuple):
     def is_live(self, num_slots):
         """Return whether this is a request rather than padding.
 
-        For a request, the conditions on `start` and `layer` are always true. They only make the
-        compiler load these scalars together with the others. Without the conditions, the compiler
+        The function also tests `start` and `layer`, although both are valid for every request. The
+        tests make the compiler load these scalars together with the others. Otherwise, the compiler
         would load them after a branch on the result, and the program would wait for memory twice.
         """
         is_request = (self.count > 0) & (self.start >= 0) & (self.layer >= 0)

@@ -1,4 +1,4 @@
-"""The output norm. It has a separate kernel, because several programs compute a head's outputs."""
+"""The output norm. It has a separate kernel, because no program has all outputs of a head."""
 
 from functools import partial
 

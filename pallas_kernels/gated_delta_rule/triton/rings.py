@@ -69,7 +69,10 @@ def correct(states, u, k, *, interpret):
 
 
 def over_keys(states, k, *, interpret):
-    """Return S k [rows]. Each thread first adds the pieces, then threads add their sums."""
+    """Return S k [rows].
+
+    Each thread first adds its products over all pieces. Then the threads add their sums.
+    """
     sums = states[0] * k[0][None]
     for s, piece in zip(states[1:], k[1:], strict=True):
         sums = multiply_add(s, _wide(piece[None], s), sums, interpret=interpret)

@@ -1,4 +1,4 @@
-"""The data sets of `specjax bench`. A new one needs an entry in `DATASETS`, and maybe a class.
+"""The data sets of `specjax bench`. A new data set needs an entry in `DATASETS`, maybe a class.
 
 This module imports nothing slow, so that --help is fast.
 """
@@ -17,6 +17,7 @@ from specjax.bench.datasets.questions import (
     message,
 )
 from specjax.bench.datasets.sharegpt import ShareGPT
+from specjax.bench.datasets.trace import Trace
 
 GSM8K = "get test.jsonl from github.com/openai/grade-school-math"
 HUMANEVAL = "get HumanEval.jsonl.gz from github.com/openai/human-eval"
@@ -33,4 +34,5 @@ DATASETS: Mapping[str, Dataset] = {
     "custom": Custom(),
     "random": RandomTokens(),
     "prefix-repetition": PrefixRepetition(),
+    "trace": Trace(),
 }

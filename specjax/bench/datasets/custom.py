@@ -1,4 +1,4 @@
-"""The data set "custom": a file of JSON objects with prompts, which the user gives."""
+"""The data set "custom": the user's own file of JSON objects, each with a prompt."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _REMEDY = f"name a .jsonl whose rows have one of {', '.join(FIELDS)}"
 
 @dataclass(frozen=True, kw_only=True)
 class Custom:
-    """Rows with a conversation, token ids or a text.
+    """A file whose rows have a conversation, token ids or a text.
 
     As in vLLM, the field "prompt" is a user's message. With --skip-chat-template it is the whole
     prompt. Optional fields are "output_tokens" and "category".

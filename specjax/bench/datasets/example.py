@@ -25,6 +25,8 @@ class Example:
         token_ids: a whole prompt of token ids.
         output_len: the number of tokens to generate at most; None if the data set does not say.
         group: the part of the data set, such as a category; figures are also given per group.
+        arrival: seconds after the start at which the request arrives; None if the data set does
+            not say.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -32,6 +34,7 @@ class Example:
     token_ids: Sequence[int] | None = None
     output_len: int | None = None
     group: str = ""
+    arrival: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +118,19 @@ class Row:
 
 
 def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
-    """Yield the objects of a file: one per line, or the items of one JSON array.
+    """Yield the objects of a file; see `read_text` and `parse_rows`."""
+    text = read_text(source, remedy)
+    assert source.path is not None
+    return parse_rows(source.path, text)
 
-    A file whose name ends in .gz is decompressed. `remedy` ends the messages of errors about the
-    path, and says where to get the file.
+
+def read_text(source: RowSource, remedy: str) -> str:
+    """Return the text of a file. A file whose name ends in .gz is decompressed.
+
+    `remedy` ends the messages of errors, and says where to get the file.
 
     Raises:
-        ValueError: there is no such file, or it is malformed.
+        ValueError: there is no such file, or it cannot be read.
     """
     path = source.path
     if path is None:
@@ -129,10 +138,18 @@ def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as file:
-            text = file.read()
+            return file.read()
     except (OSError, UnicodeDecodeError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"--dataset-path {path} cannot be read ({reason}); {remedy}") from error
+
+
+def parse_rows(path: Path, text: str) -> Iterator[Row]:
+    """Yield the objects of a file's text: one per line, or the items of one JSON array.
+
+    Raises:
+        ValueError: it is malformed.
+    """
     if text.lstrip().startswith("["):
         for i, item in enumerate(_parse(path, "the array", text), start=1):
             yield _row(path, f"item {i}", item)

@@ -25,7 +25,7 @@ class Query:
         text: the prompt as a text; None if the data set gives token ids, or if the chat template
             made them.
         messages: the conversation, if the prompt comes from one.
-        group: see `Example`.
+        group, arrival: see `Example`.
     """
 
     index: int
@@ -34,6 +34,7 @@ class Query:
     text: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     group: str = ""
+    arrival: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +151,7 @@ def make_queries(settings: DatasetSettings, tokenizer: ChatTokenizer | None) -> 
             output_len=settings.output_len or example.output_len or 128,
             messages=example.messages,
             group=example.group,
+            arrival=example.arrival,
         )
         queries.append(replace(query, **_prompt(example, tokenizer, settings, uses_template)))
     template = tokenizer.template if tokenizer is not None and uses_template else None
@@ -161,7 +163,7 @@ def _choose(settings: DatasetSettings, source: RowSource) -> list[Example]:
     where = settings.path or f"--dataset-name {settings.name}"
     if not examples:
         raise ValueError(f"{where} has no rows to use")
-    if settings.shuffles:
+    if settings.shuffles and examples[0].arrival is None:  # else ordered by time
         source.random.shuffle(examples)
     count, available = settings.num_prompts, len(examples)
     if count > available:

@@ -10,12 +10,12 @@ SHIPPED = Path(__file__).parents[1] / "prompts.jsonl"
 
 
 def message(field: str) -> Callable[[Row], Example]:
-    """Return a reader of rows whose field is a user's message."""
+    """Return a function that reads a user's message from the field `field` of a row."""
     return lambda row: Example(messages=user(row.text(field)))
 
 
 def completion(field: str) -> Callable[[Row], Example]:
-    """Return a reader of rows whose field is a whole prompt."""
+    """Return a function that reads a whole prompt from the field `field` of a row."""
     return lambda row: Example(text=row.text(field))
 
 
@@ -36,8 +36,8 @@ class Questions:
     """A file with a question per row.
 
     Args:
-        read: makes the example of a row.
-        remedy: ends error messages, and says where to get the file.
+        read: a function that makes the example of a row.
+        remedy: where to get the file; the end of messages about a missing or malformed file.
         shipped: the file to use without --dataset-path; None if the user must give one.
         output_len: see `Example`.
     """
@@ -61,7 +61,7 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True)
 class Categories(Questions):
-    """Questions in categories, of which one may be chosen."""
+    """A file with questions in several categories. The option `category` selects one of them."""
 
     category: str = option("", "use only the questions of this category")
 
@@ -79,7 +79,7 @@ class Categories(Questions):
 
 
 def check_lengths(minimum: int = 1, **lengths: int) -> None:
-    """Raise a ValueError if a data set's option, given as a keyword, is below `minimum`."""
+    """Raise a ValueError if any of `lengths`, options of a data set by name, is below `minimum`."""
     for name, value in lengths.items():
         if value < minimum:
             flag = name.replace("_", "-")

@@ -18,10 +18,13 @@ FORMS = {
 
 
 def check_report(option: str, path: str | None) -> None:
-    """Check that a report's file has a form, and that the packages which draw it are installed.
+    """Check that the suffix of `path` is in `FORMS`, and that the packages for it are installed.
+
+    `option` is the option that gave the path. If `path` is None, nothing is checked.
 
     Raises:
-        ValueError: its suffix is none of `FORMS`.
+        ValueError: the suffix is not in `FORMS`.
+        ImportError: a package is missing.
     """
     if not path:
         return
@@ -32,6 +35,6 @@ def check_report(option: str, path: str | None) -> None:
 
 
 def write_report(path: str, saved: Saved) -> None:
-    """Write the report of a result. The suffix of `path` chooses the form."""
+    """Write the report of a result to `path`, in the form that its suffix selects."""
     form = import_module(FORMS[Path(path).suffix.lower()])
     Path(path).expanduser().write_bytes(form.render(content_of(saved)))

@@ -1,4 +1,4 @@
-"""The charts of a report, from the details of a result."""
+"""Makes the charts of a report from the `Details` of a result."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -26,7 +26,7 @@ def acceptance_charts(found: Speculation) -> list[Chart]:
 
 
 def charts_of_time(details: Details) -> list[Chart]:
-    """Return the charts over passes and seconds, and the distributions of latencies."""
+    """Return charts of throughput, running requests and K over time, and of each distribution."""
     line = details.timeline or {}
     tokens, running = (list(enumerate(line.get(n, ()))) for n in ("output_tokens", "running"))
     rates = [one.get("output_tokens_per_second") for one in details.rounds]
@@ -45,7 +45,10 @@ def charts_of_time(details: Details) -> list[Chart]:
 
 
 def _mean_k(samples: Sequence[Mapping[str, Any]]) -> Points:
-    """Return the mean K between two samples of the server's counters, by the later one's second."""
+    """Return points (seconds, mean K) from samples of the server's histogram of rounds by K.
+
+    A point is the mean over the rounds between two samples, at the time of the second sample.
+    """
     points = []
     for before, after in pairwise([{"rounds": {}}, *samples]):
         growth = {int(k): n - before["rounds"].get(k, 0) for k, n in after["rounds"].items()}

@@ -1,12 +1,20 @@
-"""Compares two results of one workload."""
+"""Compares two results of the same workload, or the means of repeated results."""
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from specjax.bench.reports.content import brief
-from specjax.bench.reports.noise import Interval, of_requests, of_rounds, values_per_request
+from specjax.bench.reports.noise import (
+    Interval,
+    of_pairs,
+    of_requests,
+    of_rounds,
+    values_per_request,
+)
 from specjax.bench.reports.saved import Saved
 
 # Figures that are compared, by their keys. Of rates, more is better; of times, less.
@@ -30,75 +38,137 @@ _UNSHOWN = re.compile(  # of a result's own files
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A figure of two results.
+    """The value of a figure in two results, or its means over repeated results.
 
     Attributes:
-        interval: 95 % interval of `ratio`; None if the results do not tell their noise.
+        interval: 95 % confidence interval of `ratio`; None if the results have too few values to
+            estimate it.
+        source: the values that `interval` is estimated from, such as "3 and 3 rounds"; "" if there
+            is no interval.
     """
 
     key: str
     before: float
     after: float
     interval: Interval | None
+    source: str
 
     @property
     def ratio(self) -> float:
-        """The second result's figure over the first's."""
+        """The figure in the second result, divided by the figure in the first."""
         return self.after / self.before
 
     @property
     def is_beyond_noise(self) -> bool | None:
-        """Whether the interval excludes "no change"; None if it is unknown."""
+        """Whether `interval` excludes a ratio of 1; None if `interval` is None."""
         return None if self.interval is None else not self.interval[0] <= 1 <= self.interval[1]
 
     @property
     def worse(self) -> float:
-        """How much worse the second result is, in per cent; below 0 if it is better."""
+        """By how many per cent the second result is worse; below 0 if it is better."""
         more = 100 * (self.ratio - 1)
         return more if _TIMES.fullmatch(self.key.split(": ")[-1]) else -more
 
 
 @dataclass(frozen=True)
 class ResultChanges:
-    """Two results side by side. `settings` has those that differ, as pairs."""
+    """The comparison of two results.
+
+    Attributes:
+        settings: the settings that differ, as pairs of values by name.
+        changes: the figures that both results have.
+    """
 
     settings: Mapping[str, tuple[Any, Any]]
     changes: list[Change]
 
 
-def compare(before: Saved, after: Saved) -> ResultChanges:
-    """Compare two results.
+def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
+    """Compare results from before a change with results from after it.
+
+    Several results before, or after, are of repeated runs. Then their means are compared.
 
     Raises:
-        ValueError: their kinds or workloads differ; the message has the fields that do.
+        ValueError: workloads differ, settings of repeated runs differ, or a result is of `bench
+            sweep serve`.
     """
-    if wrong := _differing(_workload(before), _workload(after)):
-        fields = "; ".join(f"{name}: {brief(a)} and {brief(b)}" for name, (a, b) in wrong.items())
-        raise ValueError(f"the results are of different workloads, so no figures compare: {fields}")
-    first, second = _figures(before), _figures(after)
-    return ResultChanges(
-        _differing(_settings(before), _settings(after)),
-        [
-            Change(key=key, before=value, after=second[key], interval=_interval(key, before, after))
-            for key, value in first.items()
-            if value and key in second
-        ],
-    )
+    first, *others = [*before, *after]
+    if any(saved.cells for saved in (first, *others)):
+        raise ValueError("compare cells of sweeps: --save-result writes a file for each of them")
+    for other in others:
+        _refuse(_differing(_workload(first), _workload(other)), "are of different workloads")
+    for one, *repeated in before, after:
+        for other in repeated:
+            _refuse(_differing(_settings(one), _settings(other)), "of one side differ")
+    sides = [[_figures(saved) for saved in side] for side in (before, after)]
+    shared = [key for key in sides[0][0] if all(key in one for side in sides for one in side)]
+    changes = []
+    for key in shared:
+        values = [[one[key] for one in side] for side in sides]
+        if not all(values[0]):
+            continue
+        interval, source = _interval(key, before, after, values)
+        means = [fmean(one) for one in values]
+        changes.append(
+            Change(key=key, before=means[0], after=means[1], interval=interval, source=source)
+        )
+    return ResultChanges(_differing(_settings(before[0]), _settings(after[0])), changes)
 
 
-def _interval(key: str, before: Saved, after: Saved) -> Interval | None:
+def _refuse(differing: Mapping[str, tuple[Any, Any]], why: str) -> None:
+    if differing:
+        fields = "; ".join(f"{n}: {brief(a)} and {brief(b)}" for n, (a, b) in differing.items())
+        raise ValueError(f"the results {why}, so no figures compare: {fields}")
+
+
+def _interval(
+    key: str, before: Sequence[Saved], after: Sequence[Saved], values: Sequence[Sequence[float]]
+) -> tuple[Interval | None, str]:
+    """Return the confidence interval of a figure's change, and the values that it comes from.
+
+    `values` has two lists: the figure in each result before the change, and after it.
+    """
+    if max(len(before), len(after)) > 1:
+        return _named(of_rounds(*values), f"{len(before)} and {len(after)} runs")
+    (first,), (second,) = before, after
+    if first.details is None:
+        pairs = [_by_prompts(saved, key) for saved in (first, second)]
+        return _named(of_pairs(*pairs), f"{len(pairs[0].keys() & pairs[1].keys())} pairs")
     rounds = [
         [one[key] for one in saved.details.rounds if key in one] if saved.details else []
-        for saved in (before, after)
+        for saved in (first, second)
     ]
-    if (found := of_rounds(*rounds)) is not None or not (match := _OF_REQUESTS.fullmatch(key)):
-        return found
-    first, second = (values_per_request(saved, match[2]) for saved in (before, after))
-    return None if first is None or second is None else of_requests(match[1], first, second)
+    if (found := of_rounds(*rounds)) is not None:
+        return found, " and ".join(str(len(one)) for one in rounds) + " rounds"
+    if (match := _OF_REQUESTS.fullmatch(key)) is None:
+        return None, ""
+    requests = [values_per_request(saved, match[2]) for saved in (first, second)]
+    if requests[0] is None or requests[1] is None:
+        return None, ""
+    return _named(of_requests(match[1], requests[0], requests[1]), "requests")
+
+
+def _named(interval: Interval | None, source: str) -> tuple[Interval | None, str]:
+    return interval, source if interval is not None else ""
+
+
+def _by_prompts(saved: Saved, key: str) -> dict[tuple[int, ...], list[float]]:
+    """Return the values of a figure by batch of prompts, from the rounds of `bench speculation`.
+
+    Each round decodes one batch. A batch has several values if several rounds decode it.
+    """
+    name, _, figure = key.rpartition(": ")
+    found: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
+    for one in saved.top["configurations"]:
+        if one["configuration"] == name:
+            for of_round in one.get("rounds", ()):
+                if figure in of_round:
+                    found[tuple(of_round["prompts"])].append(of_round[figure])
+    return found
 
 
 def _figures(saved: Saved) -> dict[str, float]:
-    """Return the figures of a result that are compared; None and texts are left out."""
+    """Return the numbers in a result that can be compared with another result, by key."""
     if saved.details is None:
         named = {
             f"{one['configuration']}: {key}": value
@@ -119,7 +189,7 @@ def _is_figure(key: str) -> bool:
 
 
 def _workload(saved: Saved) -> dict[str, Any]:
-    """Return what must be equal: the kind, the prompts, the load and the sampling."""
+    """Return the fields that must be equal in both results: prompts, load, sampling and so on."""
     found = {"benchmark": saved.benchmark}
     if saved.details is not None:
         data = saved.details.dataset
@@ -129,9 +199,10 @@ def _workload(saved: Saved) -> dict[str, Any]:
 
 
 def _settings(saved: Saved) -> dict[str, Any]:
-    """Return the other settings, and what the figures depend on."""
+    """Return fields that may differ: other settings, versions and hardware."""
     settings = {k: v for k, v in _given(saved).items() if not _UNSHOWN.fullmatch(k)}
     environment = dict(saved.details.environment if saved.details else saved.top["environment"])
+    environment.pop("clocks", None)  # they vary from run to run
     versions = {f"version of {k}": v for k, v in environment.pop("versions").items()}
     return {**settings, **versions, **environment}
 

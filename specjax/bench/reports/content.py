@@ -1,4 +1,4 @@
-"""What a report shows, in any form: sentences, tables and charts."""
+"""The content of a report, independent of its form: sentences, tables and charts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,8 @@ class ReportTable:
     """A table. The first column has the names of the rows.
 
     Attributes:
-        is_aside: whether a reader rarely needs it: a page folds it, and other forms leave it out.
+        is_aside: whether the table is rarely needed. A page shows it collapsed, and other forms
+            leave it out.
     """
 
     title: str
@@ -23,7 +24,7 @@ class ReportTable:
     is_aside: bool = False
 
     def without_empty_columns(self) -> "ReportTable":
-        """Return the table without columns that have no cell in any row."""
+        """Return the table without the columns in which all cells are None."""
         kept = [i for i in range(len(self.header)) if any(row[i] is not None for row in self.rows)]
         return replace(
             self,
@@ -34,7 +35,13 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of (x, y) by the name of a series: lines, or bars side by side at each x."""
+    """A line chart or a bar chart of several series.
+
+    Attributes:
+        x, y: the labels of the axes.
+        series: the points (x, y) of each series, by the name of the series.
+        is_bars: whether each x has a group of bars, one for each series; otherwise lines.
+    """
 
     title: str
     x: str
@@ -45,7 +52,11 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """A whole report. `notes` are sentences. It drops tables, columns and charts without data."""
+    """A whole report. Tables, columns and charts without data are removed.
+
+    Attributes:
+        notes: sentences about the result.
+    """
 
     title: str
     notes: Sequence[str]
@@ -60,7 +71,10 @@ class Content:
 
 
 def shown(cell: Cell) -> str:
-    """Return a cell as text. Numbers below 0.1 keep three digits; nothing is an empty text."""
+    """Return a cell as text; None becomes an empty text.
+
+    Floats have two decimals, or three significant digits if they are between -0.1 and 0.1.
+    """
     if cell is None:
         return ""
     if isinstance(cell, float):
@@ -69,11 +83,11 @@ def shown(cell: Cell) -> str:
 
 
 def in_words(value: object) -> str:
-    """Return a setting as text: JSON unless it is a text."""
+    """Return a setting as text: a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def brief(value: object) -> str:
-    """Return the same, cut where it is too long for a line; dots say so."""
+    """Return a setting as text of at most 60 characters. A longer text is cut; it ends in "..."."""
     text = in_words(value)
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."

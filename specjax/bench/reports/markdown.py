@@ -8,7 +8,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|<>&#])")
 
 
 def render(content: Content) -> bytes:
-    """Return the text. It has no charts."""
+    """Return the report as Markdown, without charts."""
     tables = [_table(table) for table in content.tables if not table.is_aside]
     notes = "\n".join(f"- {_escaped(note)}" for note in content.notes)
     return "\n\n".join([f"### {_escaped(content.title)}", *tables, notes, ""]).encode()

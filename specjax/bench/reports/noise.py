@@ -1,7 +1,8 @@
-"""How certain the change of a figure is: 95 % intervals of the ratio of two runs."""
+"""Estimates confidence intervals (95 %) of the ratio of a figure in two runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -15,9 +16,9 @@ _BEYOND = 5  # values on either side of a percentile, so that a bootstrap of it 
 
 
 def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | None:
-    """Return the interval of the ratio of two runs' means, from the spread of their rounds.
+    """Return the confidence interval of the ratio of two runs' means, from their values per round.
 
-    It is Welch's interval for the difference of the logarithms' means. Return None if a run has
+    It is Welch's t-interval for the difference of the mean logarithms. Return None if a run has
     fewer than two rounds, or if a value is not above 0.
     """
     if min(len(before), len(after)) < 2 or min(*before, *after) <= 0:
@@ -32,16 +33,37 @@ def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | Non
     return math.exp(shift - width), math.exp(shift + width)
 
 
+def of_pairs(
+    before: Mapping[Any, Sequence[float]], after: Mapping[Any, Sequence[float]]
+) -> Interval | None:
+    """Return the confidence interval of the ratio of two runs, compared on the same prompts.
+
+    A key identifies a batch of prompts, and has a value for each round with this batch. Each key
+    that both runs have gives the logarithm of a ratio. The result is Student's t-interval for the
+    mean of these logarithms. Return None if the runs share fewer than two keys, or if a value is
+    not above 0.
+    """
+    both = [(before[key], after[key]) for key in before if key in after]
+    if len(both) < 2 or min(min(*one, *other) for one, other in both) <= 0:
+        return None
+    shifts = np.array([np.log(other).mean() - np.log(one).mean() for one, other in both])
+    error = float(shifts.std(ddof=1)) / math.sqrt(len(shifts))
+    width = stats.t.ppf((1 + _LEVEL) / 2, len(shifts) - 1) * error
+    return math.exp(shifts.mean() - width), math.exp(shifts.mean() + width)
+
+
 def of_requests(
     statistic: str, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
 ) -> Interval | None:
-    """Return the interval of the ratio of a statistic, by a bootstrap over requests.
+    """Return the confidence interval of the ratio of a statistic of two runs.
+
+    The interval comes from a bootstrap that draws whole requests. Return None if there are too few
+    values for the statistic, or if the statistic is not above 0.
 
     Args:
         statistic: "mean", "median" or a percentile like "p99".
-        before: the values of each request: one, or several that stay together.
-
-    Return None if there are too few requests or values for it.
+        before: the values of each request in the first run, such as its times between chunks.
+        after: the values of each request in the second run.
     """
     random = np.random.default_rng(0)  # the draws of the two runs are independent
     first, second = _drawn(statistic, before, random), _drawn(statistic, after, random)
@@ -70,9 +92,10 @@ def _drawn(
 
 
 def values_per_request(saved: Saved, name: str) -> list[list[float]] | None:
-    """Return the milliseconds of ttft, tpot, itl or e2el of each complete request.
+    """Return the values of the latency `name` for each complete request, in milliseconds.
 
-    Return None if the result does not have them: without `--save-detailed` it has e2el at most.
+    `name` is "ttft", "tpot", "itl" or "e2el". Return None if the result has only summaries of the
+    latency, as without `--save-detailed`.
     """
     top = saved.top
     if top.get("failed") and "errors" not in top:

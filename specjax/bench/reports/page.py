@@ -1,4 +1,4 @@
-"""A report as one HTML page without scripts, which asks no host for anything."""
+"""A report as one HTML page. The page has no scripts, and loads nothing from a network."""
 
 from html import escape
 
@@ -37,7 +37,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(content: Content) -> bytes:
-    """Return the page."""
+    """Return the report as HTML."""
     tables = [table for table in content.tables if not table.is_aside]
     parts = [*map(_table, tables[:1]), *map(_chart, content.charts), *map(_table, tables[1:])]
     parts += [_aside(table) for table in content.tables if table.is_aside]
@@ -53,7 +53,7 @@ def render(content: Content) -> bytes:
 
 
 def _style() -> str:
-    """Return the style sheet: classes f0, f1, ... fill with a colour, and l0, l1, ... draw."""
+    """Return the style sheet. Class f<i> fills with colour i, and class l<i> draws lines in it."""
     light, dark = (
         " ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours))
         for colours in (_LIGHT, _DARK)
@@ -93,7 +93,7 @@ def _rows(table: ReportTable) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    """Return a cell. A number has all its digits as the value of its `data` element."""
+    """Return a table cell. A number also has its exact value, in a `data` element."""
     if isinstance(cell, int | float):
         return f'<td><data value="{cell!r}">{shown(cell)}</data></td>'
     return f"<td>{escape(shown(cell))}</td>"

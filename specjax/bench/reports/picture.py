@@ -9,12 +9,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from specjax.bench.reports.content import Chart, Content
+from specjax.bench.reports.svg import MARKED
 
 _COLUMNS, _WIDE, _HIGH = 3, 4.6, 3.2  # inches of a chart
 
 
 def render(content: Content) -> bytes:
-    """Return the picture."""
+    """Return a PNG with all charts, the title, and the first note."""
     buffer = BytesIO()
     with rc_context({"text.parse_math": False, "text.usetex": False}):  # texts may have a "$"
         rows = max(1, math.ceil(len(content.charts) / _COLUMNS))
@@ -41,7 +42,8 @@ def _draw(axes, chart: Chart) -> None:
             at = [xs.index(x) + shift for x, _ in points]
             axes.bar(at, [y for _, y in points], 0.92 * width, label=name)
         else:
-            axes.plot([x for x, _ in points], [y for _, y in points], label=name)
+            mark = "o" if len(points) <= MARKED else ""
+            axes.plot([x for x, _ in points], [y for _, y in points], marker=mark, label=name)
     if chart.is_bars:
         axes.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
         axes.set_xlim(-0.75, len(xs) - 0.25)

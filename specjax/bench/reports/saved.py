@@ -1,7 +1,7 @@
-"""Reads the JSON of a result back."""
+"""Reads results of `specjax bench` from JSON files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 from specjax.bench.comparison import SCHEMA_VERSION as SPECULATION_VERSION
 from specjax.bench.result import KEY, SCHEMA_VERSION, Details, Distribution, Peer, Speculation
 
-SPECULATION = "speculation"
+SPECULATION, CELLS = "speculation", "sweep serve"
 _VERSIONS = {
-    **dict.fromkeys(("latency", "throughput", "serve"), SCHEMA_VERSION),
+    **dict.fromkeys(("latency", "throughput", "serve", CELLS), SCHEMA_VERSION),
     SPECULATION: SPECULATION_VERSION,
 }
 _OF_SPECULATION = (
@@ -22,24 +22,29 @@ _OF_SPECULATION = (
 
 @dataclass(frozen=True)
 class Saved:
-    """A result.
+    """A result that was read from a file.
 
     Attributes:
-        top: the JSON.
-        details: its details; None for `specjax bench speculation`, which has all at the top.
+        benchmark: "latency", "throughput", "serve", "sweep serve" or "speculation".
+        top: the whole JSON object.
+        details: the object under the key "specjax"; None for results of `bench speculation` and
+            `bench sweep serve`, which have no such details.
+        cells: the results of `bench serve` in a result of `bench sweep serve`; empty for other
+            benchmarks.
     """
 
     benchmark: str
     top: Mapping[str, Any]
     details: Details | None
+    cells: Sequence["Saved"] = ()
 
 
 def read(path: str) -> Saved:
     """Read the file of a result.
 
     Raises:
-        ValueError: it is not a result of a benchmark.
-        OSError: it cannot be read.
+        ValueError: the file is not a result of a benchmark, or has another schema version.
+        OSError: the file cannot be read.
     """
     try:
         return parse(Path(path).expanduser().read_text(encoding="utf-8"), path)
@@ -48,15 +53,19 @@ def read(path: str) -> Saved:
 
 
 def parse(text: str, path: str) -> Saved:
-    """Return the result that a JSON text holds. Errors name `path`.
+    """Return the result in a JSON text. Error messages name `path`, the file of the text.
 
     Raises:
-        ValueError: it is not a result of a benchmark, or of another version.
+        ValueError: the text is not a result of a benchmark, or has another schema version.
     """
     try:
         top = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); name the JSON of a result") from None
+    return _saved(top, path)
+
+
+def _saved(top: Any, path: str) -> Saved:
     body = top.get(KEY, top) if isinstance(top, dict) else None
     benchmark = body.get("benchmark") if isinstance(body, dict) else None
     if body is None or benchmark not in _VERSIONS:
@@ -70,11 +79,15 @@ def parse(text: str, path: str) -> Saved:
             f"{path} has schema_version {version}, and this version of specjax reads "
             f"{_VERSIONS[benchmark]}; measure again"
         )
-    needed = _OF_SPECULATION if benchmark == SPECULATION else ("model_id",)
+    needed = {SPECULATION: _OF_SPECULATION, CELLS: ("model_id", "results")}.get(
+        benchmark, ("model_id",)
+    )
     if lacking := [key for key in needed if key not in top]:
         raise ValueError(f"{path} is damaged, it lacks {', '.join(lacking)}; measure again")
     if benchmark == SPECULATION:
         return Saved(benchmark, top, None)
+    if benchmark == CELLS:
+        return Saved(benchmark, top, None, [_saved(one, path) for one in top["results"]])
     try:
         return Saved(benchmark, top, _details(body))
     except (TypeError, KeyError, AttributeError) as error:
@@ -82,7 +95,7 @@ def parse(text: str, path: str) -> Saved:
 
 
 def _details(body: Mapping[str, Any]) -> Details:
-    """Return the details as they were when they were written."""
+    """Return the `Details` that `body`, the object under the key "specjax", describes."""
     found, speculation = body["distributions"], body["speculation"]
     distributions = {name: one and Distribution(**one) for name, one in found.items()}
     return Details(

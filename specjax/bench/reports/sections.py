@@ -6,10 +6,18 @@ from typing import Any
 from specjax.bench.describe import closing_lines
 from specjax.bench.peers.peer import describe_outputs
 from specjax.bench.provenance import line as environment_line
+from specjax.bench.reports.cells import content_of_cells
 from specjax.bench.reports.charts import acceptance_charts, charts_of_time
 from specjax.bench.reports.content import Chart, Content, ReportTable, in_words
 from specjax.bench.reports.saved import Saved
-from specjax.bench.reports.tables import acceptance_tables, figures, peer_table, times, windows
+from specjax.bench.reports.tables import (
+    ACCEPTED,
+    acceptance_tables,
+    figures,
+    peer_table,
+    times,
+    windows,
+)
 
 _COMPARED = {
     "tokens_per_second": "tokens/s",
@@ -23,6 +31,8 @@ _COMPARED = {
 
 def content_of(saved: Saved) -> Content:
     """Return the content of a result's report."""
+    if saved.cells:
+        return content_of_cells(saved)
     if saved.details is None:
         return _of_speculation(saved.top)
     top, details, found = saved.top, saved.details, saved.details.speculation
@@ -77,12 +87,18 @@ def _of_speculation(top: Mapping[str, Any]) -> Content:
     speeds: dict[str, list[tuple[float, float]]] = {}
     for one in rows:
         speeds.setdefault(one["method"], []).append((one["k"], one["tokens_per_second"]))
+    sources = [
+        [f"{one['configuration']}: {name}", *(of[key] for key in ACCEPTED)]
+        for one in rows
+        for name, of in one.get("by_source", {}).items()
+    ]
     table = [[one["configuration"], *(one[key] for key in _COMPARED)] for one in rows]
     return Content(
         title=f"specjax bench speculation: {settings['model']}",
         notes=notes,
         tables=[
             ReportTable("Plain decoding and drafters", ["", *_COMPARED.values()], table),
+            ReportTable("Acceptance by source", ["", *ACCEPTED.values()], sources),
             *_asides(settings, top["environment"], ["bench"]),
         ],
         charts=[

@@ -1,4 +1,4 @@
-"""Draws a chart as SVG. The page's style sheet gives its elements colours, by their classes."""
+"""Draws charts as SVG. The colours are CSS classes, which the page's style sheet defines."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from specjax.bench.reports.content import Chart, Points, shown
 NUM_COLOURS = 8
 _WIDTH, _HEIGHT = 440, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 428, 14, 216  # the box of the data
-_MARKED = 40  # lines of at most this many points have marks
+MARKED = 40  # lines of at most this many points have marks
 
 
 def draw(chart: Chart) -> str:
-    """Return the `svg` element of a chart. Each mark has its numbers as a tooltip."""
+    """Return a chart as an `svg` element. Each bar or point has a tooltip with its numbers."""
     series = {name: _finite(points) for name, points in chart.series.items()}
     every = [point for points in series.values() for point in points]
     highest = max([y for _, y in every], default=0) or 1
@@ -39,7 +39,7 @@ def draw(chart: Chart) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from `low` to `high`: 3 to 7 of them."""
+    """Return about five round numbers between `low` and `high`, at equal distances."""
     rough = (high - low) / 4 or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(f * power for f in (1, 2, 2.5, 5, 10) if f * power >= rough * 0.999)
@@ -63,7 +63,7 @@ def _x_tick(text: str, x: float) -> str:
 
 
 def _bars(series: dict[str, list[tuple[float, float]]], place) -> list[str]:
-    """Return a group of bars for each x."""
+    """Return the bars and the labels of the x axis. `place` converts a y to a coordinate."""
     xs = sorted({x for points in series.values() for x, _ in points})
     slot = (_RIGHT - _LEFT) / max(1, len(xs))
     width = min(40.0, 0.8 * slot / len(series))
@@ -85,7 +85,10 @@ def _bars(series: dict[str, list[tuple[float, float]]], place) -> list[str]:
 
 
 def _lines(series: dict[str, list[tuple[float, float]]], place) -> list[str]:
-    """Return a line for each series, with marks if there are few points."""
+    """Return a line for each series, and the x axis. Points are marked if there are few.
+
+    `place` converts a y to a coordinate.
+    """
     xs = [x for points in series.values() for x, _ in points]
     low, high = min([0, *xs]), max([*xs, 0]) or 1
     if high > low and min(xs, default=0) > 0.5 * high:  # far from 0
@@ -99,7 +102,7 @@ def _lines(series: dict[str, list[tuple[float, float]]], place) -> list[str]:
         colour = number % NUM_COLOURS
         path = _path([(across(x), place(y)) for x, y in points])
         parts.append(f'<polyline points="{path}" class="l{colour}"/>')
-        if len(points) <= _MARKED:
+        if len(points) <= MARKED:
             parts += [
                 f'<circle cx="{across(x):.1f}" cy="{place(y):.1f}" r="3" class="f{colour}">'
                 f"{_tooltip(name, x, y)}</circle>"

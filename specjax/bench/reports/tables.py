@@ -1,4 +1,4 @@
-"""The tables of a report, from the details of a result."""
+"""Makes the tables of a report from the `Details` of a result."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ _DISTRIBUTIONS = {
     "tokens_per_chunk": "Tokens per chunk",
 }
 _SUMMARY = "mean", "median", "std", "p90", "p99", "max"
-_ACCEPTED = {
+ACCEPTED = {
     "num_drafts": "rounds",
     "num_draft_tokens": "drafts",
     "num_accepted": "accepted",
@@ -41,7 +41,7 @@ _ACCEPTED = {
 
 
 def figures(top: Mapping[str, Any], rounds: Sequence[Mapping[str, float]]) -> ReportTable:
-    """Return the main figures, and their spread over rounds if there are several."""
+    """Return a table of the main figures. If there are several rounds, it has their extremes."""
     rows: list[list[Cell]] = []
     for key, name in FIGURES.items():
         if top.get(key) is not None:
@@ -54,7 +54,7 @@ def figures(top: Mapping[str, Any], rounds: Sequence[Mapping[str, float]]) -> Re
 
 
 def times(details: Details) -> ReportTable:
-    """Return the summary of each distribution."""
+    """Return a table with mean, median, percentiles and maximum of each distribution."""
     rows = [
         [name, *(getattr(one, figure) for figure in _SUMMARY)]
         for name, one in measured(details).items()
@@ -63,13 +63,13 @@ def times(details: Details) -> ReportTable:
 
 
 def measured(details: Details) -> dict[str, Distribution]:
-    """Return the distributions with measurements above 0, by name."""
+    """Return the distributions that have a value above 0, by their names in reports."""
     found = {name: details.distributions.get(key) for key, name in _DISTRIBUTIONS.items()}
     return {name: one for name, one in found.items() if one is not None and one.max > 0}
 
 
 def windows(details: Details) -> list[ReportTable]:
-    """Return the tables of the steady window and of goodput."""
+    """Return two tables: figures of the steady window, and the shares of requests within limits."""
     steady, good, rows = details.steady or {}, details.goodput, []
     for name in "output_throughput", "mean_running", "ms_per_token", "begin", "end", "rule":
         if steady.get(name) is not None:
@@ -84,7 +84,7 @@ def windows(details: Details) -> list[ReportTable]:
 
 
 def acceptance_tables(found: Speculation) -> list[ReportTable]:
-    """Return what was accepted, the rounds by K, and the times of a step."""
+    """Return tables of draft acceptance, of rounds by K, and of the times of an engine step."""
     named = {name: one for name, one in acceptance(found).items() if one is not None}
     if len(found.by_source) > 1:
         named |= found.by_source
@@ -92,13 +92,13 @@ def acceptance_tables(found: Speculation) -> list[ReportTable]:
     rows = []
     for name, one in named.items():
         rates = [*one.get("rates_per_position", ()), *[None] * most][:most]
-        rows.append([name, *(one[key] for key in _ACCEPTED), *rates])
+        rows.append([name, *(one[key] for key in ACCEPTED), *rates])
     positions = [f"position {i + 1}" for i in range(most)]
     ks = sorted({*found.k_histogram, *found.ms_per_round, *found.round_over_plain}, key=int)
     by_k = found.k_histogram, found.ms_per_round, found.round_over_plain
     steps = {"host": found.host_ms, "waiting": found.wait_ms, "device, at most": found.device_ms}
     return [
-        ReportTable("Acceptance", ["", *_ACCEPTED.values(), *positions], rows),
+        ReportTable("Acceptance", ["", *ACCEPTED.values(), *positions], rows),
         ReportTable(
             "Rounds by K",
             ["K", "rounds", "ms", "plain steps"],
@@ -111,12 +111,15 @@ def acceptance_tables(found: Speculation) -> list[ReportTable]:
 
 
 def acceptance(found: Speculation) -> dict[str, Any]:
-    """Return the counts of all requests, and of each group that has a name."""
+    """Return the counts of draft tokens, of all requests and of each group of the data set.
+
+    Requests without a group count only under "all".
+    """
     return {"all": found.total, **{name: one for name, one in found.by_group.items() if name}}
 
 
 def peer_table(details: Details) -> ReportTable:
-    """Return the figures of other engines, and the ratios to them."""
+    """Return a table of other engines' figures, and of this engine's figures divided by them."""
     peers = details.peers
     keys = [key for key in FIGURES if any(key in peer.ratios for peer in peers)]
     rows = [

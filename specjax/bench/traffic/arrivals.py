@@ -1,4 +1,4 @@
-"""When requests arrive: all at once, or with gaps from a gamma distribution.
+"""When requests arrive: all at once, with gaps from a gamma distribution, or as in a trace.
 
 The distribution of the gaps has the mean 1 / rate and the shape `burstiness`. The shape 1 makes the
 arrivals a Poisson process. Smaller shapes make them burstier, larger ones more regular, and
@@ -26,6 +26,7 @@ class Arrivals:
         burstiness: shape of the gamma distribution; see the module's docstring.
         ramp: how the rate changes over the requests, one of `RAMPS`; None for a constant rate.
         start_rate, end_rate: rates at the first and the last request of a ramp.
+        trace: seconds at which requests arrive; None without a trace.
     """
 
     rate: float = math.inf
@@ -33,6 +34,7 @@ class Arrivals:
     ramp: str | None = None
     start_rate: float | None = None
     end_rate: float | None = None
+    trace: Sequence[float] | None = None
 
     def __post_init__(self):
         if not self.rate > 0:
@@ -51,9 +53,15 @@ class Arrivals:
                 "out one of them"
             )
 
+        if self.trace is not None and (self.is_timed or self.burstiness != 1):
+            raise ValueError(
+                "--dataset-name trace has its own times; change them with --trace-speed, and leave "
+                "out --request-rate, --burstiness and --ramp-up-strategy"
+            )
+
     @property
     def is_timed(self) -> bool:
-        """Whether requests arrive over time, and not all at once."""
+        """Whether requests have gaps of a rate, and do not arrive all at once or as in a trace."""
         return self.ramp is not None or self.rate != math.inf
 
     def rates(self, count: int) -> np.ndarray:
@@ -68,6 +76,8 @@ class Arrivals:
 
     def times(self, count: int, seed: int) -> list[float]:
         """Return the seconds after the start at which `count` requests arrive. The first is 0."""
+        if self.trace is not None:
+            return list(self.trace[:count])
         if not self.is_timed:
             return [0.0] * count
         gaps = np.ones(count)
@@ -86,13 +96,16 @@ class Arrivals:
             late: seconds by which each request was later than planned.
 
         Returns:
-            None if all requests arrive at once. Otherwise the distribution, the p-value of a
-            Kolmogorov-Smirnov test of the gaps, and the lateness. A p-value below about 0.001 means
-            that the client could not send requests as planned. The p-value is None if there are
-            fewer than 8 gaps, or if all gaps should be equal.
+            None if all requests arrive at once, or none did. Otherwise the distribution, the
+            p-value of a Kolmogorov-Smirnov test of the gaps, and the lateness. A p-value below
+            about 0.001 means that the client could not send requests as planned. The p-value is
+            None if there are fewer than 8 gaps, if all gaps should be equal, or for a trace.
         """
-        if not self.is_timed or not times:
+        if not times or not (self.is_timed or self.trace is not None):
             return None
+        lateness = {"mean_late_ms": 1e3 * float(np.mean(late)), "max_late_ms": 1e3 * max(late)}
+        if self.trace is not None:
+            return {"law": "trace", "p_value": None, **lateness}
         gaps = np.diff(times) * self.rates(len(times))[1:]
         p_value = None
         if len(gaps) >= _MIN_GAPS and self.burstiness != math.inf:
@@ -103,6 +116,5 @@ class Arrivals:
             "burstiness": self.burstiness if self.burstiness != math.inf else "inf",
             "mean_gap_over_law": float(gaps.mean()) if len(gaps) else None,
             "p_value": p_value,
-            "mean_late_ms": 1e3 * float(np.mean(late)),
-            "max_late_ms": 1e3 * float(np.max(late)),
+            **lateness,
         }

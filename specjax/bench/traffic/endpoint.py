@@ -135,6 +135,8 @@ class _Reader:
         text, ids = self._form.text(choice), choice.get("token_ids") or []
         self._texts.append(text)
         record.token_ids += ids
+        found = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids")
+        record.prompt_ids = found or record.prompt_ids
         self.last = seconds
         if not (text or ids or num_new):
             return  # only a role or a finish_reason

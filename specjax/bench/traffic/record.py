@@ -23,7 +23,8 @@ class Record:
         gaps: the times between one chunk with tokens and the next.
         chunk_tokens: number of tokens of each chunk; empty if unknown.
         latency: from `sent` to the end of the answer; None before that.
-        token_ids: token ids of the answer; empty if the server does not return them.
+        token_ids: token ids of the answer; empty if the server does not return them. prompt_ids:
+            token ids of the prompt in the server; empty if the server does not return them.
         rounds: rounds with drafts; empty if unknown.
         accepted: `accepted[n]` is the number of rounds with n accepted draft tokens; empty if
             unknown.
@@ -44,6 +45,7 @@ class Record:
     latency: float | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
     rounds: Rounds = ()
     accepted: tuple[int, ...] = ()
     num_drafts: int = 0

@@ -39,7 +39,7 @@ class Counters:
         """Read Prometheus' text format.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the text is malformed.
         """
         totals: defaultdict[str, float] = defaultdict(float)
         by_label: defaultdict[str, defaultdict[str, float]] = defaultdict(
@@ -103,9 +103,9 @@ class Counters:
         return self.totals.get(_COMPILING, 0) > 0
 
     def ms_per_step(self, *, is_wait: bool) -> float | None:
-        """Return the mean host time per step; with `is_wait`, its mean wait for the device.
+        """Return the mean time per step that the host works, or waits for the device if `is_wait`.
 
-        Both are in milliseconds. Return None if the server does not report them.
+        The time is in milliseconds. Return None if the server does not report it.
         """
         steps = self.totals.get(_STEPS, 0)
         seconds = self.totals.get(_WAIT if is_wait else _HOST)

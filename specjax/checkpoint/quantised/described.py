@@ -30,7 +30,7 @@ class Described:
 
 
 def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorFiles:
-    """Return `files`, in which the tensors that `form` stores replace the matrices `names`.
+    """Return `files`, with each matrix in `names` replaced by the tensors that store it in `form`.
 
     Matrices that the config does not quantise stay as they are. `files` has `Described` tensors.
     """
@@ -42,7 +42,7 @@ def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorF
 
 
 def tensor(dtype: Any, *shape: int, values: Any = None) -> Described:
-    """Return a `Described` tensor with `values`, or with zeros of this shape without `values`."""
+    """Return a `Described` tensor with `values`; without `values`, with zeros of this shape."""
     if values is None:
         return Described(np.dtype(dtype), shape)
     array = np.asarray(values, dtype)

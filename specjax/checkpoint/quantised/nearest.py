@@ -20,8 +20,8 @@ def nearest(
     and rounded, as compressed-tensors does without calibration. The numbers have the dtype of
     `bits`, except that 4-bit integers are returned as int8.
 
-    If the devices of a mesh axis hold parts of blocks, `axis` is its name; a block then has the
-    same scale on all of them.
+    If blocks are divided over the devices of a mesh axis, `axis` is the name of this axis. Then all
+    devices have the same scale for a block.
     """
     wide = in_blocks(weights.astype(jnp.float32), block)
     largest = jnp.abs(wide).max(axis=(-3, -1))

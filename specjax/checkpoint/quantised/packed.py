@@ -36,7 +36,8 @@ def unchanged(x: Any) -> Any:
 class Unpacking(NamedTuple):
     """Functions that unpack a format's tensors.
 
-    Their results may be larger than shown here, with padding at the ends of axes.
+    Their results may be padded at the ends of axes. Then they are larger than the shapes in the
+    comments below.
     """
 
     codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]
@@ -50,7 +51,7 @@ class Unpacking(NamedTuple):
 
 
 class PackedForm(NamedTuple):
-    """What matrices must share to be merged into one matrix of packed numbers."""
+    """The properties in which packed matrices must agree to be merged into one matrix."""
 
     unpack: Unpacking
     num_in: int  # including the padding in `PackedTensor.order`
@@ -112,9 +113,9 @@ class PackedTensor:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """The inputs i32[I] in an order in which each group is consecutive.
+        """A permutation i32[I] of the inputs that makes each group consecutive.
 
-        None if each group is consecutive without reordering.
+        None if each group is consecutive without a permutation.
 
         Raises:
             CheckpointError: a group has more or fewer inputs than its size.

@@ -35,9 +35,9 @@ def part_of(tensor: Any, cut: Cut | None, device: int) -> Any:
 
 
 def computed_once(tensor: Any) -> Any:
-    """Return a quantised tensor whose numbers are computed once for the parts of all devices.
+    """Return a quantised tensor whose numbers are computed only once for all devices' parts.
 
-    If a file has the numbers, or if the tensor is not quantised, it is returned unchanged.
+    The tensor is returned unchanged if a file has the numbers, or if it is not quantised.
     """
     if type(tensor) not in PARTS or not isinstance(tensor.weight, Part):
         return tensor

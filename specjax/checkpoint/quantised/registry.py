@@ -18,7 +18,7 @@ _QUANTISED = ".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale"
 
 
 def read_format(config: Any) -> Format | None:
-    """Return the format that a `quantization_config` describes; None if none is supported."""
+    """Return the format that a `quantization_config` describes; None if it is not supported."""
     if not isinstance(config, Mapping):
         return None
     found = (one.read(config) for one in FORMATS)

@@ -112,7 +112,7 @@ FORMS = {
 
 
 def _config(made: RoundedFiles, quantization: str) -> dict[str, Any]:
-    """Return the `quantization_config`. It ignores all modules whose matrices are plain."""
+    """Return the `quantization_config`. Modules with plain matrices are listed under "ignore"."""
     bits = BITS[quantization]
     plain = {
         name.removesuffix(_END)

@@ -49,7 +49,7 @@ class ScaledTensor:
 
     @property
     def form(self) -> tuple[np.dtype, int]:
-        """What matrices must share to be merged: the dtype, and the columns per block."""
+        """The properties in which matrices must agree to be merged: dtype, columns per block."""
         return self.weight.dtype, self.block[1]
 
     @property

@@ -107,8 +107,9 @@ class LatentAttention(PagesOnly):
     def row_size(self) -> int:
         """The number of intermediate values per row in the plain form.
 
-        They are queries, keys and values in two layouts, and f32 outputs. The outputs exist twice
-        while a block of the context is added to them. The absorbed form has fewer values.
+        They are the queries; the keys and values, once as computed and once padded for the kernel;
+        and the f32 outputs of a block of the context, and of all blocks so far. The absorbed form
+        has fewer values.
         """
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 
@@ -194,10 +195,10 @@ class LatentAttention(PagesOnly):
         return q, jnp.concatenate([keys, shared], axis=-1), values
 
     def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Return x [N, heads, D_r] after rotation.
+        """Return x [N, heads, D_r] after the rotary embedding, which rotates pairs of dimensions.
 
-        The result has the first dimensions of all pairs, and then the second dimensions. Scores do
-        not depend on this order, because queries and keys share it.
+        The result has the first dimensions of all pairs, followed by the second dimensions. Scores
+        do not depend on this order, because queries and keys have the same order.
         """
         if self.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -11,8 +11,8 @@ from pallas_kernels.page_formats import PageFormat
 class Pages(NamedTuple):
     """The pages of L layers, and the scales of quantised pages.
 
-    `scales` is [L, pages, page_size, ...] for page formats in which tokens have scales, and
-    [L, parts] for formats in which layers have scales. It is None if pages hold plain numbers, or
+    `scales` is [L, pages, page_size, ...] for page formats in which tokens have scales, and [L,
+    parts] for formats in which layers have scales. `scales` is None if pages hold plain numbers, or
     if all scales are 1.
     """
 

@@ -6,8 +6,8 @@ the head takes its own previous output instead of a feature.
 
 The head's cache never needs a rollback (Li et al. 2024, EAGLE, section 3). It has one layer, so the
 keys and values of a row depend on no other row. After the target has verified rows, the head
-computes their keys and values again, from the target's features. These overwrite the keys and
-values of the drafts.
+computes their keys and values again, from the target's features. The new keys and values overwrite
+the keys and values of the drafts.
 """
 
 from collections.abc import Callable

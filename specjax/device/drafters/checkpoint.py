@@ -89,7 +89,7 @@ class DrafterFiles:
         return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
-        """Return a `Llama` with the sizes of the drafter's layers, which the config gives.
+        """Return a `Llama` with the sizes that the config gives for the drafter's layers.
 
         The tensor names show whether attention has biases, and norms of queries and keys.
 
@@ -153,7 +153,7 @@ def read_target_ids(
     are_offsets: bool = True,
     size: str = "draft_vocab_size",
 ) -> jax.Array | None:
-    """Return the target's token id i32[V_d] for each draft token; None if the ids are the same.
+    """Return the target's ids i32[V_d] of the draft vocabulary's tokens; None if ids are the same.
 
     The tensor `name` holds these ids. If `are_offsets`, its i-th number is the i-th id minus i.
     `size` is the name of the config field with the draft vocabulary's size, for error messages.

@@ -73,9 +73,9 @@ class DFlashParams:
 class AttentionMask:
     """The positions that a row of a block attends to ("sees") in a layer.
 
-    The first of them is `back` positions before the row, or before the block's first row if
-    `is_anchored`. The last is `ahead` positions after the row, or the end of the block if that is
-    earlier.
+    The first seen position is `back` positions before the row, or before the block's first row if
+    `is_anchored`. The last seen position is `ahead` positions after the row, but not after the end
+    of the block.
     """
 
     back: int | None = None  # None: all earlier positions are seen
@@ -223,7 +223,7 @@ class DFlashHead(ShapedHead):
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
+        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:

@@ -1,12 +1,12 @@
 """DFlash2 (2026): DFlash with convolutions along the block, and with few candidates per draft.
 
-In each layer, there is a convolution before and after attention, and before and after the MLP. It
-mixes row t of the block with the previous rows:
+In each layer, there is a convolution before and after attention, and before and after the MLP. A
+convolution mixes row t of the block with the previous rows:
 
     y_t = sum_i (b_i + c_ti) x_{t-i}
 
 The weights b_i are fixed for each channel. The weights c_ti are a linear function of the input of
-attention or the MLP at row t. They are equal for all channels of a group.
+attention or the MLP at row t. All channels of a group have equal c_ti.
 
 Drafts are chosen from a row's most likely tokens. Token j has the score
 
@@ -56,7 +56,7 @@ class ConvolvedLayer(DecoderLayer):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
-    """Weights that score candidates."""
+    """Weights of the scores by which drafts are selected; see the module's docstring."""
 
     previous: jax.Array  # P [V, r]
     candidates: jax.Array  # S [V, r]

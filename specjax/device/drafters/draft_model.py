@@ -102,7 +102,10 @@ class ModelWeights:
         return is_unused(self.model, name)
 
     def target_ids(self, params: DraftModelParams) -> jax.Array | None:
-        """Return the target's ids i32[V_d] of common tokens; None if the vocabularies are equal."""
+        """Return the target's ids i32[V_d] of the tokens that can be drafted.
+
+        None if both vocabularies are equal.
+        """
         return None if params.tokens is None else params.tokens.target_ids
 
     def logits(self, params: DraftModelParams, hidden: jax.Array) -> jax.Array:
@@ -138,7 +141,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `observe` reads no weights in a round, so deferring it would save no time."""
+        """False: `observe` reads no weights after a round, so fewer calls would save no time."""
         return False
 
     def draft_slots(self, k: int) -> int:

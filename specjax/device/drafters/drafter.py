@@ -228,7 +228,7 @@ class Observation(NamedTuple):
 
 
 class DrafterWeights(Protocol):
-    """The description of a drafter's weights, by which they are loaded and updated."""
+    """Describes a drafter's weights, so that they can be loaded and updated."""
 
     @property
     def prefix_in_target(self) -> str | None:
@@ -287,7 +287,7 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state that neither their pages nor their last rows determine.
+        """Whether requests have a state that cannot be computed from their pages and last rows.
 
         If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's
         end is restored.
@@ -308,7 +308,7 @@ class Drafter(Protocol):
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return the number of additional rows per request that a step needs to draft k tokens."""
+        """Return the rows per request that drafting k tokens adds to the k + 1 verified rows."""
         ...
 
     def num_passes(self, k: int) -> int:
@@ -338,9 +338,9 @@ class Drafter(Protocol):
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the head that gives draft logits: the target's, or a draft model's embedding.
+        """Return the output head for draft logits: the target's head, or a draft model's embedding.
 
-        Return None if `params` lack it. Do not call this for a drafter with a separate head.
+        None if `params` lack it. Do not call this if `params.drafter` has a separate output head.
         """
         ...
 
@@ -376,7 +376,7 @@ class NotRecurrent:
 
     @property
     def is_recurrent(self) -> bool:
-        """False: drafting needs only the pages and the last rows."""
+        """False: all that drafting needs can be computed from a request's pages and last rows."""
         return False
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:

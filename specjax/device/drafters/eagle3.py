@@ -185,7 +185,7 @@ class Eagle3Head(ShapedHead):
         return logits if own.target_ids is not None else target.vocabulary.part(logits)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
+        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
         return params.target_ids
 
 
@@ -422,8 +422,8 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
     """Return a head's tensors `d2t` and `t2d` in the published format.
 
-    `d2t` holds the offsets i64[V_d] of the ids, and `t2d` the mask bool[V] of draft tokens. The
-    dict is empty if the head has no separate draft vocabulary.
+    `d2t` holds i64[V_d], the target's i-th id minus i. `t2d` is a mask bool[V], true for tokens of
+    the draft vocabulary. The dict is empty if the head has no separate draft vocabulary.
     """
     if params.target_ids is None:
         return {}

@@ -119,7 +119,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Return the target's id of each draft token, i32[V_d]; None if vocabularies are equal."""
+        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ class MedusaHeads:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MedusaState:
-    """The input of the next drafts."""
+    """The hidden state of each slot, from which the next drafts are made."""
 
     hidden: jax.Array  # [S, D], the target's hidden state at the last accepted row
 
@@ -149,7 +149,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `observe` reads no weights, so deferring it would save no time."""
+        """False: `observe` reads no weights, so fewer calls would save no time."""
         return False
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:

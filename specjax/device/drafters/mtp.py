@@ -110,7 +110,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Names of the module's copies of target tensors, mapped to the names of the originals."""
+        """Copies of target tensors in the module: the name of each copy and of its original."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

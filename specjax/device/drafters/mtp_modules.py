@@ -63,7 +63,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Names of the modules' copies of target tensors, mapped to the names of the originals."""
+        """Copies of target tensors in the modules: the name of each copy and of its original."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
@@ -102,7 +102,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
 
     @property
     def is_recurrent(self) -> bool:
-        """True: the modules' previous outputs are not stored in pages."""
+        """True: drafting needs outputs of modules, which are not stored in pages."""
         return True
 
     def num_passes(self, k: int) -> int:

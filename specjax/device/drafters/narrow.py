@@ -29,7 +29,8 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
     shapes are returned.
 
     Raises:
-        ValueError: one of these options is set, and all its weights are quantised already.
+        ValueError: one of these options is set, but all weights that it is for are quantised
+            already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -43,10 +44,10 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params` with a `head`: a copy of the drafter's shared head, in `head_dtype`.
+    """Return `params` with a `head`: the output head shared with the target, in `head_dtype`.
 
-    If the head's array is only a shape, so are the copy's. `params` are returned unchanged if
-    `head_dtype` is None, or if the drafter has a separate output head, which `narrow_drafter`
+    If the shared head is only shapes, its copy is only shapes, too. `params` are returned unchanged
+    if `head_dtype` is None, or if the drafter has a separate output head, which `narrow_drafter`
     quantises.
 
     Raises:

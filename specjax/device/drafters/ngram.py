@@ -23,7 +23,10 @@ from specjax.device.verification import Draft
 
 @dataclass(frozen=True)
 class NGramDrafter(Stateless):
-    """A drafter that matches the last `prompt_lookup_min` to `prompt_lookup_max` tokens."""
+    """A drafter that searches for an earlier occurrence of the last tokens.
+
+    It uses the longest match of `prompt_lookup_min` to `prompt_lookup_max` tokens.
+    """
 
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
@@ -68,9 +71,9 @@ def load(
 def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Array]:
     """Return the sizes and the end indices, i32[B] each, of the longest matches.
 
-    A match is an earlier occurrence of a request's last tokens, and ends before its last token. The
-    size of a match is its number of tokens, at most `max_size`. Among equally long matches, the
-    latest is returned. The end of a match of size 0 is undefined.
+    A match is an earlier occurrence of a request's last tokens. It ends before the request's last
+    token. The size of a match is its number of tokens, at most `max_size`. Among equally long
+    matches, the latest is returned. The end of a match of size 0 is undefined.
 
     The function takes O(B L max_size) time and uses arrays [B, L].
     """

@@ -8,9 +8,9 @@
 x_n is the last token. In mask rows, the weight `mask_hidden` replaces the target's hidden states:
 g_mask is fc of this weight.
 
-`observe` runs the rows at positions that the target has run. Their keys and values are kept.
-`draft` runs the mask rows. Their keys and values are overwritten after the target has run their
-positions.
+`observe` runs the rows at positions that the target has run, and keeps their keys and values.
+`draft` runs the mask rows. The keys and values of mask rows are overwritten after the target has
+run the positions of these rows.
 """
 
 from collections.abc import Collection

@@ -110,10 +110,10 @@ class Decoder:
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """The cache kinds of the architecture, regardless of `kept_layers` and `layer_scales`.
+        """The model's cache kinds before `kept_layers` and `layer_scales` are taken into account.
 
-        `cache_kinds` may divide them further: layers whose pages keep the model's dtype then have a
-        separate kind.
+        These fields may split a kind in `cache_kinds`: layers whose pages keep the model's dtype
+        are then a separate kind.
         """
         raise NotImplementedError
 
@@ -178,9 +178,9 @@ class Decoder:
 
     @property
     def inner_multiple(self) -> int:
-        """The size of blocks of the experts' inner width that one device must hold as a whole.
+        """Each device must take a multiple of this number of columns of the experts' inner width.
 
-        It is 1 if the width may be divided anywhere.
+        The number is 1 if the width may be divided anywhere.
         """
         return 1
 
@@ -334,7 +334,7 @@ def decoder_layer(
     """Run one decoder layer; return the residual stream after it, and the new cache.
 
     `cache` holds the arrays of the cache kind `kind`, for all layers of this kind. `layer` i32[] is
-    the layer's index among them.
+    the layer's index among the layers of this kind.
     """
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)

@@ -47,10 +47,9 @@ class Llama(Decoder):
 
     @property
     def attention(self) -> PagedAttention:
-        """The only cache kind.
+        """The cache kind of all layers.
 
-        Do not read this property if layers have different windows, because there are several kinds
-        then.
+        Do not read this property if layers have different windows. Then there are several kinds.
         """
         (kind,) = self.own_kinds
         return kind
@@ -63,14 +62,14 @@ class Llama(Decoder):
 
     @property
     def own_layer_kinds(self) -> tuple[int, ...]:
-        """Each layer's index into `own_kinds`, which depends on the layer's window."""
+        """Each layer's index into `own_kinds`. The layer's window determines the index."""
         windows = self._layer_windows
         kinds = list(dict.fromkeys(windows))
         return tuple(kinds.index(one) for one in windows)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embedding of each cache kind, which depends on the kind's window."""
+        """The rotary embedding of each cache kind. The kind's window determines the embedding."""
         local = self.local_rope or self.rope
         return tuple(self.rope if kind.window is None else local for kind in self.cache_kinds)
 

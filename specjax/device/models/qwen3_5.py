@@ -81,7 +81,7 @@ class Qwen35(Decoder):
 
     @property
     def own_layer_kinds(self) -> tuple[int, ...]:
-        """Each layer's index into `own_kinds`, which depends on `layer_types`."""
+        """Each layer's index into `own_kinds`. The field `layer_types` determines the index."""
         return tuple(map(KINDS.index, self.layer_types))
 
     @property

@@ -209,7 +209,10 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
 
 
 def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
-    """Open a checkpoint folder's weights; see `find_scales`."""
+    """Open a checkpoint folder's weights, with one tensor for each quantised matrix.
+
+    See `find_scales`.
+    """
     return find_scales(open_checkpoint(folder), hf, dtype)
 
 
@@ -219,7 +222,7 @@ def stored_specs(
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
     They describe the form in which the folder stores the weights, for example 4-bit numbers with
-    scales. If `quantization` is set, they describe the form to which it quantises the weights.
+    scales. If `quantization` is set, they describe the form of the weights after quantisation.
     `dtype` is the dtype of dequantised rows of embeddings; None for float32.
     """
     files = open_weights(folder, read_config(folder), np.dtype(dtype or "float32"))
@@ -234,7 +237,7 @@ def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
 
     Raises:
         ValueError: the checkpoint is quantised.
-        CheckpointError: its model is not supported.
+        CheckpointError: the checkpoint's model is not supported.
     """
     hf = read_config(folder)
     check_plain(hf, quantization)
@@ -308,8 +311,8 @@ def named_specs(
 def is_unused(model: Model, name: str) -> bool:
     """Return whether a checkpoint may have the tensor `name` although the model does not load it.
 
-    These are tensors outside the text model, rotary frequencies, scales of KV caches, and an output
-    head that is tied to the embedding.
+    Such tensors are those outside the text model, rotary frequencies, scales of KV caches, and an
+    output head that is tied to the embedding.
     """
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)

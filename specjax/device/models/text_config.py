@@ -101,8 +101,8 @@ def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
     The `model_type` in this config names the model's family. The config includes the fields that
-    all parts share. If a default of the model's own type differs from the family's default, the
-    config includes this default, too.
+    all parts share. Some types of models have other defaults than their family. The config then
+    includes the defaults of the model's type.
 
     Raises:
         CheckpointError: `text_config` is not an object.

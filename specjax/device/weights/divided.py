@@ -19,8 +19,8 @@ from specjax.checkpoint.spec import TensorSpec
 class DividedParts(DividedSpec):
     """The `DividedSpec` of an array that belongs to a quantised weight, such as its scales.
 
-    `local` reads one device's array from that device's parts of the quantised tensors. The tensor
-    names in `local` are the numbers "0", "1", ... of these parts.
+    The spec in the field `local` builds one device's array from that device's parts of the
+    quantised tensors. The spec names these parts "0", "1", ....
     """
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:

@@ -39,7 +39,7 @@ class Matrix(Weight):
         return self.total(self.multiply_part(x, dtype))
 
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Return this device's result for rows x [..., in], which `total` turns into the product.
+        """Return this device's result for rows x [..., in], from which `total` makes the product.
 
         The result is a partial sum if each device holds only some of the inputs.
         """

@@ -14,7 +14,7 @@ from specjax.device.weights.weight import weight
 @weight
 @dataclass(frozen=True)
 class Mixed(Matrix):
-    """Adjacent matrices in different forms, used as one matrix."""
+    """Matrices side by side, used as one matrix [in, out]. Each is stored in a different format."""
 
     values: Any  # tuple[Matrix, ...]
 

@@ -22,11 +22,13 @@ from specjax.device.weights.weight import Weight
 def narrow(x: Weight, quantization: str) -> Weight:
     """Return the weight `x`, rounded to the numbers of `quantization`, a key of `BITS`.
 
-    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. A table
-    becomes a matrix that serves only as an output head. A weight is returned unchanged if its class
-    has no form with such numbers, or if its inputs on a device cannot be divided into groups.
+    There is a scale per output; or, for 4-bit numbers, per output and group of inputs. An embedding
+    table becomes a matrix that can only be used as an output head. A weight is returned unchanged
+    if its class has no form with such numbers, or if its inputs on a device cannot be divided into
+    groups.
 
-    The weight may be divided over devices. If its array is only a shape, so are the result's.
+    The weight may be divided over devices. If its array is only a shape, the arrays of the result
+    are shapes, too.
     """
     make = _FORMS.get(type(x))
     local = jax.tree.map(lambda one: local_shape(_shape(one)), x)
@@ -51,7 +53,7 @@ def _quantise(form: Weight, x: Weight) -> Weight:
 
 
 def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-    """Return an array's shape, divided over devices if the array `like` (or itself) is."""
+    """Return an array's shape. It is divided over devices if `like`, by default `array`, is."""
     if is_divided(array if like is None else like):
         return divided_shape(array.shape, array.dtype)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -120,7 +120,7 @@ class _Spec(TensorSpec):
         return self.packing.num_groups(self.form.num_in)
 
     def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Return arrays [out, ...] of the tensors merged into one; see `TensorSpec.join`."""
+        """Return one array [out, ...] that merges arrays of the tensors; see `TensorSpec.join`."""
         shapes = tuple(part.shape for part in parts)
         names = ("",) * len(parts)
         return TensorSpec(names, shapes, interleaved=self.interleaved).join(parts, parts[0].dtype)
@@ -140,7 +140,7 @@ class _CodesSpec(_Spec):
         return self.num_out, self.packing.width(self.form.num_in)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """See `TensorSpec.read`. If inputs are reordered, the last array is their order."""
+        """See `TensorSpec.read`. If inputs are reordered, the last result is their order."""
         tensors = [find(name) for name in self.names]
         order = [] if tensors[0].order is None else [tensors[0].order]
         return [tensor.weight.read() for tensor in tensors] + order

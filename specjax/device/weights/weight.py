@@ -59,7 +59,8 @@ class Weight:
         """Return the weight `plain`, quantised like this weight and with its dtypes.
 
         `plain` has the class that the method `plain` returns. Numbers are rounded to the nearest
-        ones. This weight's arrays may be shapes, except for i32 arrays such as an order of inputs.
+        quantised numbers. This weight's arrays may be only shapes, except for i32 arrays such as an
+        order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))
 
@@ -77,7 +78,7 @@ def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
     """Return the tree `params` with every weight in its form for `platform` ("cpu" or "gpu").
 
     Arrays that need not change are not copied. If all parameters together have more than
-    `MAX_DOUBLED` bytes, no array changes. Weights that have kernels use `kernels`.
+    `MAX_DOUBLED` bytes, no array changes. Weights whose class can choose kernels use `kernels`.
     """
     if kernels != "auto":
         params = jax.tree.map(

@@ -1,4 +1,7 @@
-"""Sources of drafts on the host: texts that a request's output may repeat."""
+"""Sources of drafts on the host.
+
+A source has texts that a request's output may repeat.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,7 +22,10 @@ MAX_NEW_TOKENS = 2048  # maximum number of tokens that a step adds to `OwnText`
 
 
 class Source(Protocol):
-    """A source of drafts on the host."""
+    """A source of drafts on the host: texts that a request's output may repeat.
+
+    Where an output repeats a text, the text's next tokens become drafts.
+    """
 
     @property
     def name(self) -> str:
@@ -27,14 +33,14 @@ class Source(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Begin the drafts of a new round."""
+        """Prepare for the drafts of a new round. Limits on the work per round start again."""
         ...
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """Return `num_in_flight` expected tokens of a sample, and then at most `count` drafts.
+        """Return `num_in_flight` expected tokens of a sample, followed by at most `count` drafts.
 
-        The expected tokens are those that rounds in flight will probably give. If the source has no
-        drafts, the result is `NOTHING`.
+        The expected tokens are those that the rounds in flight will probably give. The result is
+        `NOTHING` if the source has no drafts.
         """
         ...
 
@@ -58,7 +64,7 @@ class OwnText:
         self._room = MAX_NEW_TOKENS
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """See `Source`. Indexing a long prompt takes several rounds, which get no drafts."""
+        """See `Source`. A long prompt is indexed in several rounds, which get no drafts from it."""
         index = self._indexes.get(sample)
         if index is None:
             index = self._indexes[sample] = TextIndex()
@@ -99,7 +105,8 @@ class _Texts:
 class EarlierOutputs(_Texts):
     """The outputs of the latest samples that stopped or reached their length limit.
 
-    It keeps about `max_requests` of them, and fewer if they have more than `MAX_OUTPUT_TOKENS`.
+    About `max_requests` outputs are kept, or fewer if they have more than `MAX_OUTPUT_TOKENS`
+    tokens.
     """
 
     name = "suffix"
@@ -178,6 +185,39 @@ class References(_Texts):
         return self._continue(index, sample, num_in_flight, count)
 
 
+class Replays:
+    """Earlier outputs that were sampled with the same noise; see `Request.replays`.
+
+    The drafts of a sample are the next tokens of the earlier output with the same noise, as long as
+    the sample repeats this output.
+    """
+
+    name = "replay"
+
+    def __init__(self):
+        self._num_equal: WeakKeyDictionary[Sample, int] = WeakKeyDictionary()  # -1: they differ
+
+    def begin_step(self) -> None:
+        """See `Source`."""
+
+    def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
+        """See `Source`. All drafts are expected to be accepted."""
+        replays, known = sample.request.replays, self._num_equal.get(sample, 0)
+        if sample.index >= len(replays) or known < 0:
+            return NOTHING
+        earlier, end = replays[sample.index], sample.num_output
+        is_equal = sample.output[known:] == list(earlier[known:end])
+        self._num_equal[sample] = end if is_equal else -1
+        tokens = list(earlier[end : end + num_in_flight + count])
+        if not is_equal or len(tokens) <= num_in_flight:
+            return NOTHING
+        return Continuation(tokens, float(len(tokens) - num_in_flight))
+
+    def finish(self, sample: Sample) -> None:
+        """See `Source`."""
+        self._num_equal.pop(sample, None)
+
+
 def suffix_sources(config: SpeculativeConfig) -> Sequence[Source]:
     """Return the sources of suffix decoding.
 
@@ -189,7 +229,7 @@ def suffix_sources(config: SpeculativeConfig) -> Sequence[Source]:
         config.suffix_decoding_min_token_prob,
     )
     outputs = EarlierOutputs(limits, config.suffix_decoding_max_cached_requests)
-    return OwnText(limits), References(limits), Corpora(limits), outputs
+    return Replays(), OwnText(limits), References(limits), Corpora(limits), outputs
 
 
 SOURCES: dict[str, Callable[[SpeculativeConfig], Sequence[Source]]] = {"suffix": suffix_sources}

@@ -7,6 +7,7 @@ equal, the rest of the path is used as drafts. Otherwise, the drafter's drafts a
 never waits for the device, and a path that turns out to be wrong does not replace any drafts.
 """
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -14,34 +15,50 @@ from weakref import WeakKeyDictionary
 
 from specjax.config import SpeculativeConfig
 from specjax.host.drafts.sources import SOURCES, Source
-from specjax.host.drafts.text_index import NOTHING
+from specjax.host.drafts.text_index import NOTHING, Continuation
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.speculation.requests import TextDrafts
 from specjax.methods import METHODS
 
 RECENT = 0.8  # weight of earlier rounds in a sample's running means
 SLOW = 0.02  # weight of a new round in the running means over all samples
+LOOK_EVERY = 8  # if rounds have no drafts, texts are searched once in this number of rounds
 
 
 class Suggestion(NamedTuple):
-    """A path of expected tokens. The first token is for the position `start`."""
+    """A path of expected tokens from the position `start` on. Its last tokens may become drafts."""
 
     start: int
     tokens: list[int]
     source: str
     score: float  # expected number of accepted drafts, see `Continuation`
 
-    def is_used(self, tokens: SequenceOf[int], length: int) -> bool:
-        """Return whether the device uses the path in a round that follows `tokens[:length]`.
 
-        It does if the path agrees with these tokens of the sequence, and continues after them.
-        """
-        num_past = length - self.start
-        is_longer = num_past < len(self.tokens)
-        return is_longer and self.tokens[:num_past] == tokens[self.start : length]
+def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
+    """Return whether the device used a path in the round that gave the last `num_kept` tokens.
+
+    A path is used if it agrees with the tokens that were known before the round, and continues
+    after them.
+    """
+    if path is None:
+        return False
+    length = len(sequence.token_ids) - num_kept
+    num_past = length - path.start
+    is_longer = num_past < len(path.tokens)
+    return is_longer and path.tokens[:num_past] == sequence.token_ids[path.start : length]
+
+
+class _Found(NamedTuple):
+    """The continuation with the highest expected number of accepted drafts, of all sources."""
+
+    best: Continuation
+    num_drafts: int  # its tokens after those that are expected from rounds in flight
+    source: str
+    score: float  # corrected by the source's earlier results
 
 
 class SourceCounts(NamedTuple):
-    """Counts of rounds with drafts from one source, of these drafts, and of accepted drafts."""
+    """Counts for one source of drafts: rounds with its drafts, draft tokens and accepted tokens."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -61,13 +78,13 @@ class _Means:
 class Suggester:
     """Suggests drafts from the source with the highest expected number of accepted drafts.
 
-    If the drafter is expected to do better than all sources, it suggests nothing.
+    No draft is suggested if the drafter is expected to do better than all sources.
 
     Attributes:
         sources: the sources; empty if all drafts come from the drafter.
         max_drafts: the maximum number of drafts in a round.
-        counts: counts by the name of the source. The drafter has an entry, too; see
-            `Method.drafter`.
+        counts: counts by the name of the source. The drafter counts as a source, too; for its name,
+            see `Method.drafter`.
     """
 
     @classmethod
@@ -88,6 +105,9 @@ class Suggester:
         self._mean_of_drafter = 0.0  # over all samples
         # By source: accepted drafts per expected one, which corrects the scores.
         self._ratios = {source.name: 1.0 for source in self.sources}
+        self._used = 1.0  # fraction of suggestions that the device has used
+        self._found: dict[Sequence, _Found] = {}  # for the next round
+        self._num_idle = 0  # rounds since the last one with drafts
 
     def named(self, name: str) -> Any:
         """Return the first source with this name; None if there is none."""
@@ -103,21 +123,60 @@ class Suggester:
     ) -> tuple[Suggestion | None, ...]:
         """Return a suggestion or None for each sequence of a round that has just been planned.
 
-        The round has `num_drafts` drafts. If this is 0, or without sources, the result is ().
+        The round has `num_drafts` drafts. The result is () if `num_drafts` is 0.
         """
-        if not self.sources or not num_drafts:
+        if not num_drafts:
             return ()
+        self._num_idle = 0
+        if not self._found:
+            self._begin_step()
+        suggested = tuple([self._suggest(sequence, num_drafts) for sequence in sequences])
+        self._found.clear()
+        return suggested
+
+    def expect(self, sequences: SequenceOf[Sequence]) -> list[TextDrafts] | None:
+        """Return what each sequence of the next round may draft from texts.
+
+        The round is not planned yet, and its number of drafts may depend on the result. While
+        rounds have no drafts, texts are searched only in some rounds, to save the host's time; in
+        all other rounds, the result is None.
+        """
+        self._found.clear()
+        idle, self._num_idle = self._num_idle, self._num_idle + 1
+        if idle % LOOK_EVERY:
+            return None
+        self._begin_step()
+        k, expected = self.max_drafts, []
+        for sequence in sequences:
+            found = self._find(sequence, k, sequence.max_tokens_in_flight)
+            self._found[sequence] = found
+            is_best = found.num_drafts and found.score >= self._means[sequence].drafter
+            num_drafts = min(k, found.num_drafts)
+            expected.append(TextDrafts(num_drafts, found.score, self._used if is_best else 0.0))
+        return expected
+
+    def _begin_step(self) -> None:
         for source in self.sources:
             source.begin_step()
-        return tuple([self._suggest(sequence, num_drafts) for sequence in sequences])
 
     def _suggest(self, sequence: Sequence, k: int) -> Suggestion | None:
+        found = self._found.get(sequence)
+        if found is None:
+            found = self._find(sequence, k, sequence.max_tokens_in_flight - (k + 1))
+        score = min(found.score, k)
+        if not found.best.tokens or score < self._means[sequence].drafter:
+            return None
+        tokens = found.best.tokens[: self.width]  # the K of another policy may be larger
+        start = len(sequence.token_ids)
+        return Suggestion(start, tokens, found.source, min(found.best.score, k))
+
+    def _find(self, sequence: Sequence, k: int, most_in_flight: int) -> _Found:
+        """Return the best continuation after up to `most_in_flight` tokens of rounds in flight."""
         means = self._means.get(sequence)
         if means is None:
             means = self._means[sequence] = _Means(self._mean_of_drafter)
         if not sequence.draft_limit:
-            return None
-        most_in_flight = sequence.max_tokens_in_flight - (k + 1)
+            return _Found(NOTHING, 0, "", 0.0)
         num_in_flight = min(most_in_flight, 1 + round(means.any))
         # If rounds in flight give fewer tokens than expected, drafts begin earlier in the path.
         count = k + most_in_flight - num_in_flight
@@ -125,14 +184,16 @@ class Suggester:
         for source in self.sources:
             found = source.continuation(sequence, num_in_flight, count)
             its_score = min(found.score, k) * self._ratios[source.name]
+            if math.isnan(its_score):
+                raise ValueError(
+                    f"source {source.name!r}: the score of its drafts is NaN; it must be their "
+                    "expected number of accepted drafts"
+                )
             if its_score > score:
                 best, score, name = found, its_score, source.name
                 if found.score >= k:
                     break
-        if not best.tokens or score < means.drafter:
-            return None
-        tokens = best.tokens[: self.width]  # the K of another policy may be larger
-        return Suggestion(len(sequence.token_ids), tokens, name, min(best.score, k))
+        return _Found(best, max(0, len(best.tokens) - num_in_flight), name, score)
 
     def learn(
         self,
@@ -143,22 +204,24 @@ class Suggester:
     ) -> None:
         """Learn from a round whose tokens have been appended to the sequences.
 
-        `suggested` is the result of `suggest` for the round. If it is empty, nothing is learned.
-        `outputs` are the device's results for each sequence, and `num_kept` is the number of tokens
-        that each sequence gained.
+        `suggested` is the result of `suggest` for the round, and is not empty. `outputs` are the
+        device's results for each sequence, and `num_kept` is the number of tokens that each
+        sequence gained.
         """
-        for sequence, path, row, kept in zip(sequences, suggested, outputs, num_kept, strict=False):
+        for sequence, path, row, kept in zip(sequences, suggested, outputs, num_kept, strict=True):
             if kept:
                 self._learn(sequence, path, row.num_drafts, kept)
 
     def _learn(
         self, sequence: Sequence, suggestion: Suggestion | None, num_drafts: int, num_kept: int
     ) -> None:
-        means, length = self._means[sequence], len(sequence.token_ids) - num_kept
+        means = self._means[sequence]
         num_accepted = min(num_kept - 1, num_drafts)
         means.any += (1 - RECENT) * (num_accepted - means.any)
-        if suggestion is not None and not suggestion.is_used(sequence.token_ids, length):
-            suggestion = None
+        if suggestion is not None:
+            fits = is_used(suggestion, sequence, num_kept)
+            self._used += SLOW * (fits - self._used)
+            suggestion = suggestion if fits else None
         if num_drafts:
             source = suggestion.source if suggestion else self._drafter
             old = self.counts.get(source, SourceCounts())

@@ -3,8 +3,8 @@
 This is suffix decoding (Oliaro et al. 2024, SuffixDecoding) without a tree. Three hash tables hold
 the latest occurrence of every 2, 4 and 8 consecutive tokens. Each occurrence has a link to the
 previous one. So appending a token takes constant time, and the oldest texts can be forgotten first.
-Next tokens are counted over the latest occurrences only (at most `MOST`). These also predict better
-than older ones.
+Next tokens are counted over the latest occurrences only (at most `MOST`), which also predict better
+than older occurrences.
 """
 
 from collections.abc import Sequence
@@ -113,8 +113,8 @@ class TextIndex:
         It has `num_in_flight` expected tokens, followed by at most `count` drafts. Without drafts,
         `NOTHING` is returned. For each length of a match, a continuation is built from the
         occurrences with at least this length: repeatedly, their most frequent next token is
-        appended. The continuation with the largest score is returned. If scores are equal, it is
-        the continuation of the longest match.
+        appended. The continuation with the largest score is returned. Of equal scores, the
+        continuation of the longest match is returned.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING
@@ -129,10 +129,11 @@ class TextIndex:
         return best
 
     def _matches(self, last: list[int]) -> list[tuple[int, int]]:
-        """Return earlier occurrences of the `last` tokens of a text, the latest occurrence first.
+        """Return earlier occurrences of `last`, the last tokens of a text. The latest one is first.
 
         An occurrence is a pair (index of the next token, number of equal tokens before it). The
-        last 8 tokens are looked up first. Only if they do not occur, 4 or 2 tokens are looked up.
+        last 8 tokens are looked up first, then the last 4, and then the last 2, until an occurrence
+        is found.
         """
         text, first = self._tokens, self._first
         size = len(text)
@@ -182,7 +183,7 @@ class TextIndex:
             counts.pop(END, None)
             if not counts:
                 break
-            token = max(counts, key=counts.__getitem__)  # if equal, of the latest occurrence
+            token = max(counts, key=counts.__getitem__)  # of equally frequent ones, the latest
             if len(tokens) >= num_in_flight:
                 probability *= counts[token] / len(starts)
                 if probability < min_prob:

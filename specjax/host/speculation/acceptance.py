@@ -32,8 +32,8 @@ _OFFSET_WEIGHT = 20.0
 class DraftOutcome(NamedTuple):
     """The outcome of a round for one request.
 
-    Only drafts that could become part of the output are usable, and count. Drafts after the first
-    rejected draft are not verified (see `depth`).
+    Only usable drafts count. A draft is usable if it could become part of the output. Drafts after
+    the first rejected draft are not verified (see `depth`).
 
     Attributes:
         num_drafts: number of usable drafts.
@@ -71,7 +71,10 @@ class _Counts:
             self.rejected[verdict.num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
-        """Return the rate at position i. The rate `prior` weighs as much as `weight` drafts."""
+        """Return the estimated acceptance rate at position i.
+
+        It is the mean of the observed rate and of `prior`, which weighs as much as `weight` drafts.
+        """
         total = self.accepted[i] + self.rejected[i] + weight
         return (self.accepted[i] + weight * prior) / total
 
@@ -142,7 +145,7 @@ class Acceptance:
         for group, counted in by_group.items():
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
             _learn(counts, counted.items())
-            self._groups[group] = counts  # evicted last
+            self._groups[group] = counts  # the last group to be evicted
         while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
@@ -150,7 +153,7 @@ class Acceptance:
     def discount(self, factor: float = 0.25) -> None:
         """Multiply the weight of old counts by `factor`, for example after a change of weights.
 
-        The rates of all requests together change little until there are new counts.
+        The rates over all requests hardly change at first. But new counts then change them faster.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._buckets.values(), *self._groups.values()):

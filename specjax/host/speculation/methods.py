@@ -22,7 +22,7 @@ def spread_ks(max_k: int) -> tuple[int, ...]:
 
 
 def profile_policy(
-    profile: Profile, batches: Sequence[int], max_k: int | None = None
+    profile: Profile, batches: Sequence[int], max_k: int | None = None, max_slowdown: float = 0.0
 ) -> GoodputPolicy:
     """Return a policy that uses the rates and times of a profile.
 
@@ -38,20 +38,23 @@ def profile_policy(
         learns_cost=False,
         learns_acceptance=profile.is_online,
         warm_up_rounds=WARM_UP_ROUNDS,
+        max_slowdown=max_slowdown,
     )
 
 
-def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
+def adaptive_policy(
+    max_k: int, cost: StepCost | None = None, max_slowdown: float = 0.0
+) -> GoodputPolicy:
     """Return a policy that learns rates and times while serving.
 
     The policy starts with the times `cost`. If `cost` is None, the engine measures the times when
-    it starts.
+    it starts. For `max_slowdown`, see `fairness`.
     """
-    return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
+    return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k), max_slowdown=max_slowdown)
 
 
 def resumed_policy(
-    profile: Profile, batches: Sequence[int], max_k: int | None = None
+    profile: Profile, batches: Sequence[int], max_k: int | None = None, max_slowdown: float = 0.0
 ) -> GoodputPolicy:
     """Return an adaptive policy whose first times and rates come from a profile.
 
@@ -64,6 +67,7 @@ def resumed_policy(
         profile.cost(spread_ks(max_k), batches),
         Acceptance(max_k, profile.rates),
         warm_up_rounds=WARM_UP_ROUNDS,
+        max_slowdown=max_slowdown,
     )
 
 

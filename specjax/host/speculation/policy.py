@@ -7,11 +7,13 @@ round, some requests draft K tokens, and the other requests draft none (see `spl
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from specjax.host.speculation.acceptance import Acceptance
+from specjax.host.speculation.fairness import Fairness
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.requests import RequestRates
 from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitWish
@@ -30,10 +32,7 @@ CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 class Policy(Protocol):
-    """The interface of a policy, which chooses K when a step is scheduled.
-
-    Drafting and verifying use the same K.
-    """
+    """The interface of a policy, which chooses the K of drafting and verifying for each step."""
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """How to split the round whose K was just chosen; None if it is not split."""
+        """Which requests draft in the round whose K was just chosen; None if it is not split."""
         ...
 
     @property
@@ -72,7 +71,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape can run. `time()` measures the milliseconds of one."""
+        """Note that rounds of this shape can run. `time` measures such a round, in milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -168,7 +167,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. It splits rounds if this is faster (see `split`).
+    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
+    It avoids Ks and splits that slow down one range of context lengths (see `fairness`).
     """
 
     weighs_requests = True
@@ -182,27 +182,27 @@ class GoodputPolicy:
         learns_cost: bool = True,
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
+        max_slowdown: float = 0.0,
     ):
         """`cost` holds the times of rounds. If it is None, the engine measures them in `begin`.
 
-        During the first `warm_up_rounds` rounds with drafts, K is chosen from the rates that
-        `acceptance` has now, while rates are already being learned.
+        During the first `warm_up_rounds` rounds with drafts, K is chosen from the initial rates of
+        `acceptance`, while new rates are learned. For `max_slowdown`, see `fairness`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
         self.acceptance = acceptance
         self.requests = RequestRates(acceptance.max_drafts)
         self.splitter = Splitter()
-        self._learns_cost = learns_cost
-        self._learns_acceptance = learns_acceptance
+        self._learns_cost, self._learns_acceptance = learns_cost, learns_acceptance
         self.is_learning = learns_cost or learns_acceptance
         self._warm_up_rounds = warm_up_rounds
+        self._max_slowdown = max_slowdown
         self._first_rates = acceptance.rates()
         self._tried: Counter[tuple[int, int]] = Counter()  # number of rounds by padded batch, K
         self._k: int | None = None
         self._num_led = 0  # number of rounds in a row in which another K was better
-        self._since_probe = 0
-        self._parked, self._patience = 0, PARKED_FIRST
+        self._since_probe, self._parked, self._patience = 0, 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
         self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost
@@ -236,15 +236,19 @@ class GoodputPolicy:
             return self._choices[0]
         gains = self._gains(load)
         goodput = self._goodput(load, gains)
-        best = max(self._choices, key=lambda k: (goodput[k], -k))
+        learned = self.cost if self._learns_cost else None
+        fairness = Fairness.of(load, goodput, self._max_slowdown, learned)
+        fair = fairness.ks(goodput, gains, self._k) if fairness else self._choices
+        best = max(fair, key=lambda k: (goodput[k], -k))
         if not self.is_learning:
             return best
-        best = self._hold(best, goodput)
-        k = self._probe(best, goodput, load)
+        best = self._hold(best, goodput, fair)
+        k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        own = self._ms(load.num_sequences, best, load.num_context), goodput[best]
-        split = self.splitter.choose(load, gains, own, self.cost, self._chunk_ms, self.requests)
+        split = self.splitter.choose(
+            load, gains, goodput[best], self.cost, self._chunk_ms, self.requests, fairness
+        )
         return k if split is None else split.shape.k
 
     @property
@@ -257,17 +261,19 @@ class GoodputPolicy:
         """See `Policy`."""
         return self.splitter.wish
 
-    def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
+    def _hold(self, best: int, goodput: Mapping[int, float], fair: Collection[int]) -> int:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
-        `best` replaces the current K if it is clearly better, or if the current K has not been the
-        best for many rounds in a row.
+        `best` replaces the current K if it is clearly better, if the current K has not been the
+        best for many rounds in a row, or if the current K is not in `fair`.
         """
-        lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
+        k = best if self._k is None else self._k
+        lead = goodput[best] / goodput[k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
-        if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:
-            self._k, self._num_led = best, 0
-        return self._k
+        if k not in fair or lead >= HYSTERESIS or self._num_led >= LONG_LED:
+            k, self._num_led = best, 0
+        self._k = k
+        return k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
         """Return the estimated number of tokens per millisecond for each K."""
@@ -281,10 +287,10 @@ class GoodputPolicy:
         if load.requests is None:
             return RequestRates.sums([self._rates(None, 0)])
         rates = self.requests.rates(load.requests, self._rates)
-        return RequestRates.sums(rates, load.requests.limits)
+        return RequestRates.sums(rates, load.requests.limits, load.requests.texts)
 
     def _goodput(self, load: DecodeLoad, gains: Any) -> dict[int, float]:
-        accepted = gains.mean(axis=0).tolist()
+        accepted = (gains.sum(axis=0) / len(gains)).tolist()
         result = {}
         for k in self._choices:
             share = load.share(k)
@@ -357,30 +363,38 @@ class GoodputPolicy:
         warm = self._warm_up_rounds <= 0
         return self.acceptance.rates(group, bucket) if warm else self._first_rates
 
-    def _probe(self, best: int, goodput: Mapping[int, float], load: DecodeLoad) -> int:
+    def _probe(
+        self, best: int, goodput: Mapping[int, float], load: DecodeLoad, *, is_limited: bool
+    ) -> int:
         n = load.num_sequences
         self._credit += PROBE_BUDGET * self._ms(n, best)
         if best == 0:
-            return self._try_drafting(goodput, load)
+            return self._try_drafting(goodput, load, is_limited=is_limited)
         self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
         self._since_probe += 1
-        k = self._worth_a_try(best, goodput, n)
+        k = self._worth_a_try(best, goodput, load, is_limited=is_limited)
         loss = (1 - goodput[k] / goodput[best]) * self._ms(n, k)
         if k == best or not self._can_afford(loss):
             return best
         self._since_probe = 0
         return k
 
-    def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
+    def _worth_a_try(
+        self, best: int, goodput: Mapping[int, float], load: DecodeLoad, *, is_limited: bool
+    ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. If no K was tried
-        for `PROBE_EVERY` rounds, the neighbour of `best` that was used in the fewest rounds is
-        tried. `n` is the number of sequences.
+        A K is tried if its time is so uncertain that its goodput may be the best. K = 0 is also
+        tried if its time limits the other Ks (`is_limited`). If no K was tried for `PROBE_EVERY`
+        rounds, the neighbour of `best` that was used in the fewest rounds is tried.
         """
+        n = load.num_sequences
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
         if self._learns_cost and tried:
-            hopes = {k: goodput[k] * math.exp(DOUBT * self.cost.spread(n, k)) for k in tried}
+            spread = partial(self.cost.spread, n, num_context=load.num_context)
+            hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}
+            if is_limited and tried[0] < FIRST_PROBES:
+                hopes[0] = math.inf
             k = max(hopes, key=lambda k: hopes[k])
             every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
             if hopes[k] > goodput[best] and self._since_probe >= every:
@@ -391,7 +405,9 @@ class GoodputPolicy:
         near = [k for k in self._choices[max(at - 1, 0) : at + 2] if k != best]
         return min(near, key=lambda k: tried[k], default=best)
 
-    def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
+    def _try_drafting(
+        self, goodput: Mapping[int, float], load: DecodeLoad, *, is_limited: bool
+    ) -> int:
         """Return 0 or, in some rounds, the best K above 0 in order to measure acceptance."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or (load.requests is not None and not any(load.requests.limits)):
@@ -400,7 +416,8 @@ class GoodputPolicy:
         if not self._trial:
             self._parked += 1
             num_rounds = -(-PARKED_VERDICTS // load.num_sequences)
-            loss = (1 - goodput[k] / goodput[0]) * self._ms(load.num_sequences, k)
+            ms, plain = (self._ms(load.num_sequences, x, load.num_context) for x in (k, 0))
+            loss = ms - plain if is_limited else (1 - goodput[k] / goodput[0]) * ms
             is_time = self._parked >= self._patience and self._can_afford(num_rounds * loss)
             if not self._is_due and not is_time:
                 return 0

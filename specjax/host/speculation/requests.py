@@ -6,11 +6,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.host.speculation.acceptance import conditional
-from specjax.host.speculation.contexts import context_bucket
+from specjax.host.speculation.contexts import context_buckets
 
 PRIOR_WEIGHT = 8.0  # the prior rate weighs as much as this number of the request's drafts
 MEMORY_ROUNDS = 100.0  # a round's weight fades over about this number of the request's rounds
 _ROOM = 64  # spare rows for requests, so that arrays seldom grow
+
+
+class TextDrafts(NamedTuple):
+    """What a request may draft from texts in the next round.
+
+    Attributes:
+        num_drafts: number of drafts found, or 0.
+        num_accepted: how many of these drafts are expected to be accepted, if they are used.
+        chance: probability that these drafts are used instead of the drafter's drafts.
+    """
+
+    num_drafts: int
+    num_accepted: float
+    chance: float
 
 
 class ReadyRequests(NamedTuple):
@@ -22,12 +36,14 @@ class ReadyRequests(NamedTuple):
         lengths: number of tokens, including the prompt.
         limits: maximum number of drafts that can become part of the output. The request's own limit
             on drafts is included.
+        texts: drafts from texts; None if the host has not searched for any.
     """
 
     keys: Sequence[Hashable]
     groups: Sequence[Hashable]
     lengths: Sequence[int]
     limits: Sequence[int]
+    texts: Sequence[TextDrafts] | None = None
 
 
 class RequestOutcomes(NamedTuple):
@@ -59,8 +75,8 @@ class RequestRates:
     def reset(self) -> None:
         """Forget all requests."""
         self._rows: dict[Hashable, int] = {}
-        self._accepted = np.zeros((0, self._max_drafts))
-        self._verified = np.zeros((0, self._max_drafts))
+        # The numbers of accepted and of verified drafts, by row and position: f64[2, rows, K].
+        self._counts = np.zeros((2, 0, self._max_drafts))
 
     def rates(
         self, requests: ReadyRequests, rates_of: Callable[[Hashable, int], Sequence[float]]
@@ -72,23 +88,34 @@ class RequestRates:
         """
         rows = self._find(requests.keys)
         kinds: dict[tuple[Hashable, int], int] = {}
-        pairs = zip(requests.groups, map(context_bucket, requests.lengths), strict=True)
+        pairs = zip(requests.groups, context_buckets(requests.lengths), strict=True)
         kind = [kinds.setdefault(pair, len(kinds)) for pair in pairs]
         priors = np.array([conditional(rates_of(*pair)) for pair in kinds])
-        accepted = self._accepted[rows] + (PRIOR_WEIGHT * priors)[kind]
-        return (accepted / (self._verified[rows] + PRIOR_WEIGHT)).cumprod(axis=1)
+        accepted, verified = self._counts[:, rows]
+        accepted += (PRIOR_WEIGHT * priors)[kind]
+        return (accepted / (verified + PRIOR_WEIGHT)).cumprod(axis=1)
 
     @staticmethod
-    def sums(rates: Any, limits: Sequence[int] | None = None) -> np.ndarray:
+    def sums(
+        rates: Any,
+        limits: Sequence[int] | None = None,
+        texts: Sequence[TextDrafts] | None = None,
+    ) -> np.ndarray:
         """Return the expected number of accepted drafts for 0..K drafts, f64[n, K+1].
 
-        `rates` are unconditional, f64[n, K]. `limits` holds each request's maximum number of
-        drafts; None means that requests have no limits.
+        `rates` f64[n, K] are the unconditional rates of the drafter's drafts. `limits` holds each
+        request's maximum number of drafts; None means that requests have no limits. `texts` are the
+        drafts from texts, which may be used instead of the drafter's drafts. All drafts of a text
+        are assumed to be equally likely accepted.
         """
         rates = np.asarray(rates)
         n, k = rates.shape
         sums = np.zeros((n, k + 1))
         np.cumsum(rates, axis=1, out=sums[:, 1:])
+        if texts is not None:
+            num_drafts, accepted, chance = np.array(texts, float).T[..., None]
+            found = accepted * np.minimum(np.arange(k + 1) / np.maximum(num_drafts, 1), 1)
+            sums += chance * (found - sums)
         if limits is None or min(limits) >= k:
             return sums
         counts = np.minimum(np.arange(k + 1), np.array(limits)[:, None])
@@ -99,16 +126,13 @@ class RequestRates:
         rows = self._find(outcomes.keys)
         num_drafts, num_accepted = np.array(outcomes[1:])[..., None]
         keep = 1 - (num_drafts > 0) / MEMORY_ROUNDS
-        is_accepted = self._positions < num_accepted
-        is_verified = self._positions < np.minimum(num_accepted + 1, num_drafts)
-        self._accepted[rows] = keep * self._accepted[rows] + is_accepted
-        self._verified[rows] = keep * self._verified[rows] + is_verified
+        ends = np.array((num_accepted, np.minimum(num_accepted + 1, num_drafts)))
+        self._counts[:, rows] = keep * self._counts[:, rows] + (self._positions < ends)
 
     def fade(self, keys: Sequence[Hashable], factor: float) -> None:
         """Multiply the counts of these requests by `factor`, which moves rates to the priors."""
         rows = self._find(keys)
-        self._accepted[rows] *= factor
-        self._verified[rows] *= factor
+        self._counts[:, rows] *= factor
 
     def _find(self, keys: Sequence[Hashable]) -> list[int]:
         """Return the index of each request's row of counts. New requests get rows of zeros."""
@@ -126,7 +150,7 @@ class RequestRates:
         The arrays grow, or all requests except `keys` are forgotten.
         """
         needed = len(self._rows) + len(keys)
-        if needed <= len(self._accepted):
+        if needed <= self._counts.shape[1]:
             return
         if needed > 2 * (len(keys) + _ROOM):
             known = [key for key in dict.fromkeys(keys) if key in self._rows]
@@ -135,6 +159,4 @@ class RequestRates:
         else:
             kept = list(self._rows.values())
         room = 2 * (len(keys) + _ROOM) - len(kept)
-        for name in "_accepted", "_verified":
-            array = getattr(self, name)[kept]
-            setattr(self, name, np.pad(array, ((0, room), (0, 0))))
+        self._counts = np.pad(self._counts[:, kept], ((0, 0), (0, room), (0, 0)))

@@ -40,7 +40,8 @@ class Split(NamedTuple):
 class SplitWish(NamedTuple):
     """A split round that would be faster than the chosen round, but whose program is not ready.
 
-    `gain` is the fraction of the time per token that the split round would save.
+    In a split round, only some requests draft. `gain` is the fraction of the time per token that
+    the split round would save.
     """
 
     shape: SplitShape

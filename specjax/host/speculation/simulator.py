@@ -53,8 +53,8 @@ class World:
     def round_ms(self, batch: int, k: int, context: float, split: Split | None) -> float:
         """Return the milliseconds, without noise, of a round with `context` context tokens.
 
-        For a split round, `batch` is not used. Its time is an estimate (see `split`), in which the
-        context of all requests costs as much as if all of them drafted.
+        For a split round, `batch` is not used. The time of a split round is an estimate (see
+        `split`), in which the context of all requests costs as much as if all of them drafted.
         """
         ms = self.ms(batch, k) if split is None else split_ms(self.cost, split.shape)
         return ms + self.cost.context_ms(k, context)
@@ -142,14 +142,15 @@ class Outcome:
     """The outcome of a simulated run.
 
     Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
-    number of tokens per expected millisecond, so its regret may be negative.
+    number of tokens per expected millisecond, so the round's regret may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
         regret: the mean over rounds, weighted by time, of 1 - goodput / the oracle's goodput.
         ms_by_batch: milliseconds spent in rounds, by padded batch size.
         lost_by_batch: the part of `ms_by_batch` that the oracle would have saved.
-        request_k_histogram: number of times that a request had this number of drafts in a round.
+        request_k_histogram: for each number of drafts, how often a request had this number in a
+            round.
         num_split: number of split rounds.
         trace: a tuple (start in milliseconds, number of sequences, K) for each round.
     """
@@ -199,7 +200,7 @@ class _Running:
         return self._ends[request] - self.remaining[request]
 
     def load(self, max_k: int, splits: Collection[SplitShape]) -> DecodeLoad:
-        """Return the load of a round of the active requests, which may split into `splits`."""
+        """Return the load of a round of the active requests. `splits` are its possible splits."""
         lengths = [self.length(request) for request in self.active]
         limits = [min(max_k, self.remaining[request] - 1) for request in self.active]
         groups = [None] * len(lengths)

@@ -8,10 +8,10 @@ rows at once. Until this program is compiled, the two parts may run one after th
     tokens = n + expected number of accepted drafts of the m requests
     ms     = time of m (K + 1) + (n - m) rows in the target, and of K drafts for m requests
 
-The time is not known before a split round of this shape has run. It is first estimated as the time
-of an unsplit round with the same numbers of requests and of rows. In such a round, requests have
-fewer drafts, so the drafter runs fewer times. The time of the missing runs is added. Later, the
-times of served split rounds correct the estimate, separately for each shape.
+The time is not known before a split round of this shape has run. The time is first estimated as the
+time of an unsplit round with the same numbers of requests and of rows. In such a round, requests
+have fewer drafts, so the drafter runs fewer times. The time of the missing runs is added. Later,
+the times of served split rounds correct the estimate, separately for each shape.
 """
 
 import math
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.host.speculation.fairness import Fairness
 from specjax.host.speculation.requests import RequestRates
 from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitShape, SplitWish
 from specjax.host.speculation.step_cost import StepCost
 
 EVERY = 16  # number of rounds that keep a choice
+CHANGED = 0.2  # a choice is also made if the expected number of accepted drafts changes by this
 MIN_GAIN = 0.02  # a split must improve goodput by this fraction
 FADE = 0.97  # each choice multiplies the counts of requests that do not draft by this
 MIN_SHARE = 1 / 16  # minimum fraction of the requests that draft
@@ -49,6 +51,7 @@ class Splitter:
         self._corrections: dict[SplitShape, tuple[int, float]] = {}  # rounds, mean log error
         self._chosen: _Choice | None = None
         self._num_rounds = 0  # until the next choice
+        self._accepted = 0.0  # at the last choice: expected for all requests, with the maximum K
 
     def clear(self) -> None:
         """Reset `split` and `wish` before the next round."""
@@ -58,10 +61,11 @@ class Splitter:
         self,
         load: DecodeLoad,
         gains: Any,
-        unsplit: tuple[float, float],
+        unsplit: float,
         cost: StepCost,
         chunk_ms: float,
         rates: RequestRates,
+        fairness: Fairness | None,
     ) -> Split | None:
         """Choose whether to split the next round. Set `split` and `wish`, and return `split`.
 
@@ -69,11 +73,12 @@ class Splitter:
             load: the load of the round, with `requests` and `splits`.
             gains: the expected number of accepted drafts, f64[n, K+1], for 0..K drafts of each
                 request.
-            unsplit: milliseconds and goodput of the best round that is not split.
+            unsplit: goodput of the best round that is not split.
             cost: the times of rounds that are not split.
             chunk_ms: milliseconds that a step takes in addition to its round.
             rates: the acceptance rates of requests. With each choice, requests that do not draft
                 forget a part of their counts, so that they are tried again.
+            fairness: which rounds are fair; None if all are.
         """
         requests, chosen = load.requests, self._chosen
         assert requests is not None
@@ -81,11 +86,15 @@ class Splitter:
         has_changed = chosen is not None and (
             others <= 0 or cost.padded(others) != chosen.shape.others
         )
+        accepted = float(gains[:, -1].sum())
+        if abs(accepted - self._accepted) > CHANGED * self._accepted:  # other texts were found
+            has_changed = True
         self._num_rounds -= 1
-        is_due = self._num_rounds <= 0 or has_changed
-        if is_due:
+        if is_due := self._num_rounds <= 0:
             self._num_rounds = EVERY
-            self._choose(load, gains, unsplit, cost, chunk_ms)
+        if is_due or has_changed:
+            self._accepted = accepted
+            self._choose(load, gains, unsplit, cost, chunk_ms, fairness)
         if (chosen := self._chosen) is None:
             return None
         order = _order(gains, chosen.shape.k).tolist()
@@ -115,15 +124,16 @@ class Splitter:
         self,
         load: DecodeLoad,
         gains: Any,
-        unsplit: tuple[float, float],
+        unsplit: float,
         cost: StepCost,
         chunk_ms: float,
+        fairness: Fairness | None,
     ) -> None:
         """Set `wish`, and choose the shape of the next rounds; see `choose`."""
         requests, splits = load.requests, load.splits
         assert requests is not None and splits is not None
         had, self._chosen = self._chosen, None
-        least = unsplit[1] * (1 if had else 1 + MIN_GAIN)
+        least = unsplit * (1 if had else 1 + MIN_GAIN)
         n, table = load.num_sequences, np.array(cost.table)
         lengths = np.array(requests.lengths)
         plain_ms = cost.ms(n, 0, load.num_context)  # a lower bound of the time of a split
@@ -145,19 +155,28 @@ class Splitter:
                     _Choice(shape, float(tokens / (max(time + added, plain_ms) + chunk_ms)))
                     for time in self._times(cost, table, shape)
                 )
+                if fairness is not None:
+                    own = np.where(np.arange(n) < m, gains[order, k], 0.0)[:, None]
+                    goodputs = np.array([whole.goodput, apart.goodput]) / (1 + fairness.doubt)
+                    whole, apart = (
+                        one if is_fair else one._replace(goodput=0.0)
+                        for one, is_fair in zip(
+                            (whole, apart), fairness.allows(goodputs, own, order), strict=True
+                        )
+                    )
                 (found if shape in splits else wished).append(whole)
                 if (m, k) in load.shapes and (shape.others, 0) in load.shapes:
                     found.append(apart)
         best = max(found, key=lambda one: one.goodput, default=None)
         if best is not None and best.goodput > least:
             self._chosen = best
-        reached = max(unsplit[1] * (1 + MIN_GAIN), self._chosen.goodput if self._chosen else 0.0)
+        reached = max(unsplit * (1 + MIN_GAIN), self._chosen.goodput if self._chosen else 0.0)
         best = max(wished, key=lambda one: one.goodput, default=None)
         if best is not None and best.goodput > reached:
             self.wish = SplitWish(best.shape, 1 - reached / best.goodput)
 
     def _times(self, cost: StepCost, table: Any, shape: SplitShape) -> tuple[float, float]:
-        """Return the milliseconds of a split round as one program, and as two programs."""
+        """Return a split round's milliseconds as one program, and as two programs."""
         _, level = self._corrections.get(shape, (0, 0.0))
         column = cost.ks.index(shape.k)
         apart = table[cost.batches.index(shape.drafting), column]
@@ -171,7 +190,7 @@ def _order(gains: Any, k: int) -> Any:
 
 
 def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
-    """Return the estimated milliseconds of a split round that runs as one program, without context.
+    """Return the estimated milliseconds of a split round without context, run as one program.
 
     `table` is `cost.table` as an array. If it is None, it is computed.
     """

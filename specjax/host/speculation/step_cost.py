@@ -1,11 +1,12 @@
 """Estimates the milliseconds of a round, by batch size, K and context.
 
-A round of B requests and K drafts runs B (K + 1) tokens through the target. Its time is known at
-points (batch size, K), either from a profile or from replays of the compiled steps. Between points,
-the time is interpolated linearly. The estimated time never falls as requests or drafts are added.
+A round of B requests and K drafts runs B (K + 1) tokens through the target. The time of a round is
+known at points (batch size, K), either from a profile or from replays of the compiled steps.
+Between points, the time is interpolated linearly. The estimated time never falls as requests or
+drafts are added.
 
-Times of served rounds correct the known times. The logarithm of (served time / known time) is
-modelled as a sum of three terms:
+A served round is a round with users' requests. Its time is measured, and corrects the known times.
+The logarithm of (served time / known time) is modelled as a sum of three terms:
 
 - a term that all points of a batch size share, for example because of the host's time,
 - a term of the point alone,
@@ -75,9 +76,9 @@ class StepCost:
         self._known: dict[_Place, tuple[Column, Column]] = {}  # see `_estimates`
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
-        """Return the measured times, extended to the Ks `ks` and the batch sizes `batches`.
+        """Return a `StepCost` with the measured times, for the given Ks and batch sizes.
 
-        The result has learned nothing from served rounds.
+        It does not contain what this object has learned from rounds with users' requests.
         """
         return StepCost(
             self._measured,
@@ -88,7 +89,7 @@ class StepCost:
         )
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round. It does not include the time for context tokens.
+        """Set the measured time of a round. The time does not include context tokens.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. If other Ks were not measured
         for this batch size, their times are estimated: times are assumed to grow with K by the same
@@ -134,12 +135,13 @@ class StepCost:
         """The milliseconds of rounds without context: a row per batch size, a column per K."""
         return [[self.ms(batch, k) for k in self.ks] for batch in self.batches]
 
-    def spread(self, batch_size: int, k: int) -> float:
+    def spread(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Return the standard deviation of the logarithm of an estimated time.
 
-        `k` must be one of `ks`.
+        `k` must be one of `ks`. For `num_context`, see `ms`.
         """
-        num_served = len(self._row(batch_size).served[self.ks.index(k)])
+        place = self._index(batch_size), context_bucket(num_context / batch_size)
+        num_served = len(self._row_at(place).served[self.ks.index(k)])
         return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
     def padded(self, batch_size: int) -> int:
@@ -162,11 +164,12 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, place: "_Place") -> tuple[Column, Column]:
-        """Return the known times by K, and the estimated times by K. Both are without context.
+        """Return the known time and the estimated time of each K, both without context.
 
-        The known times come from a profile or a measurement. The estimated times are computed from
-        the known times and from served rounds. A bucket in which no round was served has the
-        estimates of the first bucket.
+        `place` is a batch size's index and a bucket of context lengths. The known times come from a
+        profile or a measurement. The estimates are computed from the known times and from the times
+        of rounds that ran users' requests. A bucket without such rounds has the estimates of the
+        first bucket.
         """
         if place not in self._known:
             base = self._rows[place[0]]
@@ -188,7 +191,7 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the prior mean of log(served time / known time) for the batch size of `row`.
+        """Return the prior mean of log(time in serving / known time) for the batch size of `row`.
 
         The mean is estimated from the times of all other batch sizes.
         """
@@ -204,9 +207,10 @@ class StepCost:
 
 
 class _Row:
-    """The known time of each K for one batch size, and the times of its served rounds.
+    """For one batch size: the known time of each K, and the times of rounds with users' requests.
 
-    A served time is stored as the logarithm of its ratio to the known time.
+    The times of these rounds are called served times. A served time is stored as the logarithm of
+    its ratio to the known time.
     """
 
     def __init__(self, points: Sequence[float]):
@@ -216,9 +220,9 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add a served time for the K with the index `column`.
+        """Add the time of a round with users' requests. `column` is the index of its K.
 
-        `surprise` is the log ratio of the served time to the known time.
+        `surprise` is the logarithm of this time divided by the known time.
         """
         self.served[column].append(surprise)
         self.levels[column] = median(self.served[column])
@@ -242,8 +246,8 @@ class _Row:
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
 
-        `elsewhere` is the prior mean of log(served time / known time) for this batch size. The time
-        of a K that was never served is kept between the served times of smaller and larger Ks.
+        `elsewhere` is the prior mean of log(served time / known time) for this batch size. If a K
+        has no served times, its estimate is kept between the served times of smaller and larger Ks.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
@@ -257,9 +261,9 @@ class _Row:
         return self.corrected([min(max(ms, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K: a geometric mean of the served times and the time in `prior`.
+        """Return the time of each K, a geometric mean of the times in serving and of `prior`.
 
-        The weight of the served times grows with their number.
+        The weight of the times in serving grows with their number.
         """
         result = []
         columns = zip(prior, self.points, self.levels, self.served, strict=True)
@@ -271,8 +275,8 @@ class _Row:
     def near(self, prior: Sequence[float]) -> list[float]:
         """Return the estimated time of each K. `prior` has the estimates without this row's rounds.
 
-        The mean ratio of served times to `prior` scales all times, so that the time of a K that was
-        never served changes as well.
+        All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
+        without served times changes, too.
         """
         known = zip(self.served, self.levels, prior, self.points, strict=True)
         moves = (_weight(len(n)) * (level - math.log(ms / own)) for n, level, ms, own in known)
@@ -286,7 +290,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """Return the weight, from 0 to 1, that `num_served` served times have against the prior."""
+    """Return the weight, from 0 to 1, that `num_served` measured times have against the prior."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 

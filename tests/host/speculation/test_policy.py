@@ -22,7 +22,7 @@ from specjax.host.speculation.policy import (
     StaticPolicy,
     TablePolicy,
 )
-from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes
+from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes, TextDrafts
 from specjax.host.speculation.step_cost import StepCost
 
 KS = range(6)
@@ -314,12 +314,13 @@ def test_times_that_mean_nothing_are_left_out():
 def test_a_policy_cannot_see_a_draft():
     """Counts and times alone: K must not depend on the values of what it lets be verified."""
     seen = [field.name for kind in (DecodeLoad, Round) for field in fields(kind)]
-    named = DraftOutcome, ReadyRequests, RequestOutcomes
+    named = DraftOutcome, ReadyRequests, TextDrafts, RequestOutcomes
     assert [*seen, *(name for kind in named for name in kind._fields)] == [
         "num_sequences", "num_context", "max_tokens", "requests", "splits", "shapes",
         "batch", "k", "num_context", "verdicts", "ms", "chunk_ms", "is_joined", "requests",
         "others", "others_context",
         "num_drafts", "num_accepted", "group", "bucket",
-        "keys", "groups", "lengths", "limits",
+        "keys", "groups", "lengths", "limits", "texts",
+        "num_drafts", "num_accepted", "chance",  # expected, of certain drafts, from earlier tokens
         "keys", "num_drafts", "num_accepted",
     ]  # fmt: skip

@@ -5,7 +5,7 @@ The gates compare means over paired seeds: the same requests, and the same law, 
 
 import random
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from operator import mul
 from statistics import fmean
 
@@ -206,10 +206,16 @@ def test_adaptive_regrets_little(grid, shift, is_small):
     assert found <= (0.03 if shift or is_small else limit)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["table", "table of the seed", "thresholds"])
-@pytest.mark.parametrize("shift", [*SHIFTS, None])
-@pytest.mark.parametrize("grid", GRIDS)
+def rivals():
+    """Every grid, shift and other policy; a third of them by day, with each pair of these."""
+    for (i, grid), (j, shift) in product(enumerate(GRIDS), enumerate([*SHIFTS, None])):
+        for k, name in enumerate(("table", "table of the seed", "thresholds")):
+            is_daily = (i + j + k) % 3 == 0
+            marks = pytest.mark.slow if is_daily else pytest.mark.nightly
+            yield pytest.param(grid, shift, name, marks=marks)
+
+
+@pytest.mark.parametrize("grid, shift, name", rivals())
 def test_adaptive_regrets_less_than(grid, shift, name):
     assert regret(runs(grid, shift, "adaptive", False)) < regret(runs(grid, shift, name, False))
 

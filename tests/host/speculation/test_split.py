@@ -3,15 +3,28 @@
 import numpy as np
 import pytest
 from host.speculation import h100_rounds
-from host.speculation.h100_rounds import KS, SplitShape, replayed_cost, round_ms, serve
+from host.speculation.h100_rounds import (
+    BATCHES,
+    KS,
+    SplitShape,
+    all_splits,
+    replayed_cost,
+    round_ms,
+    serve,
+)
 
+from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.methods import adaptive_policy
+from specjax.host.speculation.policy import GoodputPolicy
+from specjax.host.speculation.requests import ReadyRequests, TextDrafts
+from specjax.host.speculation.rounds import DecodeLoad
 
 HALVES = 0.9, 0.1
 
 
-def adaptive(seed=1):
-    return adaptive_policy(KS[-1], replayed_cost(np.random.default_rng(seed), 0.08))
+def adaptive(seed=1, max_slowdown=0.0):
+    cost = replayed_cost(np.random.default_rng(seed), 0.08)
+    return adaptive_policy(KS[-1], cost, max_slowdown)
 
 
 def best_static(rates, contexts):
@@ -34,12 +47,25 @@ def test_those_whose_drafts_are_accepted_draft():
 
 
 def test_long_requests_stop_drafting_if_it_does_not_pay():
-    """Those alone; learned from the drafts of the first few that are as long."""
+    """Those alone, if they may wait for the others' drafts, and nobody if not."""
     rates, contexts = of((0.7, 0.02), 16), of((1000, 66_000), 16)
-    served = serve(adaptive(), rates, contexts, 400, 0)
+    served = serve(adaptive(max_slowdown=1.0), rates, contexts, 400, 0)
     drafts = served.drafts[200:].reshape(-1, 2, 8).mean(axis=(0, 2))
     assert drafts[0] > 3 and drafts[1] < 0.5
     assert served.speed() > 1.3 * serve(0, rates, contexts, 1, 0).speed()
+
+
+@pytest.mark.parametrize("n, rate, gain", [(4, 0.02, 1.0), (64, 0.02, 1.0), (64, 0.2, 1.5)])
+def test_no_range_of_lengths_is_slower_than_off(n, rate, gain):
+    """Unless `max_slowdown` allows it: rounds are short enough for what long requests accept."""
+    rates, contexts = of((0.7, rate), n), of((1000, 66_000), n)
+    parts = slice(0, n // 2), slice(n // 2, n)
+    off = [serve(0, rates, contexts, 1, 0).speed(0, part) for part in parts]
+    served = [serve(adaptive(1, limit), rates, contexts, 400, 0) for limit in (0.0, 0.05)]
+    short, long = (served[0].speed(0, x) / y for x, y in zip(parts, off, strict=True))
+    assert long > 0.99 and short > gain
+    allowed = [served[1].speed(200, x) / y for x, y in zip(parts, off, strict=True)]
+    assert allowed[1] > 0.94 and allowed[0] > short - 0.01
 
 
 @pytest.mark.parametrize("n", [1, 16, 256])
@@ -67,6 +93,49 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     served = serve(policy, rates, contexts, 400, 0)
     assert (served.drafts[-50:].min(axis=1) == served.drafts[-50:].max(axis=1)).all()
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
+
+
+def test_few_long_requests_do_not_stop_the_others():
+    rates, contexts = [0.7] * 63 + [0.02], [1000] * 63 + [66_000]
+    short = slice(0, 63)
+    off = serve(0, rates, contexts, 1, 0).speed(0, short)
+    assert serve(adaptive(), rates, contexts, 200, 0).speed(0, short) > 1.8 * off
+
+
+def test_known_times_are_not_doubted():
+    """A profile's K is that of one range of lengths, where all ranges gain a little from drafts."""
+    cost, rates = replayed_cost(), [0.13] + [0.0] * (KS[-1] - 1)
+    found = []
+    for contexts in [1000] * 4, of((800, 4100), 4):
+        policy = GoodputPolicy(
+            KS, cost, Acceptance(KS[-1], rates), learns_cost=False, learns_acceptance=False
+        )
+        requests = ReadyRequests(range(4), [None] * 4, contexts, [KS[-1]] * 4)
+        load = DecodeLoad(4, sum(contexts), None, requests)
+        goodput = policy.goodput(load)
+        assert 1.0 < goodput[1] / goodput[0] < 1.05
+        found.append(policy.choose(load))
+    assert found == [1, 1]
+
+
+def test_requests_draft_if_texts_are_expected_to_be_accepted():
+    """Those alone, whatever the drafter achieves; and none if rows cost more than drafts gain."""
+    policy, n = adaptive(), 64
+    serve(policy, [0.02] * n, [1000] * n, 200, 0)
+    nothing = TextDrafts(0, 0.0, 0.0)
+
+    def drafts(*texts):
+        given = [one for one in texts for _ in range(n // len(texts))]
+        requests = ReadyRequests(range(n), [None] * n, [1000] * n, [KS[-1]] * n, given)
+        shapes = [(batch, k) for batch in BATCHES for k in KS]
+        k = policy.choose(DecodeLoad(n, 1000 * n, None, requests, all_splits(), shapes))
+        return k, sorted(policy.split.drafting) if policy.split else None
+
+    assert drafts(nothing)[0] == 0
+    assert drafts(nothing, TextDrafts(5, 4.5, 0.9)) == (5, [*range(n // 2, n)])
+    assert drafts(nothing, TextDrafts(5, 4.5, 0.02)) == (0, None)
+    assert drafts(TextDrafts(5, 0.3, 0.9)) == (0, None)
+    assert drafts(TextDrafts(2, 1.9, 0.9)) == (2, None)
 
 
 @pytest.mark.parametrize("ready, expected", [((), 32), ((SplitShape(32, 5, 32),), None)])

@@ -123,6 +123,7 @@ def test_it_is_the_posterior_mean_of_a_gaussian_model(seed):
     for k in range(n):
         variance = 1 / (1 / own + counts[k] / noise[0, 0] if len(at) else 1 / own)
         assert cost.spread(1, k) == pytest.approx(variance**0.5)
+        assert cost.spread(1, k, 4000) == pytest.approx(0.06)  # no round of such a length
 
 
 def test_what_was_served_is_believed():

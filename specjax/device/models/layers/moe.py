@@ -79,7 +79,7 @@ def moe(
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
     The sum is over the chosen experts e, and w_e are the router's weights. The gate g is
-    sigmoid(shared_gate x), or 1 if the mixture has none.
+    sigmoid(shared_gate x), or 1 if the mixture has no shared gate.
 
     `is_padding` bool[N] marks padding rows, whose results are meaningless. They go to the experts
     of row 0, so that no expert's weights are read only for padding.

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Angles(NamedTuple):
-    """The rotation of N rows at their positions."""
+    """Cosines and sines of the angles by which N rows are rotated."""
 
     cos: jax.Array  # f32[N, head_dim / 2]
     sin: jax.Array  # f32[N, head_dim / 2]
@@ -64,7 +64,7 @@ class Rope:
         return freq
 
     def angles(self, positions: jax.Array) -> Angles:
-        """Return the rotation of rows at `positions` i32[N]."""
+        """Return the angles for rows at `positions` i32[N]."""
         angle = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()[None, :]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if self.attention_factor != 1.0:
