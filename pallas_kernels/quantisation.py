@@ -58,6 +58,9 @@ def widened_after(x: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
     times as long as all products.
     """
 
+    if not x.size:
+        return values.astype(dtype)
+
     def on_cpu(x: jax.Array, values: jax.Array) -> jax.Array:
         is_float = values.dtype == jnp.float8_e4m3fn
         codes = jax.lax.bitcast_convert_type(values, jnp.uint8) if is_float else values

@@ -64,7 +64,7 @@ class ModelSource:
             return specs_of(self.target)
         if self.folder is None or not self.has_weights:
             return described_specs(self.hf, self.target, self.quantization, self.dtype)
-        return stored_specs(self.folder, self.target, self.quantization)
+        return stored_specs(self.folder, self.target, self.quantization, self.dtype)
 
     @property
     def origin(self) -> str:

@@ -6,6 +6,7 @@ Errors name the tensor. Nothing else is loaded: the tensors are in memory.
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -41,20 +42,22 @@ def as_array(tensor):
 
 def read(form, arrays):
     """Read the matrix m.weight that a form's tensors store."""
-    tensors = {
+    tensors: Any = {
         f"m.{name}": SimpleNamespace(
             path=Path("file"), dtype=x.dtype, shape=x.shape, read=lambda x=x: x
         )
         for name, x in arrays.items()
     }
-    made = read_format(ALL[form].config).join(TensorFiles(Path("folder"), tensors), FLOAT32)
+    read_as: Any = read_format(ALL[form].config)
+    made = read_as.join(TensorFiles(Path("folder"), tensors), FLOAT32)
     return made.tensors["m.weight"].read()
 
 
 @pytest.fixture(scope="module", params=ALL)
 def written(request):
     weight = torch.tensor(np.random.default_rng(0).normal(0, 0.1, (32, 128)).astype(np.float32))
-    stored, meant = ALL[request.param].write(weight)
+    written: Any = ALL[request.param].write(weight)
+    stored, meant = written
     return request.param, {name: as_array(x) for name, x in stored.items()}, meant.numpy()
 
 

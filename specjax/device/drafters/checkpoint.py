@@ -190,6 +190,8 @@ def without_shared_embedding(
     """Return a head and its parameters, without the head's embedding if it equals the target's."""
     if not head.has_embedding:
         return head, params
+    if target_params.embedding.numbers or params.embedding.numbers:
+        return head, params
     shared, own = target_params.embedding.values, params.embedding.values
     if shared.shape != own.shape or not bool((shared == own).all()):
         return head, params

@@ -202,7 +202,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
             f"{origin} is not the checkpoint of the model to save; name the model's own checkpoint"
         )
     params = as_arrays(params, "params")
-    dtype = np.dtype(params.embedding.values.dtype)
+    dtype = np.dtype(params.embedding.dtype)
     params = dequantise(params, dtype)
     save_checkpoint(folder, specs_of(model), params, config | {"dtype": dtype.name}, dtype=dtype)
     copy_tokenizer(origin, folder)
@@ -216,13 +216,16 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
     return find_scales(open_checkpoint(folder), hf, dtype)
 
 
-def stored_specs(folder: Path, model: Model, quantization: str | None = None) -> Any:
+def stored_specs(
+    folder: Path, model: Model, quantization: str | None = None, dtype: str | None = None
+) -> Any:
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
     They describe the form in which the folder stores the weights, for example 4-bit numbers with
     scales. If `quantization` is set, they describe the form of the weights after quantisation.
+    `dtype` is the dtype of dequantised rows of embeddings; None for float32.
     """
-    files = open_weights(folder, read_config(folder), np.dtype(np.float32))
+    files = open_weights(folder, read_config(folder), np.dtype(dtype or "float32"))
     specs = named_specs(model, files.shapes())
     if quantization is not None:
         files = rounded(specs, files, quantization, np.dtype(np.float32)).files

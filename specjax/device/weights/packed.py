@@ -56,6 +56,13 @@ class Packed(Quantised):
             matrix = matrix.at[:, self.order].get(mode="fill", fill_value=0)
         return replace(self, **nearest_arrays(self, matrix))
 
+    def outputs(self, ids: jax.Array) -> "Packed":
+        """See `Quantised`."""
+        zeros = None if self.zeros is None else self.zeros[:, ids]
+        factors = None if self.factors is None else self.factors[ids]
+        own: dict[str, Any] = {"zeros": zeros, "factors": factors}
+        return replace(self, values=self.values[ids], scales=self.scales[:, ids], **own)
+
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         if self.order is not None:
             x = x.at[:, self.order].get(mode="fill", fill_value=0)

@@ -28,6 +28,10 @@ class Quantised(Matrix):
         """See `Matrix`."""
         return self._multiply(x, None, first)
 
+    def outputs(self, ids: jax.Array) -> "Quantised":
+        """Return the matrix [in, N] of the outputs i32[N]."""
+        raise NotImplementedError
+
     def with_kernels(self, kernels: str) -> "Quantised":
         """See `Weight`."""
         return replace(self, kernels=kernels)

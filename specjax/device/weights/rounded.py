@@ -14,8 +14,9 @@ from specjax.device.loading import keep_name
 from specjax.device.weights.stored import STORED, unpacked
 from specjax.device.weights.weight import is_weight
 
-# Fields of a mixture whose matrices stay plain: they are small, and choose or weigh experts.
-_PLAIN = {"router", "shared_gate"}
+# Fields whose matrices stay plain: embeddings are only looked up, and the matrices that choose or
+# weigh experts are small.
+_PLAIN = {"embedding", "router", "shared_gate"}
 
 
 def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:

@@ -46,6 +46,12 @@ class Scaled(Quantised):
         values, scales = nearest(matrix, self.block, bits, axis=axis)
         return replace(self, values=values, scales=scales)
 
+    def outputs(self, ids: jax.Array) -> "Scaled":
+        """See `Quantised`."""
+        rows, columns = self.block
+        scales = self.scales[ids // rows]
+        return replace(self, values=self.values[ids], scales=scales, block=(1, columns))
+
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
         given = x, self.values, self.scales, self.block, dtype, first
         return scaled_matmul(*given, kernels=self.kernels)

@@ -25,6 +25,8 @@ from specjax.device.weights.packed_experts import packed_experts
 from specjax.device.weights.scaled import scaled_specs
 from specjax.device.weights.scaled_experts import scaled_experts
 from specjax.device.weights.scaled_latent_up import scaled_latent_up
+from specjax.device.weights.stored_table import StoredTable
+from specjax.device.weights.table import Table
 from specjax.device.weights.weight import is_weight
 
 # By class of the stored tensors: a function that returns the specs of the matrix that merges them.
@@ -118,6 +120,14 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
     return make(given, found[own])
 
 
+def _table(x: Table, found: Sequence[Any]) -> Any:
+    """Return the table `x` in the form in which its tensor is stored."""
+    made = _one_form(x.values, found, [0])  # pyright: ignore[reportArgumentType]
+    if type(made) is Dense:
+        return x
+    return StoredTable(made, x.axis, row_dtype=found[0].dtype.name)
+
+
 def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
     """Return the experts `x` in the form in which their tensors `found` are stored.
 
@@ -143,4 +153,5 @@ STORED: dict[type, Callable[[Any, Sequence[Any]], Any]] = {
     Dense: _matrix,
     ExpertMatrices: _experts,
     LatentUp: _latent_up,
+    Table: _table,
 }

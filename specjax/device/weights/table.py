@@ -23,6 +23,16 @@ class Table(Weight):
     axis: str | None = None  # the mesh axis whose devices hold consecutive tokens
 
     @property
+    def dtype(self) -> Any:
+        """The dtype of rows."""
+        return self.values.dtype
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self.values)
+
+    @property
     def by_output(self) -> jax.Array:
         """The table as the matrix [out, in] of an output head."""
         return self.values
@@ -30,10 +40,10 @@ class Table(Weight):
     def rows(self, ids: jax.Array) -> jax.Array:
         """Return the rows [N, D] of tokens i32[N]."""
         if self.axis is None:
-            return self.values[ids]
-        places = ids - jax.lax.axis_index(self.axis) * len(self.values)
-        is_here = (places >= 0) & (places < len(self.values))
-        return self.total(jnp.where(is_here[:, None], self.values[places], 0))
+            return self._at(ids)
+        places = ids - jax.lax.axis_index(self.axis) * self.num_rows
+        is_here = (places >= 0) & (places < self.num_rows)
+        return self.total(jnp.where(is_here[:, None], self._at(places), 0))
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """Return the product [N, V] of rows x [N, D] with the output head.
@@ -41,6 +51,10 @@ class Table(Weight):
         The product is accumulated in `dtype` if it is given.
         """
         return jnp.matmul(x, self.values.T, preferred_element_type=dtype)
+
+    def _at(self, places: jax.Array) -> jax.Array:
+        """Return the rows [N, D] at `places` i32[N]."""
+        return self.values[places]
 
 
 def table(names: Sequence[str], size: int, dim: int) -> Any:
