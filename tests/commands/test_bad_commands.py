@@ -199,7 +199,8 @@ COMPILE = [
     ("--method mtp", "an MTP module"),
     ("--adaptive --method eagle", "--adaptive does not go with --compile"),
     *((f"{one} 2", f"{one} does not go with") for one in ("--max-model-len", "--max-num-seqs")),
-    *((f"{one} 2", f"{one} does not go with") for one in ("--speculative-config", "--devices")),
+    ("--devices 2", "--devices does not go with"),
+    ("--speculative-config 2", "--speculative-config must be a JSON object"),
 ]
 # Values of options of `generate` that are refused as those of an LLM or of its parameters.
 OF_LLM = {
