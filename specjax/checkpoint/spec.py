@@ -149,7 +149,7 @@ def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _interleave(x: Any, sizes: tuple[int, ...]) -> Any:
-    """Reorder rows of the engine's order to the file's order. Inverse of `_regroup`."""
+    """Reorder rows from the engine's order to the file's order. Inverse of `_regroup`."""
     if not sizes:
         return x
     xp = jnp if isinstance(x, jax.Array) else np

@@ -309,7 +309,7 @@ class LeaderPrograms:
             self._own.close()
 
     def _hear(self, rank: int, name: str, *content: Any) -> None:
-        """Note a message of another process."""
+        """Record a message from another process."""
         one = self._followers[rank]
         if name == "answer":
             one.answers.append(*content)

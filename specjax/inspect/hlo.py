@@ -190,7 +190,7 @@ def large_copies(found: list[Launch]) -> list[Launch]:
 
 
 def unknown_loops(hlo: str) -> list[str]:
-    """Return the names of the loops whose trip count is unknown; their kernels count once."""
+    """Return the names of loops with an unknown trip count. A report counts their kernels once."""
     computations, _ = parse(hlo)
     return [
         instruction.name

@@ -20,17 +20,17 @@ _OPENING, _CLOSING = frozenset("{["), frozenset("}]")
 
 
 class CallReader(Protocol):
-    """Reads one region."""
+    """Reads one region, a part of a response that holds tool calls."""
 
     def feed(self, text: str) -> None:
         """Read more of the region's text."""
         ...
 
     def close(self, *, is_complete: bool) -> str:
-        """End the region, and return the text that belongs to no call.
+        """Return the text that belongs to no call. The region has no more text.
 
-        `is_complete` is true if the closing anchor was found, and false if the response ended
-        first.
+        `is_complete` is true if the text that closes a region followed, such as "</tool_call>", and
+        false if the response ended first.
         """
         ...
 

@@ -136,7 +136,7 @@ class StaticPolicy(PolicyRule):
 
 @dataclass(frozen=True)
 class TablePolicy(PolicyRule):
-    """A policy with a table [[lo, hi, K], ...] of the K for each number of sequences.
+    """Chooses K from a table [[lo, hi, K], ...]: K drafts for lo to hi sequences.
 
     The table has the form of vLLM #32374. A number of sequences that is in no range has the K of
     the range before it.

@@ -36,7 +36,7 @@ class ReadyRequests(NamedTuple):
         lengths: number of tokens, including the prompt.
         limits: maximum number of drafts that can become part of the output. The request's own limit
             on drafts is included.
-        texts: drafts from texts; None if the host has not searched for any.
+        texts: drafts that the host found in texts; None if it has not searched for drafts.
     """
 
     keys: Sequence[Hashable]

@@ -53,8 +53,8 @@ class World:
     def round_ms(self, batch: int, k: int, context: float, split: Split | None) -> float:
         """Return the milliseconds, without noise, of a round with `context` context tokens.
 
-        For a split round, `batch` is not used. The time of a split round is an estimate (see
-        `split`), in which the context of all requests costs as much as if all of them drafted.
+        In a split round, only some requests draft, and `batch` is not used. Its time is an estimate
+        (see `split`): contexts cost as much as if all requests drafted.
         """
         ms = self.ms(batch, k) if split is None else split_ms(self.cost, split.shape)
         return ms + self.cost.context_ms(k, context)
