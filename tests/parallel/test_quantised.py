@@ -72,7 +72,6 @@ def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, f
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, bits, count, config",
     [
@@ -117,16 +116,14 @@ def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
         jax.tree.map(np.testing.assert_array_equal, divided, parts.drafter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, form, config, options",
     [
         ("llama", "gptq-order", WIDE, {"tensor_parallel_size": 2}),
         ("qwen3_5_text", "awq", {}, {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
         ("deepseek_v3", "fp8", {}, {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
-        pytest.param(
-            *("qwen3_5_text", None, {}, {"tensor_parallel_size": 2, "speculation": NARROW}),
-            marks=pytest.mark.slow,
-        ),
+        ("qwen3_5_text", None, {}, {"tensor_parallel_size": 2, "speculation": NARROW}),
     ],
 )
 def test_the_tokens_of_one_device(checkpoints, kind, form, config, options):
