@@ -17,7 +17,6 @@ CASES = {
     "dense, pages": ("llama", "ngram", WIDE, {"quantization": "int4", "kv_cache_dtype": "int8"}),
     "experts": ("qwen3_moe", "ngram", {}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "latents": ("deepseek_v3", "mtp", {}, {"quantization": "fp8"}),
-    "hybrid": ("qwen3_5_text", "mtp", {}, {"quantization": "fp8", "kv_cache_dtype": "int8"}),
 }
 
 
@@ -26,9 +25,7 @@ def test_random_schedules(checkpoints, name):
     kind, method, sizes, given = CASES[name]
     target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1, **sizes)
     folder = target.folder
-    if name == "hybrid":
-        folder = checkpoints.mtp(target).folder
-    elif method == "mtp":
+    if method == "mtp":
         folder = checkpoints.mtp(target, layout="single").folder
     folder = checkpoints.with_letters(of_few_words(checkpoints, folder))
     config = {"method": method, "num_speculative_tokens": K}
