@@ -17,7 +17,6 @@ CASES = {
     "dense, pages": ("llama", "ngram", WIDE, {"quantization": "int4", "kv_cache_dtype": "int8"}),
     "experts": ("qwen3_moe", "ngram", {}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "latents": ("deepseek_v3", "mtp", {}, {"quantization": "fp8"}),
-    "hybrid": ("qwen3_5_text", "mtp", WIDE, {"quantization": "int4"}),
 }
 
 
