@@ -132,7 +132,7 @@ def _keep_tokens(
     positions: jax.Array,
     tokens: tuple[jax.Array, ...],
 ) -> DeltaRuleCache:
-    """Return the cache after writing the new tokens to its rings.
+    """Return the cache after writing the new tokens to its ring buffers.
 
     `tokens` are the raw inputs, u, k and e^g [B, M, ...] of the new tokens.
     """
@@ -155,10 +155,11 @@ def _keep_history(
     starts: jax.Array,
     inputs: jax.Array,
 ) -> DeltaRuleCache:
-    """Return the cache after a prompt. Its rings keep only the last W - 1 raw inputs.
+    """Return the cache after a prompt. Its ring buffers keep only the last W - 1 raw inputs.
 
-    The rest of the rings is filled with NaN. `inputs` [B, W - 1 + T, C] are the raw inputs of the
-    W - 1 tokens before the new tokens, and of the T new tokens.
+    W is the number of tokens that the convolution spans. The rest of the ring buffers is filled
+    with NaN. `inputs` [B, W - 1 + T, C] are the raw inputs of the W - 1 tokens before the new
+    tokens, and of the T new tokens.
     """
     state, ring, *rings = cache
     num_columns = ring.shape[2]

@@ -185,9 +185,9 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield trials with one change each.
+    """Yield trials that each differ in one setting from the trial `own` of the unchanged drafter.
 
-    `own` is the trial of the unchanged drafter.
+    The setting is, for example, the auxiliary layers, the mask token or the draft vocabulary.
     """
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
@@ -225,10 +225,10 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return a trial in which an EAGLE-3 head takes the other of two states as its next input.
+    """Return a trial in which an EAGLE-3 head has the opposite value of `recycle_normed`.
 
-    For the next draft, a head reads its own last hidden state. `recycle_normed` says whether this
-    is the state after the head's final norm, or before it. The trial inverts `recycle_normed`.
+    For the next draft, a head reads its own last hidden state. If `recycle_normed` is true, this is
+    the state after the head's final norm, else the state before this norm.
     """
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)

@@ -1,4 +1,4 @@
-"""The multi-device options of a benchmark's `LLM`, and functions for its replicas."""
+"""Options of a benchmark's `LLM` that concern several devices, and functions for its replicas."""
 
 import argparse
 from collections.abc import Callable

@@ -64,8 +64,8 @@ def grouped(
     heads. Usually each device takes some key heads, each with all of its query heads. The last
     devices may take fewer, and have heads of zeros.
 
-    There may be 2, 3, ... times as many devices as key heads. If `may_copy` is true, several
-    devices then have a copy of the same key head, and divide its query heads.
+    If there are 2, 3, ... times as many devices as key heads and `may_copy` is true, several
+    devices have a copy of the same key head, and divide its query heads.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:

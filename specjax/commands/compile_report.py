@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plain(request: StepRequest) -> StepRequest:
-    """Return the request for the same step with plain weights."""
+    """Return the request to compile the same step with unquantised weights."""
     return replace(request, quantization=None)
 
 
 def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
-    """Yield lines that compare quantised weights (`report`) with plain weights (`plain`)."""
+    """Yield lines that compare quantised weights (`report`) with unquantised weights (`plain`)."""
     yield f"{report.request.quantization}, and plain weights"
 
     def line(name: str, show: Callable[[StepReport], str]) -> str:

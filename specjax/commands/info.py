@@ -227,9 +227,9 @@ class Reported:
         return self.plan.head_bytes + parameter_bytes(self.drafter_params, dtype)
 
     def needs(self, dtype: str) -> Needs:
-        """Return the memory for weights and requests.
+        """Return the memory that weights and requests need.
 
-        Each request of a recurrent target has one recurrent state.
+        A request of a recurrent model is counted with one recurrent state.
         """
         own, drafter = self.plan.cache_bytes(dtype)
         weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)

@@ -47,13 +47,14 @@ class ExtraWork(NamedTuple):
 
     @property
     def edits(self) -> jax.Array:
-        """Whether any request needs edits, bool[]."""
+        """Whether any request needs its logits edited (penalties, bias, masks), bool[]."""
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """Return `logits` after all edits (see `Extras`), before the division by temperature.
+        """Return `logits` after the edits that requests need, such as penalties and grammar masks.
 
-        The logits processors have already run on `logits`.
+        The result is not divided by the temperature. Users' logits processors, which come before
+        these edits, have already run on `logits`.
         """
         return self._process(logits, self.requests(), self.history(), (), self.masks)
 

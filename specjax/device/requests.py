@@ -1,4 +1,7 @@
-"""Parameters of requests, in arrays indexed by slot. They are written at admission."""
+"""Parameters of requests. They are written to arrays when a request is admitted.
+
+A running request has a slot, which is its index in these arrays.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +21,7 @@ from specjax.sampling_params import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters in arrays: [S] by slot, or [B] for the requests of a step."""
+    """Sampling parameters in arrays: [S] for all slots, or [B] for the requests of a step."""
 
     temperature: Float32[jax.Array, "B"]  # 0 for greedy sampling
     seeds: UInt32[jax.Array, "B"]

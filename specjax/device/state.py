@@ -1,4 +1,7 @@
-"""The engine's state on the device: one donated pytree, indexed by slot."""
+"""The engine's state on the device: one donated pytree of arrays.
+
+A running request has a slot, which is its index in these arrays.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

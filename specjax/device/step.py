@@ -84,14 +84,14 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy snapshots to the target's and the drafter's recurrent states of slots."""
+    """Copy snapshots to the recurrent states of requests, for the target and the drafter."""
     moves = inputs.slots, inputs.ids, inputs.ends
     caches = restore_snapshots(model.target, state.snapshots, state.caches, moves)
     return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *moves))
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy the target's and the drafter's recurrent states of slots to snapshots.
+    """Copy the recurrent states of requests to snapshots, for the target and the drafter.
 
     The states must include all tokens in the caches (`pending` is 0), as after a prefill chunk. Run
     this after the chunk's `begin`, which updates the drafter's states.

@@ -138,10 +138,11 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
 
 
 def _keep_kernel(*refs, tile):
-    """Write one column of each ring after a prompt.
+    """Write one column of each ring buffer after a prompt.
 
-    The column gets NaN, except for the raw inputs of the last W - 1 tokens. The raw inputs of
-    tokens from before the call are already in the ring.
+    The column gets NaN, except for the raw inputs of the last W - 1 tokens, which the next
+    convolution reads. The raw inputs of tokens from before the call are already in their ring
+    buffer.
     """
     x_ref, layer_ref, slots_ref, positions_ref, ring_ref, *kept = refs[4:]
     num_slots, num_columns, channels = ring_ref.shape[1:]

@@ -1,4 +1,4 @@
-"""The interface of formats, and what several of them need."""
+"""The interface of formats of quantised weights, and functions that several formats use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

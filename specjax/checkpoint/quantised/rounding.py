@@ -59,7 +59,7 @@ class Rounded:
     _lock: Any = field(default_factory=threading.Lock)
 
     def stored(self, dtype: np.dtype) -> ScaledTensor | PackedTensor:
-        """Return the quantised matrix, which is read as weights in `dtype`."""
+        """Return the quantised matrix. Reading it returns dequantised weights in `dtype`."""
         *outer, depth = self.source.shape
         path, name, group = self.source.path, f"{self.name}_scale", self.bits.group
         if group is None:

@@ -35,6 +35,9 @@ class CacheKind(Protocol):
     a layer: `cached` in serving, and usually `causal` or `unrolled` in training. Their argument
     `inputs` holds the layer's projections of the rows. `causal` and `unrolled` have gradients, and
     do not take the cache's arrays.
+
+    If a kind is recurrent, the cache has a state per slot. A slot is an index that the engine gives
+    a running request.
     """
 
     @property

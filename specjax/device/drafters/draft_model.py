@@ -243,9 +243,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
         caches: tuple[Any, ...],
         context: DraftContext,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Run the draft model on `tokens` i32[B, T], which are its own token ids.
+        """Run the draft model on `tokens` i32[B, T], ids of the draft model's vocabulary.
 
-        Return the logits f32[B, V_d] of each request's row `last` i32[B], and the new caches.
+        `last` i32[B] is the index of a row of each request. Return the logits f32[B, V_d] of these
+        rows, and the new caches.
         """
         head = self.head
         features, caches = head.model.extend(params.model, tokens.reshape(-1), rows, caches)

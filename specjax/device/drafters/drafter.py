@@ -416,7 +416,7 @@ class Stateless(NotRecurrent):
         return 0
 
     def num_passes(self, k: int) -> int:
-        """Return 0: there are no weights."""
+        """Return 0: drafting reads neither weights nor a cache."""
         return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> None:
