@@ -162,7 +162,7 @@ def speculation(traffic: Traffic) -> Speculation | None:
 def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> dict[str, Any]:
     """Send the requests again without drafts, and compare the tokens.
 
-    If tokens differ, `ties` decides whether this is a near-tie or a mismatch.
+    If tokens differ, `tell_ties` decides whether this is a rounding difference or a mismatch.
 
     Raises:
         ValueError: the server drafted although the requests ask for no drafts, or it returns no

@@ -238,8 +238,8 @@ class Reported:
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
         """Return the memory for weights and requests if a request had K + 1 recurrent states.
 
-        This is for comparison with engines that keep the state after each token of a round. Return
-        None if the target is not recurrent.
+        This is for comparison with engines that keep the state after each of the K + 1 tokens of a
+        round with K drafts. Return None if the target is not recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
         if slot is None:

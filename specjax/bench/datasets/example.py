@@ -174,5 +174,5 @@ def _row(path: Path, place: str, value: Any) -> Row:
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Return a conversation that begins with a user's message."""
+    """Return a conversation with `text` as the only message, from the user."""
     return [{"role": "user", "content": text}]

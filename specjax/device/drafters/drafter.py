@@ -340,7 +340,7 @@ class Drafter(Protocol):
     def head_of(self, params: Params) -> Any:
         """Return the output head for draft logits: the target's head, or a draft model's embedding.
 
-        None if `params` lack it. Do not call this if `params.drafter` has a separate output head.
+        None if `params` have no such head. Do not call this if the drafter has its own output head.
         """
         ...
 

@@ -162,7 +162,7 @@ def load_weights(
 
 
 def _compare_rotary(files: TensorFiles, model: Any, log: Log) -> None:
-    """Log buffers of rotary frequencies that differ from the config's frequencies."""
+    """Log which tensors of rotary frequencies differ from the config's frequencies."""
     own = model.rope.inverse_frequencies()
     differ = [
         name
