@@ -109,10 +109,11 @@ def _read_pending(
 ) -> tuple[jax.Array, ...]:
     """Return q, k, v, e^g, beta and u of the M tokens before the new tokens.
 
-    M is the maximum number of pending tokens. e^g and beta are [B, M, H_v]; the other arrays have
-    one more axis. For pending tokens, e^g, k and u come from the rings. q, v and beta are zero,
-    because a pending token needs no output and its u is known. If fewer than M tokens are pending,
-    the earlier ones of the M tokens have e^g = 1 and zeros, which leave every state unchanged.
+    Pending tokens are accepted tokens that the state lacks, and M is their maximum number. e^g and
+    beta are [B, M, H_v]; the other arrays have one more axis. For pending tokens, e^g, k and u come
+    from the cache's ring buffers. q, v and beta are zero, because a pending token needs no output
+    and its u is known. If fewer than M tokens are pending, the earlier ones of the M tokens have
+    e^g = 1 and zeros, which leave every state unchanged.
     """
     heads, max_pending = cache.heads, cache.max_pending
     places = starts[:, None] + jnp.arange(-max_pending, 0)[None]

@@ -112,7 +112,7 @@ def describe(
             config file.
         dtype: the dtype of weights and caches. The sections "h100" and "h200" always use bfloat16.
         kv_cache_dtype: the dtype of cache pages, as for `LLM`, in all sections.
-        quantization: the number format to which weights of a plain checkpoint are rounded.
+        quantization: the number format to which unquantised weights are rounded.
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
         num_devices: the number of GPUs over which the model is divided in "h100" and "h200".
 

@@ -62,11 +62,14 @@ class Requests:
     edits: Edits
 
     def at(self, slots: jax.Array) -> "Requests":
-        """Return the requests at `slots` i32[B]."""
+        """Return the parameters of the requests with slots `slots` i32[B]."""
         return jax.tree.map(lambda x: x[slots], self)
 
     def put(self, slots: jax.Array, new: "Requests") -> "Requests":
-        """Return the requests with `new` [B] written at `slots`; out-of-range slots are dropped."""
+        """Return the parameters after writing those of `new` requests [B] at `slots` i32[B].
+
+        Out-of-range slots are ignored.
+        """
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, new)
 
 

@@ -63,23 +63,28 @@ class EngineState:
         *,
         is_observed: bool,
     ) -> "EngineState":
-        """Return the state with these values [B] set at `slots`; out-of-range slots are dropped.
+        """Return the state with these new values [B] for the requests at `slots`.
 
-        If `is_observed` is true, `observed` is also set to `lengths`.
+        Out-of-range slots are ignored. If `is_observed` is true, `observed` is also set to
+        `lengths`.
         """
         new = [lengths, pending, is_active.astype(jnp.int32), lengths][: 3 + is_observed]
         written = self.progress.at[slots, : len(new)].set(jnp.stack(new, axis=1), mode="drop")
         return replace(self, progress=written)
 
     def all_observed(self, slots: jax.Array) -> "EngineState":
-        """Return the state after recording that the drafter has observed all tokens of `slots`."""
+        """Return the state after recording that the drafter has observed all tokens.
+
+        This is recorded for the requests at `slots`.
+        """
         lengths = self.lengths[slots]
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state after recording that recurrent states at `slots` include all tokens.
+        """Return the state after recording that recurrent states include all tokens.
 
-        Use this after a chunk, whose tokens cannot be rejected.
+        This is recorded for the requests at `slots`. Use it after a chunk, whose tokens cannot be
+        rejected.
         """
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 

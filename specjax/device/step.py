@@ -74,7 +74,7 @@ class StepOutputs(NamedTuple):
 
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
-    """Return the state with new requests written to their slots."""
+    """Return the state with new requests added to it."""
     return replace(
         state,
         tokens=state.tokens.at[inputs.slots].set(jnp.maximum(inputs.tokens, 0), mode="drop"),

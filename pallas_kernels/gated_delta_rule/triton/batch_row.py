@@ -1,4 +1,4 @@
-"""The slot and the new tokens of one request, as a kernel reads them."""
+"""One request's new tokens and its place in the cache, as a kernel reads them."""
 
 from typing import Any, NamedTuple
 

@@ -2,7 +2,7 @@
 
 A program processes some tokens, for one key head and its value heads. All tokens run in the same
 loop body, so a token's result has the same bits at any place in a step. Programs may run in any
-order, because no program reads a column of a ring that another program writes (see
+order, because no program reads a column of a ring buffer that another program writes (see
 `pallas_kernels.gated_delta_rule`).
 """
 

@@ -2,7 +2,7 @@
 
 The first kernel prepares the state-independent part of all chunks at once. In the second kernel,
 each program owns some rows of a state. It folds the pending tokens into its rows, and then the
-chunks, in order. The third kernel updates the rings. It runs last, because it writes NaN to columns
+chunks, in order. The third kernel updates the ring buffers, last, because it writes NaN to columns
 that the other kernels read. The first two kernels are separate because a joint kernel would need
 too many registers.
 """

@@ -41,7 +41,11 @@ ACCEPTED = {
 
 
 def figures(top: Mapping[str, Any], rounds: Sequence[Mapping[str, float]]) -> ReportTable:
-    """Return a table of the main figures. If there are several rounds, it has their extremes."""
+    """Return a table of the main figures.
+
+    With several rounds, the table also has the lowest and the highest value of a figure in any
+    round.
+    """
     rows: list[list[Cell]] = []
     for key, name in FIGURES.items():
         if top.get(key) is not None:

@@ -1,8 +1,8 @@
 """A drafter that runs a whole model, usually a small decoder (Leviathan et al. 2023).
 
-The draft model has separate caches. They are indexed by the target's page table and slots. A round
-of K drafts runs the model K times: on the last token to make the first draft, then on each draft to
-make the next draft. The last draft is not run.
+The draft model has separate caches, in which a request has the same pages as in the target's. A
+round of K drafts runs the model K times: on the last token to make the first draft, then on each
+draft to make the next draft. The last draft is not run.
 
 If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
 runs this draft and the last token in its first pass. A round without drafts also runs the first
@@ -155,7 +155,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
         """Return a state with empty caches.
 
-        They are indexed by the target's page table and slots.
+        A request has the same pages and the same slot as in the target's caches.
         """
         model, count = self.head.model, sizes.num_snapshots
         return DraftModelState(

@@ -323,14 +323,14 @@ class Drafter(Protocol):
         ...
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Copy the recurrent states of `slots` into the snapshots `ids`; return the new state.
+        """Copy requests' recurrent states to snapshots; return the new state.
 
         The arguments are explained in `CacheKind.take`.
         """
         ...
 
     def restore(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Copy the snapshots `ids` into the recurrent states of `slots`; return the new state."""
+        """Copy snapshots to requests' recurrent states; return the new state. See `take`."""
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:

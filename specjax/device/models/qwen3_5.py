@@ -49,7 +49,7 @@ class Qwen35(Decoder):
 
     @property
     def num_layers(self) -> int:
-        """The number of layers of both kinds."""
+        """The number of attention layers and recurrent layers together."""
         return len(self.layer_types)
 
     @property

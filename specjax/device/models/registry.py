@@ -233,7 +233,7 @@ def stored_specs(
 
 
 def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
-    """Return a plain checkpoint's files, quantised when they are read; see `rounded`.
+    """Return an unquantised checkpoint's files, quantised when they are read; see `rounded`.
 
     Raises:
         ValueError: the checkpoint is quantised.
