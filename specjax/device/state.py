@@ -63,10 +63,10 @@ class EngineState:
         *,
         is_observed: bool,
     ) -> "EngineState":
-        """Return the state with these new values [B] for the requests at `slots`.
+        """Return the state with new `lengths`, `pending` and `is_active` for some requests.
 
-        Out-of-range slots are ignored. If `is_observed` is true, `observed` is also set to
-        `lengths`.
+        `slots` are the slots of these requests; out-of-range slots are ignored. The arrays are
+        [B]. If `is_observed` is true, `observed` is also set to `lengths`.
         """
         new = [lengths, pending, is_active.astype(jnp.int32), lengths][: 3 + is_observed]
         written = self.progress.at[slots, : len(new)].set(jnp.stack(new, axis=1), mode="drop")

@@ -1,10 +1,10 @@
 """Runs the gated delta rule over a prompt in chunks of tokens, with three kernels.
 
 The first kernel prepares the state-independent part of all chunks at once. In the second kernel,
-each program owns some rows of a state. It folds the pending tokens into its rows, and then the
-chunks, in order. The third kernel updates the ring buffers, last, because it writes NaN to columns
-that the other kernels read. The first two kernels are separate because a joint kernel would need
-too many registers.
+each program owns some rows of a state. It updates its rows with the pending tokens (accepted tokens
+that the state lacks), and then with the chunks, in order. The third kernel updates the ring
+buffers. It runs last, because it writes NaN to columns that the other kernels read. The first two
+kernels are separate because a joint kernel would need too many registers.
 """
 
 import math

@@ -105,7 +105,8 @@ def _table(cells: Sequence[Saved]) -> ReportTable:
 def _charts(cells: Sequence[Saved]) -> list[Chart]:
     """Return a chart for each latency metric, such as TTFT.
 
-    A chart has a point for each cell: the cell's latency (x) and its throughput (y).
+    Each line of a chart has a point for each cell, with the cell's latency as x and its throughput
+    as y.
     """
     has_peers = any(len(list(_engines(cell))) > 1 for cell in cells)
     rates, limits = (

@@ -109,7 +109,7 @@ class PackedPart(PackedTensor):
 
     @cached_property
     def used_zeros(self) -> np.ndarray | None:
-        """The zero points u8[groups, O] of the part; None if the whole matrix needs none."""
+        """The zero points u8[groups, O] of the part; None if `whole.used_zeros` is None."""
         zeros = self.whole.used_zeros
         return None if zeros is None else self.cut_groups(zeros)
 

@@ -36,7 +36,7 @@ class DraftHead(DrafterWeights, Protocol):
 
 @dataclass(frozen=True)
 class ShapedHead:
-    """The base class of draft heads whose layers are those of a decoder, `shape`.
+    """The base class of draft heads that have the layers of the decoder `shape`.
 
     A head is divided over devices in the same way as this decoder.
     """
