@@ -273,7 +273,8 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     """Return the states after T tokens, and the tokens' outputs f32[B, T, H_v, D_v].
 
     The results are equivalent to T calls of `advance`, but are computed in chunks by matrix
-    products (the WY form; paper, section 3.3). For a chunk whose tokens are the rows of Q, K and V:
+    products (the WY form; Yang et al. 2024, section 3.3). For a chunk whose tokens are the rows of
+    Q, K and V:
 
         G_i = g_1 + ... + g_i
         A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1)

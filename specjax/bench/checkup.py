@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The results of one trial at the P places of all texts."""
+    """The results of one trial, at P places (token positions) in all texts together."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
     is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice

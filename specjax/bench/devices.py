@@ -40,7 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Return a text about all these devices. `device` is the text about one device."""
+        """Return a text about all replicas' devices. `device` is the text about one device."""
         if self.num_devices == 1:
             return device
         parts = [

@@ -130,7 +130,7 @@ class TensorSpec:
         return self.interleaved or ((),) * len(self.names)
 
     def _places(self, array: Any) -> list[Any]:
-        """Return the part of `array` that each file tensor contributes, in the order of `names`."""
+        """Return the parts of `array` that come from each file tensor, in the order of `names`."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)

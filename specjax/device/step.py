@@ -51,7 +51,7 @@ from specjax.device.verification import Draft, Target, Verdict
 class Extension(NamedTuple):
     """The target's outputs for T rows of each of B requests.
 
-    The rows of a request are a chunk, or in a round its last token, drafts and padding.
+    A request's rows are a chunk of its prompt or, in a round, its last token, drafts and padding.
     """
 
     features: Features  # of all N = B T rows

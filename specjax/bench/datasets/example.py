@@ -70,7 +70,7 @@ class Dataset(Protocol):
     """
 
     def check(self) -> None:
-        """Raise a ValueError if an option is wrong."""
+        """Raise a ValueError if an option of the data set is wrong."""
         ...
 
     def examples(self, source: RowSource) -> list[Example]:

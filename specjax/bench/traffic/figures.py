@@ -53,7 +53,7 @@ def statistics(
 
 
 def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
-    """Return the field `distributions` of `Details`."""
+    """Return distributions of times and of tokens per chunk, for `Details.distributions`."""
     found = times(records)
     tokens = [float(count) for one in records for count in one.chunk_tokens]
     return {

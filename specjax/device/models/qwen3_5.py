@@ -76,7 +76,7 @@ class Qwen35(Decoder):
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """Both cache kinds, in the order of `KINDS`."""
+        """The cache kinds of attention layers and of recurrent layers, in the order of `KINDS`."""
         return self.attention, self.delta_rule
 
     @property
