@@ -92,8 +92,8 @@ async def _compiled(endpoint: Endpoint) -> None:
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
     """Return the figures of a run, under the keys that `vllm bench serve` uses.
 
-    In a result, they follow the settings that `head` returns. `detailed` adds vLLM's lists with an
-    entry per request.
+    The JSON result has these figures after the settings that `head` returns. `detailed` adds vLLM's
+    lists with an entry per request.
     """
     records, complete = traffic.records, traffic.complete
     found = goodput(settings.limits, complete, len(records), traffic.duration)

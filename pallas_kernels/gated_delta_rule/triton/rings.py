@@ -37,7 +37,7 @@ class Rings(NamedTuple):
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Return the states with the pending tokens, which begin at position `first`, folded in.
+        """Return the states, updated with the pending tokens from position `first` on.
 
         `tokens` is the number of tokens that are loaded at a time.
         """

@@ -118,7 +118,7 @@ class Row:
 
 
 def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
-    """Yield the objects of a file; see `read_text` and `parse_rows`."""
+    """Yield the JSON objects in the file that the user gave; see `read_text` and `parse_rows`."""
     text = read_text(source, remedy)
     assert source.path is not None
     return parse_rows(source.path, text)

@@ -92,7 +92,7 @@ def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Spec(TensorSpec):
-    """The `TensorSpec` of an array of a `Packed`.
+    """The `TensorSpec` of one of the arrays of a `Packed` weight, such as its scales.
 
     `file_shapes` are the shapes [out, in] of the unpacked weights.
     """
