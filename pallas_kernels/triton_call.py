@@ -152,8 +152,8 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
 def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Return log2 of normal f32 numbers, computed by the GPU's approximate instruction.
 
-    The absolute error is at most 2^-22 for x in (0.5, 2). Elsewhere this is the bound of the
-    relative error (PTX ISA). In interpret mode the function is `jnp.log2`.
+    For x in (0.5, 2), the absolute error is at most 2^-22. For other x, the relative error is at
+    most 2^-22 (PTX ISA). In interpret mode the function is `jnp.log2`.
     """
     if interpret:
         return jnp.log2(x)

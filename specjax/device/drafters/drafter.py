@@ -308,7 +308,7 @@ class Drafter(Protocol):
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return the rows per request that drafting k tokens adds to the k + 1 verified rows."""
+        """Return how many rows per request drafting k tokens adds to the k + 1 verified rows."""
         ...
 
     def num_passes(self, k: int) -> int:

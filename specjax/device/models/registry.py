@@ -131,8 +131,8 @@ def load_weights(
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
     The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
-    from the config's. If `quantization` is set, the weights of a plain checkpoint are quantised,
-    and the log also gives the largest relative error of a matrix.
+    from the config's. If `quantization` is set, the weights of an unquantised checkpoint are
+    quantised, and the log also gives the largest relative error of a matrix.
     """
     stored, hf = open_checkpoint(folder), read_config(folder)
     files = find_scales(stored, hf, dtype)
