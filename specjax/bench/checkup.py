@@ -84,7 +84,7 @@ class Tally(NamedTuple):
 
     @property
     def accepted(self) -> np.ndarray:
-        """The number of accepted drafts f64[P] at each place."""
+        """The number of accepted drafts at each of the P places, f64[P]."""
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:

@@ -148,7 +148,7 @@ class ExtraWork(NamedTuple):
 
 
 def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
-    """Return processed logits [B, T, V] divided by each request's temperature, as in sampling."""
+    """Return the logits `processed` [B, T, V], divided by each request's temperature."""
     num_rows, num_columns = processed.shape[1:]
     rows = processed.reshape(-1, num_columns)
     return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)

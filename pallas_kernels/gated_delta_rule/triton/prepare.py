@@ -23,8 +23,8 @@ from pallas_kernels.triton_call import load, triton_call
 class Chunks(NamedTuple):
     """State-independent f32 arrays for the N chunks of a prompt, with C tokens per chunk.
 
-    `reference.recur_chunks` explains the letters, except for T = (I + A)^-1. For each token and
-    value head, the arrays take 4 (3 D_k + D_v + C) bytes.
+    `reference.recur_chunks` defines the symbols in the comments below, except for T = (I + A)^-1.
+    For each token and value head, the arrays take 4 (3 D_k + D_v + C) bytes.
     """
 
     u: Any  # [B, H_v, N C, D_v], T beta V

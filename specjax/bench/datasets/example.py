@@ -83,7 +83,7 @@ class Dataset(Protocol):
 
 
 def option(default: Any, text: str) -> Any:
-    """Return a dataclass field that is a flag with this default and help."""
+    """Return a dataclass field that becomes a command-line flag. `text` is the flag's help."""
     return field(default=default, metadata={"help": text})
 
 

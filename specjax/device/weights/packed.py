@@ -120,7 +120,7 @@ class _Spec(TensorSpec):
         return self.packing.num_groups(self.form.num_in)
 
     def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Return one array [out, ...] that merges arrays of the tensors; see `TensorSpec.join`."""
+        """Return one array [out, ...] that merges `parts`, which come from one file tensor each."""
         shapes = tuple(part.shape for part in parts)
         names = ("",) * len(parts)
         return TensorSpec(names, shapes, interleaved=self.interleaved).join(parts, parts[0].dtype)
