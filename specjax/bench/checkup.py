@@ -306,7 +306,7 @@ def _draft(
     drafter: Drafter,
     k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draft after each of the positions `starts`, in a separate request for each.
+    """Draft after each position in `starts`, as if each position were a separate request.
 
     Returns greedy drafts i32[N, k], and the drafter's distributions f32[N, V] for the first draft
     at temperature 1.
