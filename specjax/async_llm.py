@@ -272,7 +272,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return await self._ask(self._llm.reset_prefix_cache)
 
     async def sleep(self, level: int = 1) -> None:
-        """See `LLM.sleep`, which raises an error while requests run."""
+        """See `LLM.sleep`. It raises an error while requests run."""
         await self._ask(self._llm.sleep, level)
 
     async def wake_up(self) -> None:

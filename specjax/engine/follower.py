@@ -87,7 +87,7 @@ class Follower:
         """Do nothing, because process 0 sends a separate message that releases the state."""
 
     def renew(self) -> None:
-        """Do nothing, because process 0 sends a separate message that creates the state."""
+        """Do nothing, because process 0 sends a separate message that creates the new state."""
 
     def build(
         self, config: EngineConfig, verification: Verification, layout: Layout, max_drafts: int

@@ -48,7 +48,7 @@ class Program:
         return ((self.inputs, self.batch),)
 
     def handed(self, traces: "Traces") -> tuple[Any, ...]:
-        """Return the shapes of the arguments that follow the packed arrays."""
+        """Return the shapes of the program's arguments that follow its packed arrays."""
         return ()
 
     def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
