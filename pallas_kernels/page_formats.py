@@ -36,7 +36,7 @@ PAGE_FORMATS = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8, "int8_per_token_head"
 
 
 def page_format(dtype: Any) -> PageFormat | None:
-    """Return the format of pools with `dtype`, or None if they hold plain numbers."""
+    """Return the 8-bit format of pools with `dtype`; None if these hold unquantised numbers."""
     known = *PAGE_FORMATS.values(), FP8_BYTES
     return next((one for one in known if one.dtype == str(dtype)), None)
 

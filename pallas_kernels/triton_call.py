@@ -152,8 +152,8 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
 def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Return log2 of normal f32 numbers, computed by the GPU's approximate instruction.
 
-    The absolute error is at most 2^-22 for x in (0.5, 2). Elsewhere this is the bound of the
-    relative error (PTX ISA). In interpret mode the function is `jnp.log2`.
+    For x in (0.5, 2), the absolute error is at most 2^-22. For other x, the relative error is at
+    most 2^-22 (PTX ISA). In interpret mode the function is `jnp.log2`.
     """
     if interpret:
         return jnp.log2(x)
@@ -174,9 +174,9 @@ def widen(x: jax.Array, *, interpret: bool) -> jax.Array:
 
     With this backend, assembly converts four numbers at a time. The bits of a float8 number are
     moved to the places of sign, exponent and mantissa in a bf16 number. The result is multiplied by
-    2^120, the ratio of the two formats' scales. For int8, the lower seven bits are written into the
-    last bits of the bf16 number 128, which gives 128 plus these bits. Then 128 is subtracted, or
-    256 if the sign bit is set.
+    2^120, because the two formats have different exponent biases (7 and 127). For int8, the lower
+    seven bits are written into the last bits of the bf16 number 128, which gives 128 plus these
+    bits. Then 128 is subtracted, or 256 if the sign bit is set.
     """
     if interpret or backend() != "pallas":
         return x.astype(jnp.bfloat16)
@@ -225,7 +225,7 @@ _OF_INT8 = """{
 def widen_nibbles(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Return the lower and the upper four bits of each byte, minus 8, as bf16 or f32.
 
-    The assembly for bf16 writes four bits into the last bits of the number 128, which gives 128
+    For bf16, inline assembly writes four bits into the last bits of the number 128, which gives 128
     plus these bits. Then it subtracts 136.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
@@ -243,7 +243,8 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
     """Return the numbers in the lower and in the upper four bits of each byte, as bf16 or f32.
 
     The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. For
-    bf16, the assembly moves the bits to a bf16 number's places, and multiplies by 2^126.
+    bf16, inline assembly shifts these bits to the places of sign, exponent and mantissa in a bf16.
+    It multiplies by 2^126, because the two formats have different exponent biases (1 and 127).
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
         low, high = (e2m1(part).astype(dtype) for part in _halves(x))

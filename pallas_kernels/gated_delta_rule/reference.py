@@ -109,10 +109,11 @@ def _read_pending(
 ) -> tuple[jax.Array, ...]:
     """Return q, k, v, e^g, beta and u of the M tokens before the new tokens.
 
-    M is the maximum number of pending tokens. e^g and beta are [B, M, H_v]; the other arrays have
-    one more axis. For pending tokens, e^g, k and u come from the rings. q, v and beta are zero,
-    because a pending token needs no output and its u is known. If fewer than M tokens are pending,
-    the earlier ones of the M tokens have e^g = 1 and zeros, which leave every state unchanged.
+    Pending tokens are accepted tokens that the state lacks, and M is their maximum number. e^g and
+    beta are [B, M, H_v]; the other arrays have one more axis. For pending tokens, e^g, k and u come
+    from the cache's ring buffers. q, v and beta are zero, because a pending token needs no output
+    and its u is known. If fewer than M tokens are pending, the earlier ones of the M tokens have
+    e^g = 1 and zeros, which leave every state unchanged.
     """
     heads, max_pending = cache.heads, cache.max_pending
     places = starts[:, None] + jnp.arange(-max_pending, 0)[None]
@@ -132,7 +133,7 @@ def _keep_tokens(
     positions: jax.Array,
     tokens: tuple[jax.Array, ...],
 ) -> DeltaRuleCache:
-    """Return the cache after writing the new tokens to its rings.
+    """Return the cache after writing the new tokens to its ring buffers.
 
     `tokens` are the raw inputs, u, k and e^g [B, M, ...] of the new tokens.
     """
@@ -155,10 +156,11 @@ def _keep_history(
     starts: jax.Array,
     inputs: jax.Array,
 ) -> DeltaRuleCache:
-    """Return the cache after a prompt. Its rings keep only the last W - 1 raw inputs.
+    """Return the cache after a prompt. Its ring buffers keep only the last W - 1 raw inputs.
 
-    The rest of the rings is filled with NaN. `inputs` [B, W - 1 + T, C] are the raw inputs of the
-    W - 1 tokens before the new tokens, and of the T new tokens.
+    W is the number of tokens that the convolution spans. The rest of the ring buffers is filled
+    with NaN. `inputs` [B, W - 1 + T, C] are the raw inputs of the W - 1 tokens before the new
+    tokens, and of the T new tokens.
     """
     state, ring, *rings = cache
     num_columns = ring.shape[2]
@@ -271,7 +273,8 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     """Return the states after T tokens, and the tokens' outputs f32[B, T, H_v, D_v].
 
     The results are equivalent to T calls of `advance`, but are computed in chunks by matrix
-    products (the WY form; paper, section 3.3). For a chunk whose tokens are the rows of Q, K and V:
+    products (the WY form; Yang et al. 2024, section 3.3). For a chunk whose tokens are the rows of
+    Q, K and V:
 
         G_i = g_1 + ... + g_i
         A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1)

@@ -16,9 +16,10 @@ def grouped_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_matmul`. Each used matrix is read once per block, and no unused matrix is read.
+    """Compute `grouped_matmul` in plain JAX.
 
-    The result is differentiable with respect to x and the weights.
+    Each used matrix is read once per block of rows, and no unused matrix is read. The result is
+    differentiable with respect to x and the weights.
     """
     return from_to(sources, targets, x, lambda x: _products(x, weights, group_sizes))
 

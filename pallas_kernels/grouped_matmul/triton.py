@@ -43,7 +43,9 @@ def grouped_matmul_triton(
     config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `grouped_matmul`. Each used matrix is read once per block, and no unused matrix is read.
+    """Compute `grouped_matmul` on tensor cores.
+
+    Each used matrix is read once per block of rows, and no unused matrix is read.
 
     Raises:
         UnsupportedError: dtypes differ or are not in DTYPES, or there are too many groups.

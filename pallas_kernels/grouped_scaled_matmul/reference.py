@@ -17,9 +17,9 @@ def grouped_scaled_matmul_reference(
     *,
     block: tuple[int, int],
 ) -> jax.Array:
-    """See `grouped_scaled_matmul`. Matrices with rows are dequantised one at a time.
+    """Compute `grouped_scaled_matmul` in plain JAX.
 
-    Matrices without rows are not dequantised.
+    Matrices of groups with rows are dequantised one at a time. Other matrices are not dequantised.
     """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ def route_reference(
     correction: jax.Array | None = None,
     is_padding: jax.Array | None = None,
 ) -> Routes:
-    """See `route`. The weights are differentiable with respect to the logits."""
+    """Compute `route` in plain JAX. The weights are differentiable with respect to the logits."""
     weights, experts = (_by_sigmoid if rule.is_sigmoid else _by_softmax)(
         logits, num_chosen, rule, correction
     )

@@ -17,9 +17,9 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Write a lower bound of the row's threshold (a key), and the row's maximum and sum of weights.
+    """Write a lower bound of the row's threshold, and the row's maximum and sum of weights.
 
-    If no token is to be excluded, write only the bound 0.
+    The bound is a key (see `ordered`). If no token is to be excluded, only the bound 0 is written.
     """
     row = pl.program_id(0)
     asked = Asked.read(refs[:4], row, vocab_size)

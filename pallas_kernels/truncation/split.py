@@ -28,11 +28,11 @@ class SplitColumns:
         return weights / jax.lax.psum(weights.sum(axis=-1, keepdims=True), self.axis)
 
     def smallest_of(self, keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-        """See `reference.AllColumns`.
+        """Return each row's highest threshold that keeps enough weight; see `AllColumns`.
 
-        The devices find the key digit by digit, from the highest digit on. They exchange one sum
-        per digit, and wait for each other in every exchange. Bit by bit, there would be more
-        exchanges.
+        The devices find the threshold digit by digit, from the highest digit on. To find a digit of
+        four bits, they exchange 15 sums per row at once. In every exchange, the devices wait for
+        each other, so four exchanges of one sum would take longer.
         """
         digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.uint32)[None]
 

@@ -170,7 +170,7 @@ def _mask_kernel(
         count_ref[row, number] = jnp.sum(in_column)
 
         def put(i, carry):
-            """Store the i-th candidate of every column. Few columns have several candidates."""
+            """Store the i-th candidate of each column that has more than i candidates."""
             x, token, seen = parts[0], tokens[0], jnp.zeros_like(in_column)
             for at, other, is_kept in zip(tokens, parts, kept, strict=True):
                 is_next = is_kept & (seen == i)

@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The results of one trial at the P places of all texts."""
+    """The results of one trial, at P places (token positions) in all texts together."""
 
     is_accepted: np.ndarray  # bool[P, K], whether the draft and all before it are accepted
     is_counted: np.ndarray  # bool[P, K], whether the text up to the draft is the target's choice
@@ -84,7 +84,7 @@ class Tally(NamedTuple):
 
     @property
     def accepted(self) -> np.ndarray:
-        """The number of accepted drafts f64[P] at each place."""
+        """The number of accepted drafts at each of the P places, f64[P]."""
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
@@ -185,9 +185,9 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield trials with one change each.
+    """Yield trials that each differ in one setting from the trial `own` of the unchanged drafter.
 
-    `own` is the trial of the unchanged drafter.
+    The setting is, for example, the auxiliary layers, the mask token or the draft vocabulary.
     """
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
@@ -225,10 +225,10 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return a trial in which an EAGLE-3 head takes the other of two states as its next input.
+    """Return a trial in which an EAGLE-3 head has the opposite value of `recycle_normed`.
 
-    For the next draft, a head reads its own last hidden state. `recycle_normed` says whether this
-    is the state after the head's final norm, or before it. The trial inverts `recycle_normed`.
+    For the next draft, a head reads its own last hidden state. If `recycle_normed` is true, this is
+    the state after the head's final norm, else the state before this norm.
     """
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
@@ -306,7 +306,7 @@ def _draft(
     drafter: Drafter,
     k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draft after each of the positions `starts`, in a separate request for each.
+    """Draft after each position in `starts`, as if each position were a separate request.
 
     Returns greedy drafts i32[N, k], and the drafter's distributions f32[N, V] for the first draft
     at temperature 1.

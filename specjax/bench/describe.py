@@ -1,4 +1,4 @@
-"""Shows a result as text: the parts that `latency`, `throughput` and `serve` share."""
+"""Shows a result as text. The benchmarks `latency`, `throughput` and `serve` share this module."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

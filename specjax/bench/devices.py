@@ -1,4 +1,4 @@
-"""The multi-device options of a benchmark's `LLM`, and functions for its replicas."""
+"""Options of a benchmark's `LLM` that concern several devices, and functions for its replicas."""
 
 import argparse
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Return a text about all these devices. `device` is the text about one device."""
+        """Return a text about all replicas' devices. `device` is the text about one device."""
         if self.num_devices == 1:
             return device
         parts = [

@@ -1,6 +1,6 @@
-"""Reads and names the drafters of commands that measure several Ks.
+"""Reads and names the drafters of commands that measure several Ks (numbers of drafts).
 
-A drafter is given as a speculative config without K.
+Such a command gets a drafter as a speculative config without K, and sets K itself.
 """
 
 import json
@@ -17,7 +17,7 @@ _SET_BY_K = (
 
 
 def read_config(text: str, target: str) -> dict[str, Any]:
-    """Parse the JSON of --speculative-config, for a command whose --k sets K.
+    """Parse the JSON of --speculative-config, for a command that gets K by the option --k.
 
     `target` is the model to draft for. If it is a demo, the config may leave out the drafter's
     checkpoint.

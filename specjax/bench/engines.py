@@ -74,7 +74,7 @@ class Setup:
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """The speculative config for the largest K."""
+        """The drafter's speculative config, with the largest of `ks` as its number of drafts."""
         config = {**self.drafter, "num_speculative_tokens": max(self.ks)}
         if self.synthetic_rates is not None:
             config |= {

@@ -60,8 +60,9 @@ class Scorer:
     def two_best(self, request: Request, index: int, output: Sequence[int]) -> tuple[Any, float]:
         """Return the ids of the two best next tokens after `output`, and their scores' difference.
 
-        The best token comes first. A score is a logit divided by the temperature, plus the noise of
-        sample `index`. At temperature 0 it is the logit. Grammars are ignored.
+        The best token comes first. At temperature 0, a token's score is its logit. At other
+        temperatures, the score is the logit divided by the temperature, plus sampling noise, which
+        depends on the sample's `index`. Grammars are ignored.
         """
         layout = self.engine.layout
         tokens = np.zeros(layout.max_model_len, np.int32)

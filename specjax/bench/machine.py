@@ -146,9 +146,10 @@ def load_now() -> float:
 
 
 def count_gpu_processes(num_gpus: int) -> int:
-    """Count the other processes on the first visible GPUs, which this process must be using.
+    """Count the other processes on the first `num_gpus` visible GPUs.
 
-    A process that uses several GPUs counts several times.
+    This process must be using each of these GPUs. A process that uses several GPUs counts several
+    times.
     """
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     gpus = ",".join((visible or [str(i) for i in range(num_gpus)])[:num_gpus])

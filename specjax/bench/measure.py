@@ -111,7 +111,7 @@ def as_run(
     *,
     num_replicas: int = 1,
 ) -> Run:
-    """Return the run between two snapshots of the counters, `before` and `after`.
+    """Return what an engine did between two snapshots of its counters, `before` and `after`.
 
     No prefill step may lie between them.
     """

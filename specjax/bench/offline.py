@@ -210,7 +210,10 @@ def describe_speculation(
 
 
 def _growth(name: str, before: Metrics, after: Metrics) -> float:
-    """Return the growth of a metric's sum over all steps. The metric is a mean over steps."""
+    """Return how much the sum of a metric over all steps has grown from `before` to `after`.
+
+    The metric itself is a mean over steps.
+    """
     return getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps
 
 

@@ -191,7 +191,10 @@ def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
 
 
 def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
-    """Return `Figures.mean_acceptance_length_low_repeat`."""
+    """Return the mean acceptance length of the outputs with little repetition.
+
+    Return None if there are no such outputs, or if the batch size is above 1.
+    """
     if any(len(run.outputs) > 1 for run in runs):
         return None
     low = [run for run in runs if all(repeated_share(t) < LOW_REPEAT for t in run.outputs.values())]

@@ -156,8 +156,8 @@ class Peer:
         figures: the peer's figures, under the same keys as this engine's at the top level.
         ratios: this engine's figure divided by the peer's, by key.
         outputs: how many outputs had the same tokens: {"num_compared", "num_same",
-            "first_differences"}; None if tokens were sampled or not returned. rounds: the figures
-            of each repetition. The engines take turns, see `Details.rounds`.
+            "first_differences"}; None if tokens were sampled or not returned.
+        rounds: the peer's figures in each repetition of the run.
     """
 
     name: str

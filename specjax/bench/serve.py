@@ -92,8 +92,8 @@ async def _compiled(endpoint: Endpoint) -> None:
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
     """Return the figures of a run, under the keys that `vllm bench serve` uses.
 
-    In a result, they follow the settings that `head` returns. `detailed` adds vLLM's lists with an
-    entry per request.
+    The JSON result has these figures after the settings that `head` returns. `detailed` adds vLLM's
+    lists with an entry per request.
     """
     records, complete = traffic.records, traffic.complete
     found = goodput(settings.limits, complete, len(records), traffic.duration)
@@ -162,7 +162,7 @@ def speculation(traffic: Traffic) -> Speculation | None:
 def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> dict[str, Any]:
     """Send the requests again without drafts, and compare the tokens.
 
-    If tokens differ, `ties` decides whether this is a near-tie or a mismatch.
+    If tokens differ, `tell_ties` decides whether this is a rounding difference or a mismatch.
 
     Raises:
         ValueError: the server drafted although the requests ask for no drafts, or it returns no

@@ -1,4 +1,4 @@
-"""`specjax bench`: compares plain decoding with drafters and Ks, on the same prompts."""
+"""`specjax bench`: compares plain decoding with drafters, at several K (numbers of drafts)."""
 
 import argparse
 import json

@@ -45,8 +45,9 @@ def measure(
 ) -> None:
     """Run all prompts on this engine and on each peer, `num_rounds` times, and fill in `found`.
 
-    The engines take turns, and each round begins with the next of them. After an interrupt, `found`
-    has the completed runs. This engine starts each run with an empty prefix cache.
+    In each round, every engine runs once. The engines take turns in being the first of a round.
+    After an interrupt, `found` has the completed runs. This engine starts each run with an empty
+    prefix cache.
     """
     warm_up(offline, queries)
     for worker in workers.values():

@@ -64,8 +64,8 @@ def grouped(
     heads. Usually each device takes some key heads, each with all of its query heads. The last
     devices may take fewer, and have heads of zeros.
 
-    There may be 2, 3, ... times as many devices as key heads. If `may_copy` is true, several
-    devices then have a copy of the same key head, and divide its query heads.
+    If there are 2, 3, ... times as many devices as key heads and `may_copy` is true, several
+    devices have a copy of the same key head, and divide its query heads.
     """
     per_group, copies = num_heads // num_groups, num_devices // num_groups
     if copies < 2 or num_devices % num_groups or not may_copy:
@@ -327,7 +327,7 @@ def _check_shapes(
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of a spec's file tensor; None if every device takes the whole tensor."""
+    """Return the cut of the spec's file tensor number `index`; None if it is never divided."""
     for axis, sections in spec.cuts[index] if spec.cuts else ():
         if any(name in shares for name, _ in sections):
             each = ((None if name is None else shares[name], size) for name, size in sections)

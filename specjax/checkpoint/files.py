@@ -88,10 +88,11 @@ def open_file(path: Path) -> TensorFiles:
 
 
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """Return the weight files of a folder, each with the tensor names that the index lists for it.
+    """Return a folder's weight files, each with the names of the tensors to read from it.
 
-    The names are None if there is no index. Raises CheckpointError if there are no files, or if the
-    index names a file that does not exist.
+    The names come from the index file, such as model.safetensors.index.json. They are None if the
+    folder has no index file. Raises CheckpointError if there are no weight files, or if the index
+    names a file that does not exist.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")

@@ -28,10 +28,11 @@ _LIMITS = _INFINITY | {_FLOAT8: np.array(math.nan, _FLOAT8)}
 
 
 def all_finite(array: Any) -> Any:
-    """Return whether all elements are finite, as a bool or as an array bool[] on a device.
+    """Return whether all elements are finite.
 
-    `jax.device_get` returns a bool for both. Only floats of 16 bits or more, and float8_e4m3fn, are
-    checked; arrays of other dtypes count as finite.
+    The result is a bool, or an array bool[] on a device, which `jax.device_get` converts to a bool.
+    Only floats of 16 bits or more, and float8_e4m3fn, are checked. Arrays of other dtypes count as
+    finite.
     """
     dtype = np.dtype(array.dtype)
     if dtype not in _LIMITS:

@@ -57,9 +57,10 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    To let devices divide the input axis, pass a section name as `rows`. To let devices divide the
-    output axis, pass a section name as `columns`. Pass at most one of these. If one is passed,
-    devices may instead divide the axis of experts.
+    `rows` is the name of the input axis (see `TensorSpec.cuts`) if devices may divide it, else
+    None. `columns` is the name of the output axis if devices may divide it, else None. Pass at most
+    one of these names. If a name is passed, devices may divide the axis of experts in place of the
+    named axis.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

@@ -130,7 +130,7 @@ class TensorSpec:
         return self.interleaved or ((),) * len(self.names)
 
     def _places(self, array: Any) -> list[Any]:
-        """Return the part of `array` that each file tensor contributes, in the order of `names`."""
+        """Return the parts of `array` that come from each file tensor, in the order of `names`."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)
@@ -201,13 +201,14 @@ def cut_rows(
     *,
     groups: str | None = None,
 ) -> tuple[tuple[tuple[int, Sections], ...], ...]:
-    """Return `TensorSpec.cuts` for file tensors of these shapes.
+    """Return the field `TensorSpec.cuts` of tensors that devices divide along one axis.
 
     Args:
         shapes: the shapes of the file tensors.
-        sections: a name, if each tensor is one section with this name. Or the sections of all
-            tensors, one tensor after the other. None if the tensors are never divided.
-        axis: the axis of each tensor that consists of sections.
+        sections: the sections of the axis (see `TensorSpec.cuts`), one tensor after the other. A
+            single name if the whole axis of each tensor is a section with this name. None if the
+            tensors are never divided.
+        axis: the axis that is divided.
         groups: the name of the tensors' first axis, if this axis may be divided instead.
     """
     if sections is None:

@@ -1,5 +1,4 @@
-"""Reads tensors at known locations in files. The readers of safetensors and PyTorch files
-use this module."""
+"""Reads tensors at known locations in files. Readers of safetensors and of .bin files use it."""
 
 from dataclasses import dataclass
 from pathlib import Path

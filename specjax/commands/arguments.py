@@ -69,7 +69,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quantization(parser: Any, *, required: bool = False) -> None:
-    """Declare the argument for quantising a plain checkpoint."""
+    """Declare the argument for quantising an unquantised checkpoint."""
     parser.add_argument(
         "--quantization",
         choices=tuple(BITS),

@@ -104,7 +104,7 @@ def doubt_lines(results: Iterable[tuple[str, Saved]]) -> list[str]:
 
 
 def change_lines(found: ResultChanges) -> list[str]:
-    """Return a table of all compared figures, and explanations of it."""
+    """Return a table of all compared figures as lines, and lines that explain the table."""
     rows = [["", "A", "B", "change", "95 % interval", "from", "beyond noise"]]
     rows += [_row(change) for change in found.changes]
     used = {change.source.split(" ")[-1] for change in found.changes}

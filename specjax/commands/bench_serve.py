@@ -80,8 +80,8 @@ class ServeRun:
 
     Attributes:
         model: the model's name in requests: its checkpoint, or its name at --base-url.
-        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init. checkpoint: the
-            model's folder, for peers that are started; "" if none is started.
+        tokenizer: the checkpoint of the tokenizer; None with --skip-tokenizer-init.
+        checkpoint: the model's folder, for peers that are started; "" if none is started.
         fields: fields of every request body.
         path: the file of --save-result; None without it.
     """

@@ -182,7 +182,8 @@ def check_served(
 def as_figures(tally: Tally) -> dict[str, float]:
     """Return the acceptance length, and the overlap of the drafter's and target's distributions.
 
-    The overlap compares the distributions for the first draft. It is a mean over places.
+    The overlap compares the distributions for the first draft. It is a mean over positions in the
+    texts.
     """
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 

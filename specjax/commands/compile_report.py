@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plain(request: StepRequest) -> StepRequest:
-    """Return the request for the same step with plain weights."""
+    """Return the request to compile the same step with unquantised weights."""
     return replace(request, quantization=None)
 
 
 def _beside(report: StepReport, plain: StepReport) -> Iterator[str]:
-    """Yield lines that compare quantised weights (`report`) with plain weights (`plain`)."""
+    """Yield lines that compare quantised weights (`report`) with unquantised weights (`plain`)."""
     yield f"{report.request.quantization}, and plain weights"
 
     def line(name: str, show: Callable[[StepReport], str]) -> str:
@@ -233,7 +233,7 @@ def _collectives(report: StepReport) -> Iterator[str]:
 
 
 def _sums(found: Sequence[Launch]) -> str:
-    """Return the number of collectives of each kind, and their bytes."""
+    """Return a text with the number of collectives of each kind, and their bytes."""
     counts = Counter()
     for one in found:
         counts[one.kind] += one.times

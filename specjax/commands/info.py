@@ -112,7 +112,7 @@ def describe(
             config file.
         dtype: the dtype of weights and caches. The sections "h100" and "h200" always use bfloat16.
         kv_cache_dtype: the dtype of cache pages, as for `LLM`, in all sections.
-        quantization: the number format to which weights of a plain checkpoint are rounded.
+        quantization: the number format to which unquantised weights are rounded.
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
         num_devices: the number of GPUs over which the model is divided in "h100" and "h200".
 
@@ -227,7 +227,7 @@ class Reported:
         return self.plan.head_bytes + parameter_bytes(self.drafter_params, dtype)
 
     def needs(self, dtype: str) -> Needs:
-        """Return the memory for weights and requests.
+        """Return the memory that weights and requests need.
 
         If the target is recurrent, this includes one recurrent state per request.
         """
@@ -238,8 +238,8 @@ class Reported:
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
         """Return the memory for weights and requests if a request had K + 1 recurrent states.
 
-        This is for comparison with engines that keep the state after each token of a round. Return
-        None if the target is not recurrent.
+        This is for comparison with engines that keep the state after each of the K + 1 tokens of a
+        round with K drafts. Return None if the target is not recurrent.
         """
         needs, slot = self.needs(dtype), self.slot(dtype)
         if slot is None:

@@ -1,4 +1,4 @@
-"""Runs `specjax quantize`: writes a plain checkpoint with its weights in 8 or 4 bits."""
+"""Runs `specjax quantize`: writes a copy of a checkpoint with its weights in 8 or 4 bits."""
 
 import argparse
 from pathlib import Path

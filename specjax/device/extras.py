@@ -47,13 +47,14 @@ class ExtraWork(NamedTuple):
 
     @property
     def edits(self) -> jax.Array:
-        """Whether any logits must be edited, for example by penalties or masks, bool[]."""
+        """Whether any request needs its logits edited (penalties, bias, masks), bool[]."""
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """Return `logits` after all edits (see `Extras`), before the division by temperature.
+        """Return `logits` after the edits that requests need, such as penalties and grammar masks.
 
-        The logits processors have already run on `logits`.
+        The result is not divided by the temperature. Users' logits processors, which come before
+        these edits, have already run on `logits`.
         """
         return self._process(logits, self.requests(), self.history(), (), self.masks)
 
@@ -147,7 +148,7 @@ class ExtraWork(NamedTuple):
 
 
 def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
-    """Return processed logits [B, T, V] divided by each request's temperature, as in sampling."""
+    """Return the logits `processed` [B, T, V], divided by each request's temperature."""
     num_rows, num_columns = processed.shape[1:]
     rows = processed.reshape(-1, num_columns)
     return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)

@@ -20,7 +20,7 @@ from specjax.device.vocabulary import WHOLE, Vocabulary
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdmitInputs:
-    """Requests to admit to slots."""
+    """Requests to admit, each with the slot (index in the engine's state) that it gets."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     requests: Requests = packed(lambda layout: init_requests(1, layout.vocab_size, xp=np))  # [B]
@@ -31,7 +31,7 @@ class AdmitInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SnapshotInputs:
-    """Slots whose recurrent states are copied to or from snapshots."""
+    """Copies of requests' recurrent states, to snapshots or from snapshots."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     ids: Int32[jax.Array, "B"] = packed("num_snapshots")  # snapshots; out of range for padding

@@ -19,5 +19,5 @@ class Stream(IntEnum):
 def uniform_noise(
     seeds: jax.Array, stream: Stream, counters: tuple[jax.Array, ...], count: int
 ) -> jax.Array:
-    """Return uniform draws f32[N, count] in [0, 1), keyed like `gumbel_noise`."""
+    """Return uniform draws f32[N, count] in [0, 1), a function of seed, stream and counters."""
     return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(keys(seeds, stream, counters))

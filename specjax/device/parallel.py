@@ -149,7 +149,8 @@ def _is_divided(x: Any) -> bool:
 def _summed(weight: Weight) -> Weight:
     """Return `weight`, changed to sum its results over devices if each device has a partial sum.
 
-    Devices have partial sums if the axis of the inputs is divided, or if a `Table` is divided.
+    Devices have partial sums if the axis of the inputs is divided, or if the weight is an embedding
+    (`Table`) and its rows are divided.
     """
     spec: Any = weight.values
     if not isinstance(spec, DividedSpec) or not (spec.divides_input or isinstance(weight, Table)):

@@ -1,4 +1,7 @@
-"""Parameters of requests, in arrays indexed by slot. They are written at admission."""
+"""Parameters of requests. They are written to arrays when a request is admitted.
+
+A running request has a slot, which is its index in these arrays.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +21,7 @@ from specjax.sampling_params import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters in arrays: [S] by slot, or [B] for the requests of a step."""
+    """Sampling parameters in arrays: [S] for all slots, or [B] for the requests of a step."""
 
     temperature: Float32[jax.Array, "B"]  # 0 for greedy sampling
     seeds: UInt32[jax.Array, "B"]
@@ -59,11 +62,14 @@ class Requests:
     edits: Edits
 
     def at(self, slots: jax.Array) -> "Requests":
-        """Return the requests at `slots` i32[B]."""
+        """Return the parameters of the requests with slots `slots` i32[B]."""
         return jax.tree.map(lambda x: x[slots], self)
 
     def put(self, slots: jax.Array, new: "Requests") -> "Requests":
-        """Return the requests with `new` [B] written at `slots`; out-of-range slots are dropped."""
+        """Return the parameters after writing those of `new` requests [B] at `slots` i32[B].
+
+        Out-of-range slots are ignored.
+        """
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, new)
 
 

@@ -1,4 +1,7 @@
-"""The engine's state on the device: one donated pytree, indexed by slot."""
+"""The engine's state on the device: one donated pytree of arrays.
+
+A running request has a slot, which is its index in these arrays.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,23 +63,28 @@ class EngineState:
         *,
         is_observed: bool,
     ) -> "EngineState":
-        """Return the state with these values [B] set at `slots`; out-of-range slots are dropped.
+        """Return the state with new `lengths`, `pending` and `is_active` for some requests.
 
-        If `is_observed` is true, `observed` is also set to `lengths`.
+        `slots` are the slots of these requests; out-of-range slots are ignored. The arrays are
+        [B]. If `is_observed` is true, `observed` is also set to `lengths`.
         """
         new = [lengths, pending, is_active.astype(jnp.int32), lengths][: 3 + is_observed]
         written = self.progress.at[slots, : len(new)].set(jnp.stack(new, axis=1), mode="drop")
         return replace(self, progress=written)
 
     def all_observed(self, slots: jax.Array) -> "EngineState":
-        """Return the state after recording that the drafter has observed all tokens of `slots`."""
+        """Return the state after recording that the drafter has observed all tokens.
+
+        This is recorded for the requests at `slots`.
+        """
         lengths = self.lengths[slots]
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state after recording that recurrent states at `slots` include all tokens.
+        """Return the state after recording that recurrent states include all tokens.
 
-        Use this after a chunk, whose tokens cannot be rejected.
+        This is recorded for the requests at `slots`. Use it after a chunk, whose tokens cannot be
+        rejected.
         """
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 

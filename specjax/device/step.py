@@ -51,7 +51,7 @@ from specjax.device.verification import Draft, Target, Verdict
 class Extension(NamedTuple):
     """The target's outputs for T rows of each of B requests.
 
-    The rows of a request are a chunk, or in a round its last token, drafts and padding.
+    A request's rows are a chunk of its prompt or, in a round, its last token, drafts and padding.
     """
 
     features: Features  # of all N = B T rows
@@ -74,7 +74,7 @@ class StepOutputs(NamedTuple):
 
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
-    """Return the state with new requests written to their slots."""
+    """Return the state with new requests added to it."""
     return replace(
         state,
         tokens=state.tokens.at[inputs.slots].set(jnp.maximum(inputs.tokens, 0), mode="drop"),
@@ -84,14 +84,14 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy snapshots to the target's and the drafter's recurrent states of slots."""
+    """Copy snapshots to the recurrent states of requests, for the target and the drafter."""
     moves = inputs.slots, inputs.ids, inputs.ends
     caches = restore_snapshots(model.target, state.snapshots, state.caches, moves)
     return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *moves))
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy the target's and the drafter's recurrent states of slots to snapshots.
+    """Copy the recurrent states of requests to snapshots, for the target and the drafter.
 
     The states must include all tokens in the caches (`pending` is 0), as after a prefill chunk. Run
     this after the chunk's `begin`, which updates the drafter's states.

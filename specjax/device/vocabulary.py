@@ -52,9 +52,9 @@ class Vocabulary:
     def columns(
         self, ids: jax.Array, num_columns: int, is_used: jax.Array | None = None
     ) -> jax.Array:
-        """Return the columns i32[...] of tokens i32[...].
+        """Return the column numbers i32[...] of tokens i32[...] in this device's logits.
 
-        The result is `num_columns` for tokens that are not used, or not on this device.
+        The number is `num_columns` for a token that is not used, or not on this device.
         """
         return ids if is_used is None else jnp.where(is_used, ids, num_columns)
 
@@ -186,7 +186,7 @@ class SplitVocabulary(Vocabulary):
         return jax.lax.axis_index(self.axis) * self.size
 
     def num_columns(self, total: int) -> int:
-        """See `Vocabulary`. `total` is the number of tokens."""
+        """Return the number of logits on each device."""
         return self.size
 
     def whole(self, logits: jax.Array) -> jax.Array:

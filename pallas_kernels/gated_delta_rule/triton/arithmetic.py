@@ -28,7 +28,7 @@ def _halves(a):
 
 
 def _rounded(a):
-    """Return a rounded to tf32 (ten mantissa bits). Tensor cores would truncate it instead."""
+    """Return `a`, rounded to tf32 (ten mantissa bits). Tensor cores would truncate it instead."""
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
     return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
 

@@ -1,4 +1,4 @@
-"""The slot and the new tokens of one request, as a kernel reads them."""
+"""One request's new tokens and its place in the cache, as a kernel reads them."""
 
 from typing import Any, NamedTuple
 
@@ -43,5 +43,8 @@ class BatchRow(NamedTuple):
 
 
 def column_of(place, num_columns):
-    """Return the column of the position `place` in a ring. `place` may be slightly below 0."""
+    """Return the column of the token at position `place` in a ring buffer.
+
+    `place` may be slightly below 0.
+    """
     return jax.lax.rem(place + num_columns, num_columns)

@@ -2,7 +2,7 @@
 
 A program processes some tokens, for one key head and its value heads. All tokens run in the same
 loop body, so a token's result has the same bits at any place in a step. Programs may run in any
-order, because no program reads a column of a ring that another program writes (see
+order, because no program reads a column of a ring buffer that another program writes (see
 `pallas_kernels.gated_delta_rule`).
 """
 
@@ -105,10 +105,10 @@ def _column(ring, row, t):
 
 
 def _load_raw(x_ref, ring_ref, row, t, kind):
-    """Return the raw inputs of token t in the channels `kind`, as read from x and from the ring.
+    """Return the raw inputs of token t in the channels `kind`: as read from x, and from a buffer.
 
-    New tokens (t >= 0) are only in x, and earlier tokens (t < 0) are only in the ring. `_pick_raw`
-    selects the valid result.
+    The buffer is the cache's ring of raw inputs. New tokens (t >= 0) are only in x, and earlier
+    tokens (t < 0) are only in the ring. `_pick_raw` selects the valid result.
     """
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)

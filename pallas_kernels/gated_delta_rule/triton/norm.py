@@ -30,7 +30,7 @@ def run_norm(out, x, norm, heads, *, eps, config, interpret):
 
 
 def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
-    """Compute `reference.gated_norm` with the same roundings.
+    """Compute `reference.gated_norm`, with rounding in the same places.
 
     The kernel has no other operations that the compiler could fuse with the norm. So the roundings
     are the same for any number of tokens.

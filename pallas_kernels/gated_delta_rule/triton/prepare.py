@@ -23,8 +23,8 @@ from pallas_kernels.triton_call import load, triton_call
 class Chunks(NamedTuple):
     """State-independent f32 arrays for the N chunks of a prompt, with C tokens per chunk.
 
-    `reference.recur_chunks` explains the letters, except for T = (I + A)^-1. For each token and
-    value head, the arrays take 4 (3 D_k + D_v + C) bytes.
+    `reference.recur_chunks` defines the symbols in the comments below, except for T = (I + A)^-1.
+    For each token and value head, the arrays take 4 (3 D_k + D_v + C) bytes.
     """
 
     u: Any  # [B, H_v, N C, D_v], T beta V
@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
 
 
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
-    """Return the cache's ring of raw inputs, unchanged, and the `Chunks` of the new tokens.
+    """Return the cache's ring buffer of raw inputs, unchanged, and the `Chunks` of the new tokens.
 
     A chunk has `chunk` tokens. `where` is (layer, slots, positions). The ring is an output of this
     kernel so that the kernel that writes the ring starts only after this kernel has read it.
@@ -62,7 +62,11 @@ def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a chunk. New tokens are in x, and earlier tokens are in the ring."""
+    """The tokens of a chunk.
+
+    The raw inputs of new tokens are in x, and those of earlier tokens are in the cache's ring
+    buffer.
+    """
 
     x: Any
     ring: Any
@@ -103,10 +107,11 @@ class _Tokens(NamedTuple):
 
 
 def _prepare_kernel(*refs, chunk, piece):
-    """Compute what later kernels need for one chunk and one value head, see `Chunks`.
+    """Compute the arrays of `Chunks` for one chunk of tokens and one value head.
 
-    To save registers, `piece` channels are processed at a time. Channels of q and k are processed
-    twice: first to compute their norms, then to divide by the norms.
+    To save registers, `piece` channels are processed at a time. Channels of q and k are computed
+    twice: first for sums over all channels, such as the norms of q and k, and then to write
+    normalised q and k.
     """
     _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
     log_decay_ref, decay_bias_ref, ring_ref, *chunks = refs

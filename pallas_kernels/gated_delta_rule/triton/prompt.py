@@ -1,10 +1,10 @@
 """Runs the gated delta rule over a prompt in chunks of tokens, with three kernels.
 
 The first kernel prepares the state-independent part of all chunks at once. In the second kernel,
-each program owns some rows of a state. It folds the pending tokens into its rows, and then the
-chunks, in order. The third kernel updates the rings. It runs last, because it writes NaN to columns
-that the other kernels read. The first two kernels are separate because a joint kernel would need
-too many registers.
+each program owns some rows of a state. It updates its rows with the pending tokens (accepted tokens
+that the state lacks), and then with the chunks, in order. The third kernel updates the ring
+buffers. It runs last, because it writes NaN to columns that the other kernels read. The first two
+kernels are separate because a joint kernel would need too many registers.
 """
 
 import math
@@ -138,10 +138,11 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
 
 
 def _keep_kernel(*refs, tile):
-    """Write one column of each ring after a prompt.
+    """Write one column of each ring buffer after a prompt.
 
-    The column gets NaN, except for the raw inputs of the last W - 1 tokens. The raw inputs of
-    tokens from before the call are already in the ring.
+    The column gets NaN, except for the raw inputs of the last W - 1 tokens, which the next
+    convolution reads. The raw inputs of tokens from before the call are already in their ring
+    buffer.
     """
     x_ref, layer_ref, slots_ref, positions_ref, ring_ref, *kept = refs[4:]
     num_slots, num_columns, channels = ring_ref.shape[1:]

@@ -14,7 +14,7 @@ from pallas_kernels.triton_call import multiply_add
 
 
 class Rings(NamedTuple):
-    """The references to the rings, and the rows of the state that the program owns."""
+    """References to the ring buffers, and the rows of the state that a program owns."""
 
     u: Any
     k: Any
@@ -37,7 +37,7 @@ class Rings(NamedTuple):
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Return the states with the pending tokens, which begin at position `first`, folded in.
+        """Return the states, updated with the pending tokens from position `first` on.
 
         `tokens` is the number of tokens that are loaded at a time.
         """
@@ -69,7 +69,7 @@ def correct(states, u, k, *, interpret):
 
 
 def over_keys(states, k, *, interpret):
-    """Return S k [rows].
+    """Return the product S k [rows]. S and k are lists of pieces along the D_k axis.
 
     Each thread first adds its products over all pieces. Then the threads add their sums.
     """

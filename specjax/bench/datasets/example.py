@@ -70,7 +70,7 @@ class Dataset(Protocol):
     """
 
     def check(self) -> None:
-        """Raise a ValueError if an option is wrong."""
+        """Raise a ValueError if an option of the data set is wrong."""
         ...
 
     def examples(self, source: RowSource) -> list[Example]:
@@ -83,7 +83,7 @@ class Dataset(Protocol):
 
 
 def option(default: Any, text: str) -> Any:
-    """Return a dataclass field that is a flag with this default and help."""
+    """Return a dataclass field that becomes a command-line flag. `text` is the flag's help."""
     return field(default=default, metadata={"help": text})
 
 
@@ -118,7 +118,7 @@ class Row:
 
 
 def read_rows(source: RowSource, remedy: str) -> Iterator[Row]:
-    """Yield the objects of a file; see `read_text` and `parse_rows`."""
+    """Yield the JSON objects in the file that the user gave; see `read_text` and `parse_rows`."""
     text = read_text(source, remedy)
     assert source.path is not None
     return parse_rows(source.path, text)
@@ -174,5 +174,5 @@ def _row(path: Path, place: str, value: Any) -> Row:
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Return a conversation that begins with a user's message."""
+    """Return a conversation with `text` as the only message, from the user."""
     return [{"role": "user", "content": text}]

@@ -79,7 +79,10 @@ class Categories(Questions):
 
 
 def check_lengths(minimum: int = 1, **lengths: int) -> None:
-    """Raise a ValueError if any of `lengths`, options of a data set by name, is below `minimum`."""
+    """Raise a ValueError if an option of a data set is below `minimum`.
+
+    `lengths` maps the names of options to their values.
+    """
     for name, value in lengths.items():
         if value < minimum:
             flag = name.replace("_", "-")

@@ -148,9 +148,10 @@ def _count(row: Row, name: str, least: int) -> int:
 def _tokens(
     one: _Request, ids: Sequence[int], blocks: dict[int, list[int]], random: Random
 ) -> list[int]:
-    """Return a prompt. Blocks with the same id have the same tokens.
+    """Return the random tokens of a request's prompt.
 
-    `blocks` holds the tokens of the blocks so far, by id.
+    The prompt begins with the request's blocks. Blocks with the same id have the same tokens in all
+    prompts. `blocks` maps the ids of earlier blocks to their tokens, and gets the new blocks.
     """
     tokens: list[int] = []
     for block in one.blocks:

@@ -1,4 +1,4 @@
-"""The engines that `--against` can name. A new one is an entry in one of the two tables below."""
+"""The engines that `--against` can name. Each engine has an entry in a table of this module."""
 
 from collections.abc import Mapping
 

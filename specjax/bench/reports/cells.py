@@ -103,7 +103,11 @@ def _table(cells: Sequence[Saved]) -> ReportTable:
 
 
 def _charts(cells: Sequence[Saved]) -> list[Chart]:
-    """Return a chart for each kind of latency: a point per cell, throughput against latency."""
+    """Return a chart for each latency metric, such as TTFT.
+
+    Each line of a chart has a point for each cell, with the cell's latency as x and its throughput
+    as y.
+    """
     has_peers = any(len(list(_engines(cell))) > 1 for cell in cells)
     rates, limits = (
         len({cell.top[key] for cell in cells}) for key in ("request_rate", "max_concurrency")

@@ -86,12 +86,12 @@ class ResultChanges:
 def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
     """Compare results from before a change with results from after it.
 
-    If `before` or `after` has several results, they are from repeated runs, and their means are
+    If `before` or `after` has several results, they come from repeated runs, and their means are
     compared.
 
     Raises:
-        ValueError: workloads differ, settings of repeated runs differ, or `bench sweep serve` wrote
-            a result.
+        ValueError: workloads differ, settings of repeated runs differ, or a result was made by
+            `bench sweep serve`.
     """
     first, *others = [*before, *after]
     if any(saved.cells for saved in (first, *others)):
@@ -125,9 +125,10 @@ def _refuse(differing: Mapping[str, tuple[Any, Any]], why: str) -> None:
 def _interval(
     key: str, before: Sequence[Saved], after: Sequence[Saved], values: Sequence[Sequence[float]]
 ) -> tuple[Interval | None, str]:
-    """Return the confidence interval of a figure's change, and the values that it comes from.
+    """Return the fields `interval` and `source` of a figure's `Change`.
 
-    `values` has two lists: the figure in each result before the change, and after it.
+    `key` is the key of the figure. `values` has two lists: the figure's values in the results
+    `before`, and its values in the results `after`.
     """
     if max(len(before), len(after)) > 1:
         return _named(of_rounds(*values), f"{len(before)} and {len(after)} runs")
@@ -190,7 +191,7 @@ def _is_figure(key: str) -> bool:
 
 
 def _workload(saved: Saved) -> dict[str, Any]:
-    """Return the fields that must be equal in both results: prompts, load, sampling and so on."""
+    """Return the fields that must be equal in compared results, such as prompts and load."""
     found = {"benchmark": saved.benchmark}
     if saved.details is not None:
         data = saved.details.dataset

@@ -38,10 +38,10 @@ def of_pairs(
 ) -> Interval | None:
     """Return the confidence interval of the ratio of two runs, compared on the same prompts.
 
-    A key identifies a batch of prompts, and has a value for each round with this batch. Each key
-    that both runs have gives the logarithm of a ratio. The result is Student's t-interval for the
-    mean of these logarithms. Return None if the runs share fewer than two keys, or if a value is
-    not above 0.
+    A key identifies a batch of prompts, and has a value for each round with this batch. For each
+    key that both runs have, the logarithm of the runs' ratio is computed. The result is Student's
+    t-interval for the mean of these logarithms. Return None if the runs share fewer than two keys,
+    or if a value is not above 0.
     """
     both = [(before[key], after[key]) for key in before if key in after]
     if len(both) < 2 or min(min(*one, *other) for one, other in both) <= 0:

@@ -41,7 +41,11 @@ ACCEPTED = {
 
 
 def figures(top: Mapping[str, Any], rounds: Sequence[Mapping[str, float]]) -> ReportTable:
-    """Return a table of the main figures. If there are several rounds, it has their extremes."""
+    """Return a table of the main figures.
+
+    With several rounds, the table also has the lowest and the highest value of a figure in any
+    round.
+    """
     rows: list[list[Cell]] = []
     for key, name in FIGURES.items():
         if top.get(key) is not None:
@@ -69,7 +73,11 @@ def measured(details: Details) -> dict[str, Distribution]:
 
 
 def windows(details: Details) -> list[ReportTable]:
-    """Return two tables: figures of the steady window, and the shares of requests within limits."""
+    """Return tables of the steady window and of goodput, if the result has them.
+
+    The steady window is the time in which the number of running requests is about constant. The
+    table of goodput has the share of requests that meet each latency limit.
+    """
     steady, good, rows = details.steady or {}, details.goodput, []
     for name in "output_throughput", "mean_running", "ms_per_token", "begin", "end", "rule":
         if steady.get(name) is not None:

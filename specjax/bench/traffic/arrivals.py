@@ -66,7 +66,7 @@ class Arrivals:
         return self.ramp is not None or self.rate != math.inf
 
     def rates(self, count: int) -> np.ndarray:
-        """Return the rate in the gap before each of `count` requests, in requests per second."""
+        """Return the arrival rate before each of `count` requests, in requests per second."""
         if self.ramp is None:
             return np.full(count, self.rate)
         start, end = self.start_rate or 0.0, self.end_rate or 0.0

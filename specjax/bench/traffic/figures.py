@@ -53,7 +53,7 @@ def statistics(
 
 
 def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
-    """Return the field `distributions` of `Details`."""
+    """Return distributions of times and of tokens per chunk, for `Details.distributions`."""
     found = times(records)
     tokens = [float(count) for one in records for count in one.chunk_tokens]
     return {
@@ -98,9 +98,9 @@ def timeline(records: Sequence[Record], duration: float) -> dict[str, list[float
 
 
 def steady(records: Sequence[Record], duration: float) -> dict[str, Any] | None:
-    """Return figures of the steady window, which `Details` defines.
+    """Return figures of the time in which the number of running requests is about constant.
 
-    Return None if no request has tokens, or none has ended.
+    `Details.steady` defines this time. Return None if no request has tokens, or none has ended.
     """
     first = [one.sent + one.ttft for one in records if one.ttft is not None]
     last = [one.sent + one.latency for one in records if one.latency is not None]

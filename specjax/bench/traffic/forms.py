@@ -57,7 +57,7 @@ class Chats:
         )
 
     def text(self, choice: Mapping[str, Any]) -> str:
-        """See `RequestForm`. Reasoning and tool calls count as text."""
+        """Return the text that a choice of a chunk adds, including reasoning and tool calls."""
         delta = choice.get("delta") or {}
         calls = delta.get("tool_calls") or ()
         parts = [delta.get(name) for name in ("content", "reasoning", "reasoning_content")]

@@ -23,9 +23,10 @@ class Record:
         gaps: the times between one chunk with tokens and the next.
         chunk_tokens: number of tokens of each chunk; empty if unknown.
         latency: from `sent` to the end of the answer; None before that.
-        token_ids: token ids of the answer; empty if the server does not return them. prompt_ids:
-            token ids of the prompt in the server; empty if the server does not return them.
-        rounds: rounds with drafts; empty if unknown.
+        token_ids: token ids of the answer; empty if the server does not return them.
+        prompt_ids: token ids of the prompt in the server; empty if the server does not return them.
+        rounds: pairs (draft tokens, accepted draft tokens), one for each round with drafts; empty
+            if unknown.
         accepted: `accepted[n]` is the number of rounds with n accepted draft tokens; empty if
             unknown.
         num_drafts: number of draft tokens in the rounds that `accepted` counts.

@@ -1,4 +1,4 @@
-"""The kinds of numbers to which a plain checkpoint can be quantised while it is loaded.
+"""The number formats to which unquantised weights can be quantised while they are loaded.
 
 This module imports nothing slow, so that --help is fast.
 """

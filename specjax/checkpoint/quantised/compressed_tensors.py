@@ -50,7 +50,10 @@ _END = ".weight_packed"
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """See `Format`. Activations keep their dtype, even if the config quantises them."""
+    """The `Format` of compressed-tensors.
+
+    Activations keep their dtype, even if the config quantises them.
+    """
 
     described: ClassVar[str] = (
         "compressed-tensors with 8-bit floats (tensor, channel, block), integers of 4 or 8 bits "

@@ -42,7 +42,7 @@ def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorF
 
 
 def tensor(dtype: Any, *shape: int, values: Any = None) -> Described:
-    """Return a `Described` tensor with `values`; without `values`, with zeros of this shape."""
+    """Return a `Described` tensor with `values`. If `values` is None, all values are 0."""
     if values is None:
         return Described(np.dtype(dtype), shape)
     array = np.asarray(values, dtype)

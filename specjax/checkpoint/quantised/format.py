@@ -1,4 +1,4 @@
-"""The interface of formats, and what several of them need."""
+"""The interface of formats of quantised weights, and functions that several formats use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def check_axes(folder: Path, name: str, found: Readable, count: int = 2) -> None
 
 
 def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> np.ndarray:
-    """Return scales as they are stored. `name` is their tensor's name.
+    """Return scales as they are stored. `name` is the name of the tensor of scales.
 
     Raises:
         CheckpointError: a scale is not a positive number. Zeros are allowed if `may_be_zero` is

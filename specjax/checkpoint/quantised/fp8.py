@@ -13,7 +13,10 @@ from specjax.checkpoint.quantised.scaled import FLOAT8, Block, num_blocks, with_
 
 @dataclass(frozen=True)
 class FP8:
-    """See `Format`. Activations keep their dtype, even if the config quantises them."""
+    """The `Format` of float8 weights.
+
+    Activations keep their dtype, even if the config quantises them.
+    """
 
     described: ClassVar[str] = "fp8 (e4m3)"
     block: Block | None  # rows and columns that share a scale; None without blocks

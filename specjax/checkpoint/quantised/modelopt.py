@@ -23,7 +23,10 @@ _END = ".weight_scale_2"
 
 @dataclass(frozen=True)
 class ModelOpt:
-    """See `Format`. Activations keep their dtype, even if the config quantises them."""
+    """The `Format` of ModelOpt.
+
+    Activations keep their dtype, even if the config quantises them.
+    """
 
     described: ClassVar[str] = "modelopt (NVFP4, FP8, MIXED_PRECISION of these)"
     algorithm: str
@@ -52,7 +55,7 @@ class ModelOpt:
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype
     ) -> dict[str, Described] | None:
-        """See `Format`. The result is None for MIXED_PRECISION, whose matrices differ in form."""
+        """Return the tensors that store a matrix; None for MIXED_PRECISION. See `Format`."""
         if is_named(name, self.skipped):
             return None
         if self.algorithm == "FP8":

@@ -104,12 +104,12 @@ class PackedPart(PackedTensor):
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """See `PackedTensor`. An index past the last input is padding, with the value 0."""
+        """The order of the part's inputs; an index past the matrix's last input marks padding."""
         return self.own_order
 
     @cached_property
     def used_zeros(self) -> np.ndarray | None:
-        """See `PackedTensor`. Either all parts of a matrix have zero points, or none has."""
+        """The zero points u8[groups, O] of the part; None if `whole.used_zeros` is None."""
         zeros = self.whole.used_zeros
         return None if zeros is None else self.cut_groups(zeros)
 

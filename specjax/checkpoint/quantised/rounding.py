@@ -59,7 +59,7 @@ class Rounded:
     _lock: Any = field(default_factory=threading.Lock)
 
     def stored(self, dtype: np.dtype) -> ScaledTensor | PackedTensor:
-        """Return the quantised matrix, which is read as weights in `dtype`."""
+        """Return the quantised matrix. Reading it returns dequantised weights in `dtype`."""
         *outer, depth = self.source.shape
         path, name, group = self.source.path, f"{self.name}_scale", self.bits.group
         if group is None:
@@ -112,7 +112,7 @@ class RoundedFiles(NamedTuple):
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a text with the numbers of quantised and plain matrices, and the worst error."""
+        """Return a text with the numbers of quantised and other matrices, and the worst error."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"

@@ -28,7 +28,7 @@ def save_rounded(
 
     Args:
         made: the result of `round_matrices`.
-        config: the config of the plain checkpoint.
+        config: the config of the unquantised checkpoint.
         quantization: a key of `BITS`.
 
     Raises:
@@ -112,7 +112,7 @@ FORMS = {
 
 
 def _config(made: RoundedFiles, quantization: str) -> dict[str, Any]:
-    """Return the `quantization_config`. Modules with plain matrices are listed under "ignore"."""
+    """Return the `quantization_config`. Unquantised modules are listed under "ignore"."""
     bits = BITS[quantization]
     plain = {
         name.removesuffix(_END)

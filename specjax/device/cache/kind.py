@@ -35,6 +35,9 @@ class CacheKind(Protocol):
     a layer: `cached` in serving, and usually `causal` or `unrolled` in training. Their argument
     `inputs` holds the layer's projections of the rows. `causal` and `unrolled` have gradients, and
     do not take the cache's arrays.
+
+    If a kind is recurrent, the cache has a state per slot. A slot is an index that the engine gives
+    a running request.
     """
 
     @property
@@ -87,8 +90,9 @@ class CacheKind(Protocol):
     def take(
         self, snapshots: Any, ids: jax.Array, cache: Any, slots: jax.Array, ends: jax.Array
     ) -> Any:
-        """Copy the states of `slots` i32[B] to the snapshots `ids` i32[B]; return the snapshots.
+        """Copy recurrent states of requests to snapshots; return the new snapshots.
 
+        `slots` i32[B] are the requests' slots, and `ids` i32[B] are the numbers of the snapshots.
         `ends` i32[B] is the number of tokens that each state includes. The states must include all
         tokens in the caches. Out-of-range ids are ignored.
         """
@@ -97,9 +101,10 @@ class CacheKind(Protocol):
     def restore(
         self, cache: Any, slots: jax.Array, snapshots: Any, ids: jax.Array, ends: jax.Array
     ) -> Any:
-        """Copy the snapshots `ids` to the states of `slots`; return the cache.
+        """Copy snapshots to recurrent states of requests; return the new cache.
 
-        `ends` is the number of tokens that each snapshot includes. Out-of-range slots are ignored.
+        The arguments are as in `take`, except that `ends` is the number of tokens that each
+        snapshot includes. Out-of-range slots are ignored.
         """
         ...
 
@@ -145,9 +150,10 @@ class PagesOnly:
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """The checkpoint's scales that become the two `layer_scales` of a layer.
+        """The checkpoint's scale for each of the two parts of a token's entry.
 
-        "k" means the scale of keys, and "v" means the scale of values.
+        The parts are usually the key and the value. "k" means the scale of keys, and "v" means the
+        scale of values.
         """
         return "k", "v"
 

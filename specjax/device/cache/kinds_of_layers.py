@@ -12,9 +12,9 @@ def divide_kinds(
     kept_layers: tuple[int, ...],
     layer_scales: tuple[tuple[float, float], ...],
 ) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
-    """Return cache kinds and each layer's index into them.
+    """Divide cache kinds, so that all layers of a kind store pages in the same way.
 
-    All layers of a returned kind store pages in the same way.
+    Return the new kinds, and each layer's index into them.
 
     Args:
         kinds: the cache kinds of a model. In the result, they have the same order, and new kinds

@@ -1,4 +1,4 @@
-"""The cache of the gated delta rule: a state per slot, and ring buffers for its last tokens."""
+"""The cache of the gated delta rule: for each request a state, and buffers of its last tokens."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class DeltaRule:
 
     @property
     def is_recurrent(self) -> bool:
-        """True: each slot has a state."""
+        """True: each request has a state."""
         return True
 
     @property
@@ -128,7 +128,7 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """Copy the snapshots `ids` to the states of `slots`; see `CacheKind.restore`."""
+        """Copy snapshots to the states of requests; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
         # As after a prompt, entries that no step may read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])

@@ -28,8 +28,8 @@ class CachedRows:
     again. Other requests may share the pages, and this program may round the numbers differently
     from the program that wrote them. If `attends` is false, only keys and values are computed.
 
-    `windows` are the attention windows of layers that have separate pages. In their page tables, -1
-    also marks pages that were freed because they are behind the window of every row.
+    `windows` are the attention windows of layers that have separate pages. A page that is behind
+    the window of every row is freed, and its entry in these layers' page table becomes -1.
     """
 
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row

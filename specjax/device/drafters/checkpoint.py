@@ -131,7 +131,11 @@ def is_prefixed(names: Collection[str]) -> bool:
 
 
 def cannot_matter(name: str) -> bool:
-    """Return whether a tensor in a head's file cannot change drafts (see `_UNREAD`)."""
+    """Return whether a tensor in a head's file cannot change the head's drafts.
+
+    Such a tensor is, for example, a copy of the target's output head, or a buffer of rotary
+    frequencies.
+    """
     return name.removeprefix("model.") in _UNREAD or name.endswith(_UNREAD_ENDINGS)
 
 

@@ -6,7 +6,7 @@ convolution mixes row t of the block with the previous rows:
     y_t = sum_i (b_i + c_ti) x_{t-i}
 
 The weights b_i are fixed for each channel. The weights c_ti are a linear function of the input of
-attention or the MLP at row t. All channels of a group have equal c_ti.
+attention or the MLP at row t. Adjacent channels form groups, and have equal c_ti within a group.
 
 Drafts are chosen from a row's most likely tokens. Token j has the score
 

@@ -1,8 +1,8 @@
 """A drafter that runs a whole model, usually a small decoder (Leviathan et al. 2023).
 
-The draft model has separate caches. They are indexed by the target's page table and slots. A round
-of K drafts runs the model K times: on the last token to make the first draft, then on each draft to
-make the next draft. The last draft is not run.
+The draft model has separate caches, in which a request has the same pages as in the target's. A
+round of K drafts runs the model K times: on the last token to make the first draft, then on each
+draft to make the next draft. The last draft is not run.
 
 If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
 runs this draft and the last token in its first pass. A round without drafts also runs the first
@@ -155,7 +155,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
         """Return a state with empty caches.
 
-        They are indexed by the target's page table and slots.
+        A request has the same pages and the same slot as in the target's caches.
         """
         model, count = self.head.model, sizes.num_snapshots
         return DraftModelState(
@@ -243,9 +243,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
         caches: tuple[Any, ...],
         context: DraftContext,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Run the draft model on `tokens` i32[B, T], which are its own token ids.
+        """Run the draft model on `tokens` i32[B, T], ids of the draft model's vocabulary.
 
-        Return the logits f32[B, V_d] of each request's row `last` i32[B], and the new caches.
+        `last` i32[B] is the index of a row of each request. Return the logits f32[B, V_d] of these
+        rows, and the new caches.
         """
         head = self.head
         features, caches = head.model.extend(params.model, tokens.reshape(-1), rows, caches)

@@ -308,7 +308,7 @@ class Drafter(Protocol):
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return the rows per request that drafting k tokens adds to the k + 1 verified rows."""
+        """Return how many rows per request drafting k tokens adds to the k + 1 verified rows."""
         ...
 
     def num_passes(self, k: int) -> int:
@@ -323,14 +323,14 @@ class Drafter(Protocol):
         ...
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Copy the recurrent states of `slots` into the snapshots `ids`; return the new state.
+        """Copy requests' recurrent states to snapshots; return the new state.
 
         The arguments are explained in `CacheKind.take`.
         """
         ...
 
     def restore(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
-        """Copy the snapshots `ids` into the recurrent states of `slots`; return the new state."""
+        """Copy snapshots to requests' recurrent states; return the new state. See `take`."""
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
@@ -340,7 +340,7 @@ class Drafter(Protocol):
     def head_of(self, params: Params) -> Any:
         """Return the output head for draft logits: the target's head, or a draft model's embedding.
 
-        None if `params` lack it. Do not call this if `params.drafter` has a separate output head.
+        None if `params` have no such head. Do not call this if the drafter has its own output head.
         """
         ...
 
@@ -416,7 +416,7 @@ class Stateless(NotRecurrent):
         return 0
 
     def num_passes(self, k: int) -> int:
-        """Return 0: there are no weights."""
+        """Return 0: drafting reads neither weights nor a cache."""
         return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> None:

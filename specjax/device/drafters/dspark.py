@@ -2,7 +2,7 @@
 
     rows      as in DFlash, but row 0 already gives a draft. So K drafts need K rows, not K + 1
     drafts    drawn from logits_j + W_2 W_1[previous token]. logits_j are DFlash's logits of row j.
-              W_1 [V, r] and W_2 [V, r] are weights
+              W_1 [V, r] and W_2 [V, r] are weights of a small rank r
 
 A confidence head in the checkpoint is not loaded, because the engine chooses K from the acceptance
 that it measures.

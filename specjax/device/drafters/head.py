@@ -36,9 +36,9 @@ class DraftHead(DrafterWeights, Protocol):
 
 @dataclass(frozen=True)
 class ShapedHead:
-    """The base class of heads with the layers of a decoder, `shape`.
+    """The base class of draft heads that have the layers of the decoder `shape`.
 
-    The heads are divided over devices like this decoder.
+    A head is divided over devices in the same way as this decoder.
     """
 
     shape: Any

@@ -138,7 +138,7 @@ class MedusaHeads:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MedusaState:
-    """The hidden state of each slot, from which the next drafts are made."""
+    """The hidden state from which the next drafts are made, for each running request."""
 
     hidden: jax.Array  # [S, D], the target's hidden state at the last accepted row
 

@@ -193,7 +193,10 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     def observe(
         self, target: Model, params: Params, state: ModulesState, seen: Observation
     ) -> ModulesState:
-        """See `Drafter.observe`. The last module computes only keys and values."""
+        """Run the modules on the rows that the target ran; see `Drafter.observe`.
+
+        The last module computes only keys and values.
+        """
         begins = seen.rows.by_request(seen.rows.positions)[:, :1] == 0
         before = state.hidden.at[seen.slots].get(mode="fill", fill_value=0)
         before = jnp.where(begins[..., None], 0, before)

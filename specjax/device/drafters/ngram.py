@@ -34,7 +34,7 @@ class NGramDrafter(Stateless):
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """Return k drafts for each active request with a match.
+        """Return k drafts for each active request whose last tokens also occur earlier.
 
         Other requests get zeros, and their number of drafts is 0. The drafts do not depend on logit
         edits such as penalties; verification applies these edits.

@@ -220,7 +220,7 @@ def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
 def check_plain(hf: HFConfig, quantization: str) -> None:
     """Raise a ValueError if a config says that the weights are quantised already.
 
-    The message says that `quantization` needs plain weights.
+    The message says that `quantization` needs unquantised weights.
     """
     name, given = quantisation(hf)
     if given:

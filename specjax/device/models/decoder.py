@@ -178,9 +178,9 @@ class Decoder:
 
     @property
     def inner_multiple(self) -> int:
-        """Each device must take a multiple of this number of columns of the experts' inner width.
+        """A number that must divide each device's part of the experts' inner width.
 
-        The number is 1 if the width may be divided anywhere.
+        It is 1 if the width may be divided anywhere.
         """
         return 1
 
@@ -232,7 +232,10 @@ class Decoder:
         return moe_specs(self.experts, self.hidden_size, prefix, names)
 
     def norm_spec(self, name: str, size: int | None = None) -> Any:
-        """Return the weight [size] of the norm `name` as a `TensorSpec`; `size` defaults to D."""
+        """Return the weight [size] of the norm `name` as a `TensorSpec`.
+
+        `size` defaults to the hidden size.
+        """
         fill = 0.0 if self.has_centred_norms else None
         return stored([f"{name}.weight"], (size or self.hidden_size,), fill=fill)
 

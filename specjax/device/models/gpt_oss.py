@@ -77,7 +77,10 @@ class GptOss(Llama):
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """See `Decoder.mixture_specs`. If `names` has packed tensors, they are unpacked."""
+        """Return a layer's experts and router as `TensorSpec`s; see `Decoder.mixture_specs`.
+
+        If `names` has packed tensors, they are unpacked while they are loaded.
+        """
         assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_held, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"

@@ -49,7 +49,7 @@ class Qwen35(Decoder):
 
     @property
     def num_layers(self) -> int:
-        """The number of layers of both kinds."""
+        """The number of attention layers and recurrent layers together."""
         return len(self.layer_types)
 
     @property
@@ -76,7 +76,7 @@ class Qwen35(Decoder):
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """Both cache kinds, in the order of `KINDS`."""
+        """The cache kinds of attention layers and of recurrent layers, in the order of `KINDS`."""
         return self.attention, self.delta_rule
 
     @property

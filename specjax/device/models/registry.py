@@ -131,8 +131,8 @@ def load_weights(
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
     The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
-    from the config's. If `quantization` is set, the weights of a plain checkpoint are quantised,
-    and the log also gives the largest relative error of a matrix.
+    from the config's. If `quantization` is set, the weights of an unquantised checkpoint are
+    quantised, and the log also gives the largest relative error of a matrix.
     """
     stored, hf = open_checkpoint(folder), read_config(folder)
     files = find_scales(stored, hf, dtype)
@@ -162,7 +162,7 @@ def load_weights(
 
 
 def _compare_rotary(files: TensorFiles, model: Any, log: Log) -> None:
-    """Log buffers of rotary frequencies that differ from the config's frequencies."""
+    """Log which tensors of rotary frequencies differ from the config's frequencies."""
     own = model.rope.inverse_frequencies()
     differ = [
         name
@@ -233,7 +233,7 @@ def stored_specs(
 
 
 def rounded_files(folder: Path, quantization: str) -> RoundedFiles:
-    """Return a plain checkpoint's files, quantised when they are read; see `rounded`.
+    """Return an unquantised checkpoint's files, quantised when they are read; see `rounded`.
 
     Raises:
         ValueError: the checkpoint is quantised.

@@ -2,7 +2,8 @@
 
 Models that also read images or sound contain a text model of a supported family. Their config holds
 the text model's fields in `text_config`, or next to the fields of the other parts. Multimodal
-rotary embeddings need no code, because all three positions of a text token are equal.
+rotary embeddings give a token three positions (time, height and width). They need no code here,
+because the three positions of a text token are equal.
 """
 
 from collections.abc import Mapping

@@ -32,8 +32,8 @@ class DividedParts(DividedSpec):
     def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
         """See `DividedSpec`.
 
-        If a device has too few experts, copies of the first expert fill up its array. The router
-        never chooses these copies.
+        If a device has fewer experts than its array has room for, copies of the first expert fill
+        the array. The router never chooses these copies.
         """
         taken = self.taken[device] if self.taken else range(len(tensors))
         found = {

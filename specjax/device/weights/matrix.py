@@ -83,7 +83,7 @@ class Dense(Matrix):
         return jnp.matmul(x, self.values, preferred_element_type=dtype)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
-        """See `Matrix`.
+        """Return the product [N, out - first] of rows x [N, in] with columns from `first` on.
 
         A GPU reads only the columns from `first` on. A CPU would copy them, which takes longer than
         the product with all columns.
@@ -101,9 +101,9 @@ class Dense(Matrix):
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
-        """See `Weight`.
+        """Return the matrix as `Blocks` if devices of `platform` multiply faster with them.
 
-        A weight on several devices is returned unchanged. So is a weight in host memory (a NumPy
+        A matrix on several devices is returned unchanged. So is a matrix in host memory (a NumPy
         array), as in an engine that sleeps.
         """
         values = self.values

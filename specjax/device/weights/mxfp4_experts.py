@@ -39,7 +39,10 @@ class _NumbersSpec(_PackedSpec):
         return num_experts, num_out, BLOCK * -(-num_blocks // 2)
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. Blocks are packed in pairs; an odd last block is paired with zeros."""
+        """Return the numbers in the kernel's layout, which packs blocks in pairs.
+
+        If the number of blocks is odd, the last block is paired with zeros.
+        """
         (stored,) = parts
         stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
         first, second = stored[:, :, ::2], stored[:, :, 1::2]

@@ -50,7 +50,7 @@ class Packed(Quantised):
         return ("fp4" if self.form.is_float else "int4",)
 
     def quantise(self, plain: Any) -> "Packed":
-        """See `Weight`. The result has the same order of inputs."""
+        """Return the weight `plain`, quantised like this weight, with inputs in the same order."""
         matrix = plain.by_output
         if self.order is not None:
             matrix = matrix.at[:, self.order].get(mode="fill", fill_value=0)
@@ -92,7 +92,7 @@ def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Spec(TensorSpec):
-    """The `TensorSpec` of an array of a `Packed`.
+    """The `TensorSpec` of one of the arrays of a `Packed` weight, such as its scales.
 
     `file_shapes` are the shapes [out, in] of the unpacked weights.
     """
@@ -120,7 +120,7 @@ class _Spec(TensorSpec):
         return self.packing.num_groups(self.form.num_in)
 
     def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Return one array [out, ...] that merges arrays of the tensors; see `TensorSpec.join`."""
+        """Return one array [out, ...] that merges `parts`, which come from one file tensor each."""
         shapes = tuple(part.shape for part in parts)
         names = ("",) * len(parts)
         return TensorSpec(names, shapes, interleaved=self.interleaved).join(parts, parts[0].dtype)
@@ -140,7 +140,7 @@ class _CodesSpec(_Spec):
         return self.num_out, self.packing.width(self.form.num_in)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """See `TensorSpec.read`. If inputs are reordered, the last result is their order."""
+        """Return the tensors of packed codes. If inputs are reordered, add the order at the end."""
         tensors = [find(name) for name in self.names]
         order = [] if tensors[0].order is None else [tensors[0].order]
         return [tensor.weight.read() for tensor in tensors] + order
@@ -202,7 +202,7 @@ class _FactorsSpec(_Spec):
         return [find(name).read_factor() for name in self.names]
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. All outputs of a tensor have the same factor."""
+        """Return the factors f32[out]. All outputs of a file tensor have the same factor."""
         pairs = zip(parts, self.file_shapes, strict=True)
         return jnp.concatenate(
             [jnp.broadcast_to(part.reshape(1), rows) for part, (rows, _) in pairs]

@@ -37,5 +37,5 @@ class Quantised(Matrix):
         return replace(self, kernels=kernels)
 
     def _multiply(self, x: jax.Array, dtype: Any, first: int) -> jax.Array:
-        """Return the product of rows x [N, in] with the columns from `first` on."""
+        """Return the product of rows x [N, in] with the matrix's columns from `first` on."""
         raise NotImplementedError

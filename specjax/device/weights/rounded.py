@@ -1,4 +1,4 @@
-"""Chooses the weights of a plain checkpoint that are quantised while it is loaded."""
+"""Chooses the weights of an unquantised checkpoint that are quantised while it is loaded."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ _PLAIN = {"embedding", "router", "shared_gate"}
 def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) -> RoundedFiles:
     """Return `files` as `RoundedFiles`: projections are quantised when they are read.
 
-    A projection stays plain if its inputs cannot be divided into groups with one scale each, or if
-    its class of weights has no form with the quantised numbers. The division of a model over
+    A projection stays unquantised if its inputs cannot be divided into groups with one scale each,
+    or if its class of weights has no form with the quantised numbers. The division of a model over
     devices does not change which projections are quantised, nor their numbers.
 
     Args:

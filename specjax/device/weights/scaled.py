@@ -38,7 +38,10 @@ class Scaled(Quantised):
         return (name_of(self.values.dtype.name),)
 
     def quantise(self, plain: Any) -> "Scaled":
-        """See `Weight`. If the inputs are divided over devices, a `vmap` must name their axis."""
+        """Return the weight `plain`, quantised like this weight.
+
+        If devices hold parts of the inputs, call this in a `vmap` with the axis name `self.axis`.
+        """
         bits = BITS[self.numbers[0]]
         matrix = plain.by_output
         # Devices that hold parts of the inputs share the scales of outputs.

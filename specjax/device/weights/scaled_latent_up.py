@@ -42,7 +42,7 @@ class ScaledLatentUp(LatentProjection):
         return self.values[1].shape[1]
 
     def expand(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `LatentProjection`. The weights are dequantised first."""
+        """Return the keys and values of latents, computed with dequantised weights."""
         keys, values = self._dequantised(latents.dtype)
         return (
             jnp.einsum("...r,hrd->...hd", latents, keys),

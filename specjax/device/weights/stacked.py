@@ -1,4 +1,4 @@
-"""Stacks the arrays of equal matrices, such as the matrices of a mixture's experts."""
+"""Stacks the arrays of matrices of the same form, such as the matrices of a mixture's experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,10 @@ class StackedSpec(TensorSpec):
         return replace(self.one, names=self.names).read(find)
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """See `TensorSpec`. If a file tensor holds all E matrices, it is stacked already."""
+        """Return the stacked array in `dtype`.
+
+        If a file tensor holds all E matrices, it is stacked already.
+        """
         if self.num_stacked:
             each = len(self.one.names)
             parts = [jnp.stack(parts[i::each]) for i in range(each)]

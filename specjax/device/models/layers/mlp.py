@@ -17,7 +17,7 @@ class Activation(Protocol):
     inputs: ClassVar[tuple[str, ...]]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F].
+        """Return the activations [N, F], where F is the inner width of the layer.
 
         x [N, P F] holds the outputs of the P = len(inputs) inner projections.
         """
@@ -126,9 +126,10 @@ def mlp_specs(
 ) -> MLP:
     """Return the weights as `TensorSpec`s with Hugging Face's names.
 
-    `prefix` is the layer's name in checkpoints, `dim` is D and `inner` is F. `is_merged` says
-    whether the checkpoint stores gate and up in one tensor. `name` is the name of the inner axis,
-    which may be divided over devices (see `TensorSpec.cuts`).
+    `prefix` is the layer's name in checkpoints, `dim` is the hidden size, and `inner` is the width
+    between the projections. `is_merged` says whether the checkpoint stores gate and up in one
+    tensor. `name` is the name of the inner axis, which may be divided over devices (see
+    `TensorSpec.cuts`).
     """
     inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]
     sizes = [inner] * len(inputs)
