@@ -71,7 +71,8 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 def is_in_pieces(variant: Variant) -> bool:
     """Return whether rounds of a variant always run as several programs.
 
-    These variants all share the program that runs the target.
+    A variant is extra work that requests need, such as grammar masks. All variants whose rounds run
+    as several programs share the program that runs the target.
     """
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 

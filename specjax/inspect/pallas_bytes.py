@@ -141,9 +141,9 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of q | k | v [B, T, F], and writes of q [B, T, H, D] and of keys and values.
+    """Count reads of q, k and v, and writes of q and of cached keys and values.
 
-    If H is 0, q is not written.
+    A call without query heads writes no q.
     """
     num_rows = math.prod(next(one for one in call.others if len(one.shape) == 3).shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.entry(call.pool)

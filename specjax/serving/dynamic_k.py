@@ -72,7 +72,10 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter: architectures and vectors, such as norms."""
+    """Return a digest of a target and its drafter.
+
+    The digest covers their architectures, and their weights that are short vectors, such as norms.
+    """
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:

@@ -110,7 +110,7 @@ class BlockRows(_Attending):
 
     @property
     def positions(self) -> jax.Array:
-        """The positions of all rows, i32[B N W]."""
+        """The positions of all rows: i32[B N W], for N blocks of W rows in each of B sequences."""
         offsets = jnp.arange(self.width, dtype=jnp.int32)[None, None]
         return (self.starts[..., None] + offsets).reshape(-1)
 

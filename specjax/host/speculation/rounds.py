@@ -83,9 +83,9 @@ class DecodeLoad:
 class Round:
     """The outcome of a round, or of one part of a split round.
 
-    If both parts of a split round ran in one program, `others` and `others_context` are about the
-    requests that did not draft, and `ms` is the time of the program. All other fields are about the
-    requests that drafted.
+    In a split round, one part has the requests that draft. If both parts of a split round ran in
+    one program, `others` and `others_context` are about the requests that did not draft, and `ms`
+    is the time of the program. All other fields are about the requests that drafted.
 
     Attributes:
         batch: batch size of the round's shape, including padding.
