@@ -197,7 +197,7 @@ class Launcher:
         return outputs, extension
 
     def _admit(self, plan: PrefillPlan) -> None:
-        """Write new requests to their slots, and restore the snapshots from which chunks resume."""
+        """Write new requests to the state, and restore the snapshots from which chunks resume."""
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
             packed = pack_admissions(new, plan.batch, self._layout)

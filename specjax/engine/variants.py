@@ -85,8 +85,8 @@ def of_rounds(variant: Variant) -> Variant:
 def of_begin(variant: Variant) -> Variant:
     """Return a variant with only what is compiled into the program `Begin`.
 
-    Masks and processed logits are arguments of `Begin`. `Begin` itself runs logits processors only
-    to score the tokens of prompts.
+    Masks and processed logits are arguments of `Begin`, so they are left out. `Begin` runs logits
+    processors itself only to score the tokens of prompts.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())

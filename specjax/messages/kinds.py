@@ -60,7 +60,7 @@ class CallShape:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the text that opens a call has the name, and the parsed value is its arguments."""
+        """Whether the text that opens a call has its name, and the parsed value its arguments."""
         return self.is_named and self.arguments == _CONTENT
 
     @property

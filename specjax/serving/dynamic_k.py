@@ -86,8 +86,8 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
     """Refuse a profile of another model. `model` is the `fingerprint` of the model in use.
 
-    Warn if the profile was measured on another kind of device. `dynamic_config_force` disables both
-    checks.
+    Warn if the profile was measured on another kind of device. With `dynamic_config_force`, neither
+    refuse nor warn.
 
     Raises:
         ValueError: the profile was measured on another model.

@@ -78,7 +78,7 @@ class UnrolledRows(_Attending):
 class ContextRows(CausalRows):
     """Causal rows that store their keys and values for `BlockRows`.
 
-    The cache is a pair (keys, values), each [L, B T, H_kv, D_h].
+    The cache is a pair (keys, values), each [layers, rows, key-value heads, head size].
     """
 
     def init(self, kind: PagedAttention) -> tuple[jax.Array, jax.Array]:

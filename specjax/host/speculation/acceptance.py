@@ -116,8 +116,8 @@ class Acceptance:
     def rates(self, group: Hashable = None, bucket: int = 0) -> list[float]:
         """Return the unconditional rates of drafts 1..max_drafts for a group's requests.
 
-        `bucket` is the bucket of the requests' lengths. If `group` has no counts in this bucket,
-        the rates of the bucket are returned.
+        `bucket` is the number of a range of lengths (see `contexts`), in which the requests'
+        lengths are. If `group` has no counts in this bucket, the rates of the bucket are returned.
         """
         rates, known = self._pooled(), []
         if len(self._buckets) > 1:
