@@ -163,8 +163,8 @@ def read_update(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the target's new arrays by name, and the drafter's new arrays by name or None.
 
-    The second result is None if no weights for the drafter are given: `drafter_weights` is None,
-    and `weights` do not include an MTP module. `params` are the engine's weights.
+    If `drafter_weights` is None, and `weights` have no weights of an MTP drafter, the second result
+    is None: the drafter keeps its arrays. `params` are the engine's weights.
 
     Raises:
         ValueError: weights cannot be read, or are not finite.

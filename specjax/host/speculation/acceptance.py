@@ -167,11 +167,11 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move the offset of each position towards its current value.
+        """Move each position's offset, which is added to the log-odds of the rate before it.
 
-        The current value is the log-odds of the position's rate minus the log-odds of the previous
-        position's rate. The more drafts were just verified at a position, the further its offset
-        moves.
+        The offset moves towards the log-odds of the position's rate minus the log-odds of the
+        previous position's rate. The more drafts were just verified at a position, the further its
+        offset moves.
         """
         rates = self._pooled()
         for i in range(1, self.max_drafts):

@@ -273,7 +273,7 @@ class _Row:
         return result
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Return the estimated time of each K. `prior` has the estimates without these times.
+        """Estimate the time of each K. `prior` has the estimates without this batch size's rounds.
 
         All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
         without served times changes, too.
