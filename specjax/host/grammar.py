@@ -190,7 +190,7 @@ class Grammar:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether this grammar has used up llguidance's limits on work, which all matchers share."""
+        """Whether the grammar has used up llguidance's limits on work, which all matchers share."""
         probe = self._root.deep_copy()
         probe.compute_bitmask()
         return probe.is_error()

@@ -25,7 +25,7 @@ MIN_SHARE = 1 / 8  # minimum fraction of the requests in a range that counts
 
 
 class Fairness:
-    """Compares the speed of each range of context lengths with its speed without drafts.
+    """Compares the speed of requests with their speed without drafts, by context length.
 
     Attributes:
         doubt: relative standard deviation of the time of a round without drafts.
@@ -65,8 +65,8 @@ class Fairness:
     def __init__(self, members: Any, least: float, doubt: float):
         """`members` bool[n, R] says which request is in which of the R ranges that count.
 
-        `least` describes a round in which every range has the lowest speed that is allowed. It is
-        the number of tokens per millisecond of this round, over all requests.
+        `least` is the number of tokens per millisecond, over all requests, of a round in which the
+        requests of every range have the lowest speed that is allowed.
         """
         self._means = members / members.sum(axis=0)
         self._least = least
