@@ -208,8 +208,8 @@ class Repertoire:
     def note_apart(self, program: Joined, milliseconds: float) -> None:
         """Record that chunks and a round ran separately, because `program` was not ready.
 
-        `program` runs the chunks and the round together. `milliseconds` is the time of the chunks
-        or of the round, whichever is shorter. Compile `program` in the background once its absence
+        `program` runs the chunks and the round together. `milliseconds` is the shorter of the
+        chunks' time and the round's time. Compile `program` in the background once its absence
         has cost too much time. Every pair of shapes has such a program, and these programs are too
         many to compile ahead.
         """

@@ -75,7 +75,7 @@ class WindowPages:
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Give a request cached pages: those of the last window of the prefix with these keys."""
+        """Give a request the cached pages in the last window of the prefix with these keys."""
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]
