@@ -1,4 +1,5 @@
-"""Reads tensors at known locations in files. Both file formats use this module."""
+"""Reads tensors at known locations in files. The readers of safetensors and PyTorch files
+use this module."""
 
 from dataclasses import dataclass
 from pathlib import Path

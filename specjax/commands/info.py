@@ -229,7 +229,7 @@ class Reported:
     def needs(self, dtype: str) -> Needs:
         """Return the memory for weights and requests.
 
-        Each request of a recurrent target has one recurrent state.
+        If the target is recurrent, this includes one recurrent state per request.
         """
         own, drafter = self.plan.cache_bytes(dtype)
         weights = weight_bytes(self.specs, dtype) + self.drafter_weights(dtype)

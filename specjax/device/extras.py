@@ -47,7 +47,7 @@ class ExtraWork(NamedTuple):
 
     @property
     def edits(self) -> jax.Array:
-        """Whether any request needs edits, bool[]."""
+        """Whether any logits must be edited, for example by penalties or masks, bool[]."""
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:

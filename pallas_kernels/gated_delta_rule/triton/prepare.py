@@ -103,10 +103,10 @@ class _Tokens(NamedTuple):
 
 
 def _prepare_kernel(*refs, chunk, piece):
-    """Compute the `Chunks` of one chunk and value head.
+    """Compute what later kernels need for one chunk and one value head, see `Chunks`.
 
     To save registers, `piece` channels are processed at a time. Channels of q and k are processed
-    twice, because they are normalised.
+    twice: first to compute their norms, then to divide by the norms.
     """
     _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
     log_decay_ref, decay_bias_ref, ring_ref, *chunks = refs

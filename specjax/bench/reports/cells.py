@@ -103,7 +103,7 @@ def _table(cells: Sequence[Saved]) -> ReportTable:
 
 
 def _charts(cells: Sequence[Saved]) -> list[Chart]:
-    """Return a chart for each latency: the throughput of every cell against this latency."""
+    """Return a chart for each kind of latency: a point per cell, throughput against latency."""
     has_peers = any(len(list(_engines(cell))) > 1 for cell in cells)
     rates, limits = (
         len({cell.top[key] for cell in cells}) for key in ("request_rate", "max_concurrency")

@@ -86,11 +86,12 @@ class ResultChanges:
 def compare(before: Sequence[Saved], after: Sequence[Saved]) -> ResultChanges:
     """Compare results from before a change with results from after it.
 
-    Several results before, or after, are of repeated runs. Then their means are compared.
+    If `before` or `after` has several results, they are from repeated runs, and their means are
+    compared.
 
     Raises:
-        ValueError: workloads differ, settings of repeated runs differ, or a result is of `bench
-            sweep serve`.
+        ValueError: workloads differ, settings of repeated runs differ, or `bench sweep serve` wrote
+            a result.
     """
     first, *others = [*before, *after]
     if any(saved.cells for saved in (first, *others)):

@@ -51,7 +51,7 @@ class MLA:
 def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) -> MLA:
     """Return the weights as `TensorSpec`s with Hugging Face's names.
 
-    `dim` is D. `q_rank` is Q, or None if queries are not low-rank.
+    `dim` is the hidden size. `q_rank` is Q, or None if queries are not low-rank.
     """
     heads = kind.num_heads
     q_width, out_width = heads * (kind.nope_dim + kind.rope_dim), heads * kind.value_dim
