@@ -272,7 +272,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return await self._ask(self._llm.reset_prefix_cache)
 
     async def sleep(self, level: int = 1) -> None:
-        """See `LLM.sleep`. It raises an error while requests run."""
+        """Free device memory until `wake_up`, as `LLM.sleep` does. No request may be unfinished."""
         await self._ask(self._llm.sleep, level)
 
     async def wake_up(self) -> None:
@@ -421,7 +421,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:
-        """Deliver the new outputs of requests to their callers, with one call per event loop."""
+        """Deliver the new outputs of requests to their callers, in one call for each event loop."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)

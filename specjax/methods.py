@@ -15,8 +15,8 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether a report that reads no weights can do without the drafter's checkpoint,
-            because the drafter's shapes follow from the target's.
+        needs_shape: whether the drafter's shapes follow from the target's, so that a report that
+            reads no weights does not need the drafter's checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
         sources: sources of drafts on the host that the method includes.
         takes_sources: whether drafts of other sources may replace the drafter's own drafts.

@@ -154,7 +154,7 @@ class CompiledPrograms:
 
     @property
     def waits_at_conditionals(self) -> bool:
-        """See `Programs`. The host never waits if `collectives` is "graph" (CUDA graphs)."""
+        """See `Programs`. With CUDA graphs, the host never waits at conditionals."""
         is_divided = self._placement.num_devices > 1
         is_on_gpu = self._placement.device.platform == "gpu"
         return is_divided and is_on_gpu and self._config.collectives != "graph"

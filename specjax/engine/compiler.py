@@ -34,7 +34,7 @@ NICENESS = 19  # the lowest priority, for threads whose programs no request wait
 
 @dataclass
 class _Line:
-    """A queue of keys, whose programs are to be compiled, and the threads that compile them."""
+    """A queue with the keys of programs to compile, and the threads that compile them."""
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)

@@ -270,7 +270,7 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Queue held requests whose programs are ready now, and use all shapes that are compiled.
+        """Queue requests whose missing programs are ready now. Let steps use all compiled shapes.
 
         Return the samples that have ended because one of their programs failed to compile.
         """
@@ -314,7 +314,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Pass the time of chunks or a round to `repertoire`, and a round's outcome to the policy.
+        """Record the time of chunks or of a round, and let the policy learn from a round.
 
         `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
         """

@@ -84,10 +84,10 @@ class Follower:
         self.programs.params = params
 
     def release(self) -> None:
-        """Do nothing, because process 0 sends a separate message that releases the state."""
+        """Do nothing: this process frees its state when process 0 sends another message."""
 
     def renew(self) -> None:
-        """Do nothing, because process 0 sends a separate message that creates the new state."""
+        """Do nothing: this process creates an empty state when process 0 sends another message."""
 
     def build(
         self, config: EngineConfig, verification: Verification, layout: Layout, max_drafts: int
@@ -130,7 +130,7 @@ class Follower:
             self._results[named.number] = result
 
     def mirror(self, name: str, *arguments: Any) -> None:
-        """Call the method `name` of `programs`, which changes the state. Drop all kept results."""
+        """Drop the results that `run` has kept, and call the method `name` of `programs`."""
         self._results.clear()
         getattr(self.programs, name)(*arguments)
 
@@ -162,7 +162,7 @@ class Follower:
         self._asked.set()
 
     def _report(self) -> None:
-        """Tell process 0 which programs are ready or have failed, while any are compiled."""
+        """While programs are being compiled, tell process 0 which are ready or have failed."""
         told: set[Program] = set()
         while self._asked.wait() and not self._is_over:
             self._asked.clear()

@@ -56,7 +56,8 @@ class Launcher:
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
         """Launch a step's parts: chunks, and a round or the two parts of a split round.
 
-        Chunks and a round run as one program if such a program is compiled. The same holds for the
+        One part of a split round has the requests that draft, and the other part has the requests
+        that do not. Chunks and a round run as one program if such a program is compiled. So do the
         two parts of a split round. `page_tables` is `Residents.page_tables`. A round with grammars
         is complete only after `settle`.
         """
@@ -121,7 +122,7 @@ class Launcher:
         return [one, other]
 
     def _split_of(self, parts: SequenceOf[Part]) -> SplitRound | None:
-        """Return the program that runs both parts of a split round; None if it is not compiled."""
+        """Return the program of a round in which only some requests draft; None if not compiled."""
         *_, drafting, rest = parts
         assert isinstance(drafting, DecodePlan)
         ready = self._repertoire.ready_for(drafting.demands | rest.demands)
@@ -131,8 +132,8 @@ class Launcher:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
         They are separate in exact mode, where all steps run the same programs. They are also
-        separate if the chunks need grammar masks or logits processors, if the round's `Decode` is
-        not compiled, or if a request exports the hidden states of its prompt.
+        separate if the chunks need grammar masks or logits processors, if the program
+        `Decode` of the round is not compiled, or if a request exports its prompt's hidden states.
         """
         if self._config.exact:
             return None
@@ -196,7 +197,7 @@ class Launcher:
         return outputs, extension
 
     def _admit(self, plan: PrefillPlan) -> None:
-        """Write new requests to their slots, and restore the snapshots from which chunks resume."""
+        """Write new requests to the state, and restore the snapshots from which chunks resume."""
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
             packed = pack_admissions(new, plan.batch, self._layout)

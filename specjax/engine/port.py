@@ -62,8 +62,8 @@ class Programs(Protocol):
         """Return how many rounds without drafts may run before `Observe` must run.
 
         `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
-        requests. Return 0 if the drafter must read them at the end of each round. In a `Joined`
-        program, the drafter always reads them at once.
+        requests. Return 0 if the drafter must read them at the end of each round. If a round and
+        prefill chunks run as one program (`Joined`), the drafter always reads them at once.
         """
         ...
 

@@ -57,7 +57,7 @@ class Admit(Program):
 
 @dataclass(frozen=True, slots=True)
 class Restore(Program):
-    """Copies cached snapshots to the recurrent states of slots. Takes packed `SnapshotInputs`."""
+    """Copies cached snapshots to requests' recurrent states. Takes packed `SnapshotInputs`."""
 
     batch: int
     inputs = SnapshotInputs
@@ -70,7 +70,7 @@ class Restore(Program):
 
 @dataclass(frozen=True, slots=True)
 class Take(Program):
-    """Copies recurrent states of slots to snapshots for the prefix cache.
+    """Copies requests' recurrent states to snapshots for the prefix cache.
 
     Takes packed `SnapshotInputs`.
     """

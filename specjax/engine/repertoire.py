@@ -42,7 +42,10 @@ _PLAIN = Demands(edits=False, masks=False, processor=-1, logprobs=None, prompt_l
 
 
 class Ready(NamedTuple):
-    """What is compiled for steps of some requests: shapes, and programs for split rounds."""
+    """The compiled shapes of steps of some requests, and the compiled programs of split rounds.
+
+    In a split round, only some requests draft.
+    """
 
     shapes: Shapes  # the engine's `Shapes` itself if every shape is compiled
     splits: dict[SplitShape, SplitRound]
@@ -184,9 +187,10 @@ class Repertoire:
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
         """Record how much time a plan lost because faster programs are not compiled yet.
 
-        There may be faster programs for another shape, `plan.better_shape`, or for the split round
-        `plan.wish`. Either may be None. Programs are compiled in the background once their absence
-        has cost too much time.
+        `plan.better_shape` is a shape in which the plan would be faster. `plan.wish` is a faster
+        round, in which only some requests draft. The fields are None without such a shape or round.
+        The faster programs are compiled in the background once their absence has cost too much
+        time.
         """
         if isinstance(plan, DecodePlan) and plan.wish is not None:
             self._note_wish(plan.wish, variant, milliseconds)
@@ -202,11 +206,12 @@ class Repertoire:
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Note that chunks and a round ran separately, because `program` was not ready.
+        """Record that chunks and a round ran separately, because `program` was not ready.
 
-        `milliseconds` is the shorter of their two times. Compile `program` in the background once
-        its absence has cost too much time. Every pair of shapes has such a program, and these
-        programs are too many to compile ahead.
+        `program` runs the chunks and the round together. `milliseconds` is the shorter of the
+        chunks' time and the round's time. Compile `program` in the background once its absence
+        has cost too much time. Every pair of shapes has such a program, and these programs are too
+        many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
@@ -236,7 +241,7 @@ class Repertoire:
         return {one.shape: one for one in ready if covers(one.variant, own)}
 
     def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
-        """Record that a round took `milliseconds`, although a split round would be faster."""
+        """Record a round's time. The round would be faster if only some requests drafted."""
         if self._config.compile_ahead or is_in_pieces(variant):  # see `note_apart`
             return
         self._add_loss([SplitRound(wish.shape, variant)], wish.gain * milliseconds)

@@ -37,10 +37,10 @@ Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """Runs programs for `measure_rounds`, and gives every slot an artificial request."""
+    """Runs programs for `measure_rounds`, with an artificial request in each row of the state."""
 
     def fill(self) -> None:
-        """Replace the state with `filled(state)`, in which each slot has an artificial request."""
+        """Replace the state with `filled(state)`, in which each row has an artificial request."""
         ...
 
     def set_context(self, length: int) -> None:
@@ -151,7 +151,7 @@ def _without_context(
 
 
 def filled(state: EngineState, vocab_size: int) -> EngineState:
-    """Return a state in which each slot has a request of random tokens that never ends."""
+    """Return a state in which each row has a request of random tokens that never ends."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape[-2:])
     return replace(
         state,
@@ -199,7 +199,8 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
     """Return the packed inputs of a round whose times are measured; see `batch.pack`.
 
-    The round has `batch` artificial requests, in the first slots and on consecutive pages.
+    The round has `batch` artificial requests, in the first rows of the state and on
+    consecutive pages.
     `num_pages` holds the number of pages for each page table.
     """
     packed, rows = layout.packing(DecodeInputs).rows(batch)

@@ -57,7 +57,7 @@ class ReplicatedEngine:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The engines that can run."""
+        """The engines of all replicas, except engines that failed and could not be restarted."""
         return tuple(replica.engine for replica in self._replicas if not replica.is_dead)
 
     @property

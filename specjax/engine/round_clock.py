@@ -1,6 +1,6 @@
-"""Computes how long chunks and rounds took.
+"""Computes how long chunks and rounds took, although the host reads their results late.
 
-With async scheduling, the host reads their results one step late.
+With async scheduling, the host reads the results of a step after it has launched the next step.
 """
 
 import time

@@ -163,7 +163,7 @@ class SimulatedPrograms:
         """See `Programs`."""
 
     def renew(self) -> None:
-        """See `Programs`. Arrays have one entry per slot, and a last one for padding rows."""
+        """See `Programs`. Arrays have an entry per resident request, and one for padding rows."""
         count = self._layout.num_slots + 1
         self._lengths = np.zeros(count, np.int32)  # tokens whose keys and values are cached
         self._limits = np.zeros(count, np.int32)

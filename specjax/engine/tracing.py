@@ -48,7 +48,7 @@ class Program:
         return ((self.inputs, self.batch),)
 
     def handed(self, traces: "Traces") -> tuple[Any, ...]:
-        """Return the shapes of the program's arguments that follow its packed arrays."""
+        """Return the shapes of all arguments but the weights, the state and the packed inputs."""
         return ()
 
     def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
@@ -167,10 +167,10 @@ JITS: WeakValueDictionary[Static, Jits] = WeakValueDictionary()
 class Traces:
     """Traces the programs of one engine for the shapes of its parameters and state.
 
+    `dtype` is the dtype of the weights (see `matmul_precision`).
+
     Attributes:
         shapes: the shapes of parameters and state.
-
-    `dtype` is the dtype of the weights (see `matmul_precision`).
     """
 
     def __init__(

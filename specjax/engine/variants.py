@@ -71,7 +71,8 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 def is_in_pieces(variant: Variant) -> bool:
     """Return whether rounds of a variant always run as several programs.
 
-    These variants all share the program that runs the target.
+    A variant is extra work that requests need, such as grammar masks. All variants whose rounds run
+    as several programs share the program that runs the target.
     """
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
@@ -84,8 +85,8 @@ def of_rounds(variant: Variant) -> Variant:
 def of_begin(variant: Variant) -> Variant:
     """Return a variant with only what is compiled into the program `Begin`.
 
-    Masks and processed logits are arguments of `Begin`. `Begin` itself runs logits processors only
-    to score the tokens of prompts.
+    Masks and processed logits are arguments of `Begin`, so they are left out. `Begin` runs logits
+    processors itself only to score the tokens of prompts.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())

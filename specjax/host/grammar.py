@@ -58,9 +58,10 @@ class GrammarVocabulary:
     ends: np.ndarray  # i32[W], mask of the model's end-of-sequence tokens
 
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
-        """Return a mask i32[W] of text tokens that may come next, and whether the output may end.
+        """Return a mask of the text tokens that may come next, and whether the output may end.
 
-        If llguidance's limits are used up, no bit is set and the output may not end.
+        The mask i32[W] has a bit for each token, in W words of 32 bits. If llguidance's limits are
+        used up, no bit is set and the output may not end.
         """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)
@@ -189,7 +190,7 @@ class Grammar:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether llguidance's limits are permanently used up. All matchers share these limits."""
+        """Whether the grammar has used up llguidance's limits on work, which all matchers share."""
         probe = self._root.deep_copy()
         probe.compute_bitmask()
         return probe.is_error()
@@ -263,7 +264,7 @@ class GrammarMatcher:
         return rows
 
     def _legal(self, state: "LLMatcher") -> np.ndarray | None:
-        """Return a mask i32[W] of the tokens that may come next.
+        """Return a mask i32[W] of the tokens that may come next, with W words of 32 bits.
 
         Return None if the output is complete, no text can follow it, and the model has no
         end-of-sequence tokens.
@@ -275,7 +276,7 @@ class GrammarMatcher:
 
 
 def is_set(words: np.ndarray, token: int) -> bool:
-    """Return whether the bit of `token` is set in the mask `words`, i32[W]."""
+    """Return whether the bit of `token` is set in the mask `words`, an array of 32-bit words."""
     return 0 <= token < 32 * len(words) and bool(words[token // 32] >> (token % 32) & 1)
 
 

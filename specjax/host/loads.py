@@ -1,4 +1,4 @@
-"""Describes the next round's load (its requests) for the policy that chooses K."""
+"""Describes the next round's load, from which a policy chooses the number of drafts."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -27,8 +27,8 @@ def load_of(
     Args:
         max_tokens: the step's token budget.
         shapes: the shapes whose programs are compiled.
-        splits: the shapes of split rounds whose programs are compiled; None if the round may not
-            be split.
+        splits: the compiled shapes of split rounds, in which only some requests draft; None if the
+            round may not be split.
         suggester: searches texts for drafts, if it has sources.
     """
     if not policy.weighs_requests:

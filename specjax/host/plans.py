@@ -113,7 +113,7 @@ class OpenStep:
 
 @dataclass
 class OpenRound:
-    """A round, or one part of a split round, while it is being planned."""
+    """A round, or the part of a round that drafts or does not draft, while it is planned."""
 
     k: int
     num_drafts: int  # how many of the k drafts may be accepted

@@ -140,9 +140,9 @@ class PromptIndex:
         return num_shared
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
-        """Remember a prompt, and return the numbers of leading pages that other prompts may share.
+        """Remember a prompt. Return the points at which it ends, or branches off from others.
 
-        The numbers are in ascending order.
+        A point is a number of leading pages of the prompt. Points are in ascending order.
         """
         num_shared = self.longest(keys)
         for key in keys:

@@ -52,7 +52,10 @@ class Matcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Return masks i32[len(drafts) + 1, W] of the tokens allowed after each drafts[:i]."""
+        """Return masks of the tokens allowed after drafts[:i], for i from 0 to len(drafts).
+
+        The result i32[len(drafts) + 1, W] has a bit for each token, in W words of 32 bits.
+        """
         ...
 
 

@@ -152,7 +152,7 @@ class Residents:
         return True
 
     def slide(self) -> None:
-        """Free the window pages that no later step reads."""
+        """Free the pages of sliding-window layers that no later step reads."""
         if not self.windows:
             return
         for sequence in self.running:

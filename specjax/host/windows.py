@@ -71,11 +71,11 @@ class WindowPages:
         return length
 
     def num_missing(self, slot: int, end: int) -> int:
-        """Return how many pages `extend` would give to the slot."""
+        """Return how many pages `extend` would give to the request in a slot."""
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Give a slot the cached pages of the last window of the prefix with the keys `keys`."""
+        """Give a request the cached pages in the last window of the prefix with these keys."""
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]
@@ -86,14 +86,14 @@ class WindowPages:
         self._first[slot], self._end[slot] = first, end
 
     def extend(self, slot: int, end: int) -> None:
-        """Give a slot pages up to the index `end`. Enough pages must be free."""
+        """Give a request pages up to the index `end`. Enough pages must be free."""
         begin = self._end[slot]
         if end > begin:
             self._table[slot, begin:end] = self.pages.allocate(end - begin)
             self._end[slot] = end
 
     def trim(self, slot: int, end: int) -> None:
-        """Free a slot's pages from the index `end` on."""
+        """Free a request's pages from the index `end` on."""
         if end < self._end[slot]:
             self._release(slot, end, self._end[slot])
             self._end[slot] = end
@@ -121,7 +121,7 @@ class WindowPages:
         self._first[slot] = self._end[slot] = 0
 
     def name(self, slot: int, keys: SequenceOf[Hashable], start: int, end: int) -> None:
-        """Cache a slot's pages [start, end) by their keys, except pages that the slot has freed."""
+        """Cache a request's pages [start, end) by their keys, except pages that were freed."""
         start = max(start, self._first[slot])
         for page, key in zip(self._table[slot, start:end].tolist(), keys[start:end], strict=False):
             self.pages.name(page, key)

@@ -131,8 +131,8 @@ def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
 def _of_real_rows(one: Array, load: CachedContext) -> int:
     """Return the number of bytes of an array without its padding rows.
 
-    Only partial results, f32[B, T, H, splits, ...], leave out padding rows. Other arrays count as a
-    whole.
+    Padding rows are left out only of partial results, f32[requests, rows, heads, splits, ...].
+    Other arrays count as a whole.
     """
     if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size
@@ -141,18 +141,19 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of q | k | v [B, T, F], and writes of q [B, T, H, D] and of keys and values.
+    """Count reads of q, k and v, and writes of q and of cached keys and values.
 
-    If H is 0, q is not written.
+    A call without query heads writes no q.
     """
     num_rows = math.prod(next(one for one in call.others if len(one.shape) == 3).shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.entry(call.pool)
 
 
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of the projections, and of the earlier raw inputs that the convolution needs.
+    """Count reads of the projections, and of the earlier inputs that the convolution needs.
 
-    Count writes of the rule's inputs for the new tokens, and of these tokens' columns in the rings.
+    Count writes of the rule's inputs for the new tokens, and of these tokens' entries in the ring
+    buffers.
     """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
@@ -166,8 +167,9 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
     """Count one read and one write of each request's state.
 
-    Also count reads of the rings for the new tokens, and for the M tokens per request that the
-    state may not include yet. Also count writes of the new tokens' corrections.
+    The latest tokens of a request may not be included in its state yet. Also count reads of these
+    tokens' and of the new tokens' entries in ring buffers, and writes of the new tokens'
+    corrections.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]

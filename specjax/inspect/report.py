@@ -218,7 +218,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """The number of kernels of the step and of each of `PARTS`, for a greedy batch."""
+        """The number of kernels of the step and of each part in `PARTS`, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -247,7 +247,7 @@ class StepReport:
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The number of bytes that the step and each of `PARTS` move, for a greedy batch."""
+        """The number of bytes that the step and each part in `PARTS` move, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes

@@ -1,4 +1,4 @@
-"""Texts and patterns at which a part of a response begins or ends.
+"""Anchors: texts and patterns at which a part of a response begins or ends.
 
 The third-party module `regex` is used because it reports partial matches: the end of a growing text
 may be the beginning of an anchor.
@@ -12,9 +12,9 @@ import regex
 
 
 class Found(NamedTuple):
-    """An occurrence of an anchor in a text.
+    """An occurrence of an anchor (a text or a pattern) in a growing text.
 
-    It is pending if text that is added later may extend or cancel it.
+    The occurrence is pending if text that is added later may extend or cancel it.
     """
 
     start: int
@@ -66,7 +66,8 @@ class Anchor:
     def find(self, text: str, start: int, *, is_whole: bool) -> Found | None:
         """Return the first occurrence that begins at index `start` or later, or None.
 
-        `is_whole` says that no more text will follow. Otherwise, the occurrence may be pending.
+        `is_whole` says that no more text will follow. Otherwise, the occurrence may be pending:
+        text that follows may extend or cancel it.
         """
         match = self.pattern.search(text, start, partial=not is_whole)
         if match is None:
@@ -85,7 +86,7 @@ class Anchor:
         return longer is None or longer.span() != match.span()
 
     def last_end(self, text: str) -> int | None:
-        """Return the index at which the last occurrence in a text ends, or None."""
+        """Return the index at which the anchor's last occurrence in a text ends, or None."""
         ends = [match.end() for match in self.pattern.finditer(text)]
         return ends[-1] if ends else None
 

@@ -21,13 +21,13 @@ MakeReader = Callable[[Calls, Mapping[str, str], Schemas], CallReader]
 
 @dataclass(frozen=True)
 class CallShape:
-    """Where the name and the arguments of a call are in a region.
+    """Says where a call's name and arguments are in the text that holds the call.
 
-    A region is the text between an opening and a closing anchor. Parsing this text gives the
-    region's value. `name` and `arguments` are paths of keys. The first key is "content", which is
-    the region's value, or the name of a group of the opening anchor's pattern. Further keys lead
-    into this value. If `is_list` is true, the region's value is a list of calls, and the first key
-    may be a key of a call instead of "content".
+    This text is between an opening and a closing text, such as "<tool_call>" and "</tool_call>". It
+    is parsed to a value, such as a JSON object. `name` and `arguments` are paths of keys. The first
+    key is "content", which is the parsed value, or the name of a group of the pattern that matches
+    the opening text. Further keys lead into this value. If `is_list` is true, the parsed value is a
+    list of calls, and the first key may be a key of a call instead of "content".
     """
 
     name: tuple[str, ...]
@@ -55,12 +55,12 @@ class CallShape:
 
     @property
     def is_named(self) -> bool:
-        """Whether the opening anchor contains the function's name."""
+        """Whether the text that opens a call, like "<function=f>", contains the name."""
         return not self.is_list and self.name[0] != "content"
 
     @property
     def is_direct(self) -> bool:
-        """Whether the opening anchor contains the name, and the whole value is the arguments."""
+        """Whether the text that opens a call has its name, and the parsed value its arguments."""
         return self.is_named and self.arguments == _CONTENT
 
     @property
@@ -73,9 +73,9 @@ class CallShape:
         return self.name[-1], self.arguments[-1]
 
     def find(self, value: Any, groups: Mapping[str, str]) -> list[tuple[str, Any]]:
-        """Return the pair (name, arguments) of each call in a region's value.
+        """Return the pair (name, arguments) of each call in a parsed value.
 
-        `groups` has the text that each named group of the opening anchor matched.
+        `groups` has the text that each named group of the opening text's pattern matched.
 
         Raises:
             ValueError: the value does not have this shape.
@@ -108,9 +108,9 @@ def _get(scope: Any, path: tuple[str, ...]) -> Any:
 
 
 def _whole(shape: CallShape, read: Read, *, is_typed: bool) -> MakeReader:
-    """Return a function that makes readers, which read a region only when it has ended.
+    """Return a function that makes readers, which parse the text of calls once it is complete.
 
-    `read` converts the region's text to its value. If not `is_typed`, the values of arguments are
+    `read` parses the text to a value. If not `is_typed`, the values of arguments are
     texts, which are then cast to the types in the functions' schemas.
     """
 

@@ -121,12 +121,12 @@ class ResponseParser:
                 self._enter(field, found)
 
     def _find(self, *, is_whole: bool) -> tuple[Found | None, Field | None, int]:
-        """Find the next anchor that opens a field or closes the current field.
+        """Find the next anchor: a text that opens a part of the message or closes the current part.
 
-        Return (occurrence, field, end). `occurrence` is the place of the anchor in the text.
-        `field` is the field that the anchor opens, or None if the anchor closes the current field.
-        `end` is the index of the first anchor that is still incomplete, or the text's length. If
-        no complete anchor begins before `end`, `occurrence` and `field` are None.
+        Return (occurrence, field, end). `occurrence` is the place of the anchor. `field` describes
+        the part that the anchor opens, or is None if the anchor closes the current part. `end` is
+        the index of the first anchor that is still incomplete, or the text's length. If no complete
+        anchor begins before `end`, `occurrence` and `field` are None.
         """
         opened = [] if self._field is not self._rest else self._fields
         anchors = [(field.open, field) for field in opened if field.open is not None]
@@ -168,10 +168,10 @@ class ResponseParser:
             self._reader = field.reader(self._calls, found.names, self._schemas)
 
     def _leave(self, end: int, *, is_complete: bool) -> None:
-        """End the current region (the text of one field, between its anchors).
+        """End the current part of the message.
 
-        `end` is the index at which its closing anchor ends. `is_complete` is false if the response
-        ended first.
+        `end` is the index after the text that ends the part, such as "</think>". `is_complete` is
+        false if the response ended without such a text.
         """
         if self._reader is not None:
             unread = self._reader.close(is_complete=is_complete)

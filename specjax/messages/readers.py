@@ -1,7 +1,8 @@
-"""Readers of the tool calls in a region: the text between an opening and a closing anchor.
+"""Readers of tool calls.
 
-A reader gets the region's text in pieces, and adds names and arguments to a `Calls`. Its method
-`close` returns the text that belongs to no call, which becomes content, so that no text is lost.
+A reader gets the text of calls, such as the text between "<tool_call>" and "</tool_call>", in
+pieces. It adds names and arguments to a `Calls`. Its method `close` returns the text that belongs
+to no call. This text becomes content, so that no text is lost.
 """
 
 import json
@@ -20,23 +21,23 @@ _OPENING, _CLOSING = frozenset("{["), frozenset("}]")
 
 
 class CallReader(Protocol):
-    """Reads one region, a part of a response that holds tool calls."""
+    """Reads the tool calls in one part of a response, like the text after "<tool_call>"."""
 
     def feed(self, text: str) -> None:
-        """Read more of the region's text."""
+        """Read more of the text that holds the tool calls."""
         ...
 
     def close(self, *, is_complete: bool) -> str:
-        """Return the text that belongs to no call. The region has no more text.
+        """End the text that holds the tool calls, and return what belongs to no call.
 
-        `is_complete` is true if the text that closes a region followed, such as "</tool_call>", and
-        false if the response ended first.
+        `is_complete` is true if a closing text followed, such as "</tool_call>", and false if the
+        response ended first.
         """
         ...
 
 
 class JsonArguments:
-    """Reads a region that is the JSON arguments of the function `name`."""
+    """Reads a text that is the JSON arguments of one call of the function `name`."""
 
     def __init__(self, calls: Calls, name: str):
         self._calls, self._text, self._is_empty = calls, Stripped(), True
@@ -165,7 +166,7 @@ class JsonObjects:
 
 
 class Tags:
-    """Reads a region of tags, each of which is one argument of the function `name`.
+    """Reads a text of tags, each of which is one argument of a call of the function `name`.
 
     Args:
         pattern: a compiled pattern that matches a tag, with the groups "key" and "value".
@@ -223,11 +224,11 @@ class Tags:
 
 
 class WholeCalls:
-    """Reads the calls of a region when the region has ended.
+    """Reads the tool calls in a text once the text is complete.
 
     Args:
-        name: the function's name if the opening anchor contains it, else None.
-        find: a function that takes a region's text, and returns each call's name and arguments.
+        name: the function's name if an opening text like "<function=f>" contained it, else None.
+        find: a function that takes the text, and returns each call's name and arguments.
     """
 
     def __init__(

@@ -4,13 +4,13 @@
 class Stripped:
     """A text without leading and trailing whitespace, which arrives in pieces.
 
-    Whitespace at the end is held back until other text follows. The text may have several regions
-    (parts between anchors), which are joined.
+    Whitespace at the end is held back until other text follows. The text may consist of several
+    passages, such as passages of reasoning, which are joined.
 
     Args:
         strips: whether to strip whitespace. If False, the text stays unchanged.
-        join: the text to put between two regions. The regions themselves are stripped. If None, the
-            regions keep the whitespace between them.
+        join: the text to put between two passages, each of which is stripped. If None, the
+            whitespace between two passages is kept.
     """
 
     def __init__(self, *, strips: bool = True, join: str | None = None):
@@ -32,7 +32,7 @@ class Stripped:
         return before + text
 
     def next_region(self) -> None:
-        """Begin another region, whose text is joined to the text so far."""
+        """Begin another passage, which is joined to the text so far."""
         if self._join is not None:
             if self._has_begun:
                 self._before = self._join

@@ -37,8 +37,8 @@ class Field:
         open: the anchor that begins the part; None for the field of all text outside other fields.
         close: the anchor that ends the part; None if the part ends only with the response.
         strips: whether leading and trailing whitespace is removed.
-        join: the text to put between the part's regions, if it has several; None to keep the
-            whitespace between them.
+        join: the text to put between two passages of the part, if a response has several; None to
+            keep the whitespace between them.
         reader: the function that makes a reader of tool calls; None for parts that are text.
     """
 

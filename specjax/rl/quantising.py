@@ -83,7 +83,7 @@ class Quantising:
 
 @dataclass(eq=False, frozen=True)
 class QuantisedArray:
-    """One array of a quantised weight. See `Origin`."""
+    """The `Origin` of one array of a quantised weight."""
 
     weight: Quantising
     number: int

@@ -1,6 +1,7 @@
 """Rules by which `hf_named` renames the parameters of Tunix's models.
 
-Tunix stores projections as [D, heads, size] and [heads, size, D], and kernels as [in, out].
+Tunix stores projections as [D, heads, size] and [heads, size, D], where D is the hidden size, and
+kernels as [in, out].
 """
 
 from typing import Any

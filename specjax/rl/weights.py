@@ -119,7 +119,7 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[Origin | None]:
-    """Return an `Origin` for each of a target's arrays; see `stage`.
+    """Return an `Origin`, which builds the new array, for each target array; see `stage`.
 
     Raises:
         ValueError: the weights do not fit, or an output head differs from its tied embedding.
@@ -133,7 +133,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Origin | None]:
-    """Return an `Origin` for each of a drafter's arrays; see `stage`.
+    """Return an `Origin`, which builds the new array, for each drafter array; see `stage`.
 
     `weights` may have the tensor names of published drafters.
 
@@ -163,8 +163,8 @@ def read_update(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the target's new arrays by name, and the drafter's new arrays by name or None.
 
-    The second result is None if no weights for the drafter are given: `drafter_weights` is None,
-    and `weights` do not include an MTP module. `params` are the engine's weights.
+    If `drafter_weights` is None, and `weights` have no weights of an MTP drafter, the second result
+    is None: the drafter keeps its arrays. `params` are the engine's weights.
 
     Raises:
         ValueError: weights cannot be read, or are not finite.
@@ -216,7 +216,7 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[Origin | None]:
-    """Return an `Origin` for each leaf of `current`, in the same order.
+    """Return an `Origin`, which builds the new array, for each leaf of `current`, in order.
 
     Quantised weights are made from plain weights. For their i32 arrays, which do not change, the
     result has None. Buffers that `given` lacks keep their values, and their names are logged once.

@@ -94,7 +94,7 @@ def _convert(fields: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """Return a client's names in a form that is safe to log.
+    """Return names that a client has sent, in a form that is safe to log.
 
     Only the first few names are returned. Long names are cut, and line breaks escaped.
     """

@@ -40,12 +40,12 @@ class Operations:
         self.durations.setdefault(name, Histogram(BOUNDS)).observe(time.monotonic() - begun)
 
     def pause(self) -> None:
-        """Note that the engine is paused now, unless it was paused before."""
+        """Record the start of a pause, unless the engine is already paused."""
         if not self._paused_at:
             self._paused_at, self.num_pauses = time.monotonic(), self.num_pauses + 1
 
     def resume(self) -> None:
-        """Note that the engine is not paused now."""
+        """Record the end of the pause, if the engine is paused."""
         self._paused_seconds, self._paused_at = self.paused_seconds, 0.0
 
     @property

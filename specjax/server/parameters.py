@@ -65,9 +65,9 @@ def read_params(
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
     """Return the error to send to the client for a refused value. `error` tells why it was refused.
 
-    The first word of `error` is usually a field of `SamplingParams`. If the request sets this field
-    by a field with another name, that name is used instead. `param` of the result is this field if
-    the request has it, else `other`.
+    The first word of `error` is usually a field of `SamplingParams`. The result calls this field by
+    its name in the request, which is also the result's `param`. If the request has no such field,
+    `param` is `other`.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

@@ -7,7 +7,7 @@ from specjax.server.settings import ServerSettings
 
 
 def request_metrics(found: RequestMetrics, settings: ServerSettings, k: int) -> dict[str, Any]:
-    """Return the metrics that the settings enable.
+    """Return the metrics of a request, as far as the settings enable them.
 
     `k` is the maximum number of drafts per round.
     """
@@ -37,9 +37,9 @@ def _times(found: RequestMetrics) -> dict[str, float | None]:
 
 
 def _drafts(found: RequestMetrics, k: int) -> dict[str, Any]:
-    """Return counts over the rounds with drafts.
+    """Return the numbers of a request's rounds, drafts and accepted drafts, and their rates.
 
-    Each round yields its accepted drafts and one more token.
+    Only rounds with drafts count. Each round yields its accepted drafts and one more token.
     """
     rounds = found.rounds
     num_drafts, num_accepted = (sum(pair[i] for pair in rounds) for i in range(2))

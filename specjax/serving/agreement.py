@@ -118,7 +118,8 @@ def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
 def _is_equal(one: Any, other: Any) -> bool:
     """Return whether two values of an option are equal.
 
-    For mappings, only keys in both are compared. Paths of models and of profiles may differ.
+    For mappings, only the keys that both of them have are compared. Paths of models and of profiles
+    may differ.
     """
     pair: list[Any] = [asdict(x) if isinstance(x, SpeculativeConfig) else x for x in (one, other)]
     if all(isinstance(x, Mapping) for x in pair):
@@ -135,7 +136,7 @@ def agree(hosts: Hosts, values: Mapping[str, Any], remedy: str) -> None:
     `values` maps names to values. `remedy` becomes part of the error message.
 
     Raises:
-        ValueError: a process has another value than process 0. The message names both.
+        ValueError: a process has another value than process 0. The message names the two values.
     """
     each = hosts.gather(dict(values))
     common = each[LEADER]

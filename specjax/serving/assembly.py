@@ -132,7 +132,7 @@ class Plan:
 
 
 class Replica(NamedTuple):
-    """What each replica of an engine has for itself: weights, policy, suggester and devices."""
+    """One replica's weights, policy (chooses K), suggester (of drafts from texts) and devices."""
 
     params: Params
     policy: Policy

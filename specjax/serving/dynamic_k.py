@@ -72,7 +72,10 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter: architectures and vectors, such as norms."""
+    """Return a digest of a target and its drafter.
+
+    The digest covers their architectures, and their weights that are short vectors, such as norms.
+    """
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:
@@ -83,8 +86,8 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
     """Refuse a profile of another model. `model` is the `fingerprint` of the model in use.
 
-    Warn if the profile was measured on another kind of device. `dynamic_config_force` disables both
-    checks.
+    Warn if the profile was measured on another kind of device. With `dynamic_config_force`, neither
+    refuse nor warn.
 
     Raises:
         ValueError: the profile was measured on another model.

@@ -66,7 +66,7 @@ def choose_pages(
 
 
 def _format(name: str, kernels: str) -> PageFormat | None:
-    """Return the format of pages on the device on which engines run."""
+    """Return the page format with this name, for the device on which engines run."""
     stored = PAGE_FORMATS.get(name)
     on_cpu = default_device().platform == "cpu" and kernels != "interpret"
     return FP8_BYTES if on_cpu and stored == FP8 else stored

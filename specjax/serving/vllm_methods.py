@@ -9,7 +9,7 @@ from specjax.vllm_names import METHODS, PAGE
 
 
 class Refusing:
-    """Base class of LLMs. A missing method that vLLM has raises an error with an alternative."""
+    """Base class of LLMs. A method that only vLLM has raises an error with an explanation."""
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

@@ -125,7 +125,7 @@ class _TimedLoops(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that limits the time of templates: loops and calls check it."""
+    """A sandbox that limits the time of templates: each loop and call checks the time."""
 
     code_generator_class = _TimedLoops
 

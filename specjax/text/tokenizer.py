@@ -258,8 +258,8 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a checkpoint.
 
-    They are the ids in generation_config.json, or in config.json if the former has none, and the id
-    of the tokenizer's end-of-sequence token.
+    They are the ids in generation_config.json (or, if this file has none, in config.json), and the
+    id of the tokenizer's end-of-sequence token.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

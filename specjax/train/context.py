@@ -78,7 +78,7 @@ class UnrolledRows(_Attending):
 class ContextRows(CausalRows):
     """Causal rows that store their keys and values for `BlockRows`.
 
-    The cache is a pair (keys, values), each [L, B T, H_kv, D_h].
+    The cache is a pair (keys, values), each [layers, rows, key-value heads, head size].
     """
 
     def init(self, kind: PagedAttention) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ class BlockRows(_Attending):
 
     @property
     def positions(self) -> jax.Array:
-        """The positions of all rows, i32[B N W]."""
+        """The positions of all rows: i32[B N W], for N blocks of W rows in each of B sequences."""
         offsets = jnp.arange(self.width, dtype=jnp.int32)[None, None]
         return (self.starts[..., None] + offsets).reshape(-1)
 

@@ -143,7 +143,7 @@ def medusa_loss(
 def _ahead(
     logits: jax.Array, teacher: Teacher, is_answer: jax.Array, step: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the mean loss and the mean accuracy of logits [B, T, V_d].
+    """Return the mean loss and the mean accuracy of logits [B, T, V_d] of draft tokens.
 
     The target predicts token p + 1 at row p. The logits of row p predict token p + 2 + `step`.
     """

@@ -49,8 +49,9 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean cross-entropy and the mean accuracy of logits [..., V_d].
 
-    The means are over the rows where `counts` bool[...] is true. `expected` [..., V_d] has the
-    target's probabilities. Tokens with a logit of -inf are not candidates, and are ignored.
+    V_d is the size of the draft vocabulary. The means are over the rows where `counts` bool[...] is
+    true. `expected` [..., V_d] has the target's probabilities. Tokens with a logit of -inf are not
+    candidates, and are ignored.
     """
     weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
     log_probs = jnp.where(logits > -jnp.inf, jax.nn.log_softmax(logits), 0)

@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 class OwnText:
-    """The sample's own prompt and output."""
+    """The source of drafts whose texts are a sample's own prompt and output."""
 
     name = "suffix"
 
@@ -103,10 +103,10 @@ class _Texts:
 
 
 class EarlierOutputs(_Texts):
-    """The outputs of the latest samples that stopped or reached their length limit.
+    """The source of drafts whose texts are the outputs of recently finished samples.
 
-    About `max_requests` outputs are kept, or fewer if they have more than `MAX_OUTPUT_TOKENS`
-    tokens.
+    Only samples that stopped or reached their length limit count. About `max_requests` outputs are
+    kept, or fewer if they have more than `MAX_OUTPUT_TOKENS` tokens.
     """
 
     name = "suffix"
@@ -127,7 +127,7 @@ class EarlierOutputs(_Texts):
 
 
 class Corpora(_Texts):
-    """Texts that users add by name."""
+    """The source of drafts whose texts are corpora, which users add by name."""
 
     name = "corpus"
 
@@ -173,7 +173,7 @@ class Corpora(_Texts):
 
 
 class References(_Texts):
-    """The texts that a request brings with it; see `Request.references`."""
+    """The source of drafts whose texts come with a request; see `Request.references`."""
 
     name = "history"
 
@@ -186,10 +186,10 @@ class References(_Texts):
 
 
 class Replays:
-    """Earlier outputs that were sampled with the same noise; see `Request.replays`.
+    """The source of drafts from earlier outputs of a prompt; see `Request.replays`.
 
-    The drafts of a sample are the next tokens of the earlier output with the same noise, as long as
-    the sample repeats this output.
+    A sample's drafts come from the earlier output that was sampled with the same noise. They are
+    the next tokens of this output, as long as the sample repeats the output.
     """
 
     name = "replay"

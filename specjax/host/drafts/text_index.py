@@ -3,8 +3,8 @@
 This is suffix decoding (Oliaro et al. 2024, SuffixDecoding) without a tree. Three hash tables hold
 the latest occurrence of every 2, 4 and 8 consecutive tokens. Each occurrence has a link to the
 previous one. So appending a token takes constant time, and the oldest texts can be forgotten first.
-Next tokens are counted over the latest occurrences only (at most `MOST`), which also predict better
-than older occurrences.
+Next tokens are counted over the latest occurrences only (at most `MOST`). This limits the work, and
+the latest occurrences predict better than older occurrences.
 """
 
 from collections.abc import Sequence

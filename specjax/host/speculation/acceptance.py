@@ -116,8 +116,8 @@ class Acceptance:
     def rates(self, group: Hashable = None, bucket: int = 0) -> list[float]:
         """Return the unconditional rates of drafts 1..max_drafts for a group's requests.
 
-        `bucket` is the bucket of the requests' lengths. If `group` has no counts in this bucket,
-        the rates of the bucket are returned.
+        `bucket` is the number of a range of lengths (see `contexts`), in which the requests'
+        lengths are. If `group` has no counts in this bucket, the rates of the bucket are returned.
         """
         rates, known = self._pooled(), []
         if len(self._buckets) > 1:
@@ -167,11 +167,11 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move the offset of each position towards its current value.
+        """Move each position's offset, which is added to the log-odds of the rate before it.
 
-        The current value is the log-odds of the position's rate minus the log-odds of the previous
-        position's rate. The more drafts were just verified at a position, the further its offset
-        moves.
+        The offset moves towards the log-odds of the position's rate minus the log-odds of the
+        previous position's rate. The more drafts were just verified at a position, the further its
+        offset moves.
         """
         rates = self._pooled()
         for i in range(1, self.max_drafts):

@@ -12,12 +12,12 @@ FIRST_LENGTHS = (0, *BOUNDS)  # the smallest length in each bucket
 
 
 def context_bucket(num_tokens: float) -> int:
-    """Return the number, from 0 on, of the bucket that contains the length `num_tokens`."""
+    """Return the number, from 0 on, of the bucket (range of lengths) with this length."""
     return bisect_right(BOUNDS, num_tokens)
 
 
 def context_buckets(lengths: Sequence[int]) -> list[int]:
-    """Return the bucket of each length."""
+    """Return the number of each length's bucket; see `context_bucket`."""
     if max(lengths, default=0) < BOUNDS[0]:  # the usual case, made fast
         return [0] * len(lengths)
     return [context_bucket(length) for length in lengths]

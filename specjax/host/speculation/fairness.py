@@ -25,7 +25,7 @@ MIN_SHARE = 1 / 8  # minimum fraction of the requests in a range that counts
 
 
 class Fairness:
-    """Compares the speed of each range of context lengths with its speed without drafts.
+    """Compares the speed of requests with their speed without drafts, by context length.
 
     Attributes:
         doubt: relative standard deviation of the time of a round without drafts.
@@ -39,10 +39,11 @@ class Fairness:
         max_slowdown: float,
         cost: StepCost | None,
     ) -> "Fairness | None":
-        """Return the limits for a round; None if every round is fair, or if there is no K = 0.
+        """Return a `Fairness` for a round, or None if every K is allowed.
 
-        If all requests are in one range, every round is fair: a round with more tokens per
-        millisecond than K = 0 makes them faster.
+        Every K is allowed if `max_slowdown` is 1, or if K = 0 is not a choice. Every K is also
+        allowed if all requests are in one range of context lengths, because a round with more
+        tokens per millisecond than K = 0 then makes all requests faster.
 
         Args:
             load: the load of the round.
@@ -64,22 +65,22 @@ class Fairness:
     def __init__(self, members: Any, least: float, doubt: float):
         """`members` bool[n, R] says which request is in which of the R ranges that count.
 
-        `least` describes a round in which every range has the lowest speed that is allowed. It is
-        the number of tokens per millisecond of this round, over all requests.
+        `least` is the number of tokens per millisecond, over all requests, of a round in which the
+        requests of every range have the lowest speed that is allowed.
         """
         self._means = members / members.sum(axis=0)
         self._least = least
         self.doubt = doubt
 
     def ks(self, goodput: Mapping[int, float], gains: Any, current: int | None) -> list[int]:
-        """Return each K whose round is fair.
+        """Return each K whose round slows down no range of context lengths too much.
 
-        A K other than 0 and `current` must be fair even if the time of a round without drafts is
-        shorter by `doubt`.
+        The time of a round without drafts is uncertain. So for a K other than 0 and `current`, this
+        must hold even if rounds without drafts are faster by the fraction `doubt`.
 
         Args:
             goodput: see `of`.
-            gains: the expected number of accepted drafts of each request by K, f64[n, K+1].
+            gains: the expected number of accepted drafts of each of n requests by K, f64[n, K+1].
             current: the K of the last round, or None.
         """
         ks = list(goodput)
@@ -88,11 +89,11 @@ class Fairness:
         return [k for k, is_fair in zip(ks, allowed, strict=True) if is_fair]
 
     def allows(self, goodputs: Any, accepted: Any, order: Any = EVERY) -> Any:
-        """Return whether each of several rounds is fair, bool[M].
+        """Return bool[M]: whether each of M rounds slows down no range of lengths too much.
 
         Args:
             goodputs: the tokens per millisecond of each round, over all requests, f64[M].
-            accepted: the expected number of each request's accepted drafts, f64[n, M].
+            accepted: the expected number of accepted drafts of each of n requests, f64[n, M].
             order: indices of the requests in `accepted`, if they are not in the order of the load.
         """
         tokens = 1 + accepted.mean(axis=0)

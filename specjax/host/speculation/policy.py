@@ -32,7 +32,7 @@ CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 class Policy(Protocol):
-    """The interface of a policy, which chooses the K of drafting and verifying for each step."""
+    """The interface of a policy, which chooses K, the number of drafts, for each step."""
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round that would be faster, but whose program is not ready; None without one."""
+        """A faster round in which only some requests draft, if its program is missing; or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -71,7 +71,7 @@ class Policy(Protocol):
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Note that rounds of this shape can run. `time` measures such a round, in milliseconds."""
+        """Tell the policy that this shape is compiled. `time()` measures a round in ms."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -83,11 +83,11 @@ class Policy(Protocol):
         ...
 
     def target_changed(self) -> None:
-        """Note that the target has new weights, so that learned acceptance may be outdated."""
+        """Tell the policy that the target has new weights, so that acceptance may have changed."""
         ...
 
     def drafter_changed(self) -> None:
-        """Note that the drafter has new weights, so that learned acceptance no longer applies."""
+        """Tell the policy that the drafter has new weights, so that acceptance has changed."""
         ...
 
 
@@ -265,7 +265,7 @@ class GoodputPolicy:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
         `best` replaces the current K if it is clearly better, if the current K has not been the
-        best for many rounds in a row, or if the current K is not in `fair`.
+        best for many rounds in a row, or if the current K is not allowed (not in `fair`).
         """
         k = best if self._k is None else self._k
         lead = goodput[best] / goodput[k] - 1
@@ -348,13 +348,13 @@ class GoodputPolicy:
         )
 
     def target_changed(self) -> None:
-        """Give old counts less weight. If K is 0, try drafting again soon."""
+        """Give old counts of accepted drafts less weight. If K is 0, try drafting again soon."""
         if self._learns_acceptance:
             self.acceptance.discount()
             self._is_due, self._patience = True, PARKED_FIRST
 
     def drafter_changed(self) -> None:
-        """Forget all counts and start again with the priors."""
+        """Forget all counts of accepted drafts, and start again with the prior rates."""
         if self._learns_acceptance:
             self.acceptance.reset()
             self.requests.reset()

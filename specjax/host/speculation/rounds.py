@@ -57,8 +57,8 @@ class DecodeLoad:
         num_context: number of tokens before the round, summed over sequences.
         max_tokens: the step's token budget; None for no budget. Sequences that do not fit wait.
         requests: a description of each sequence; None if the policy does not weigh requests.
-        splits: the shapes of split rounds whose programs are ready; None if the round may not be
-            split.
+        splits: the shapes of split rounds (see `split`) whose programs are ready; None if the round
+            may not be split.
         shapes: the shapes (batch size, K) of unsplit rounds whose programs are ready.
     """
 
@@ -83,9 +83,9 @@ class DecodeLoad:
 class Round:
     """The outcome of a round, or of one part of a split round.
 
-    If both parts of a split round ran in one program, `others` and `others_context` are about the
-    requests that did not draft, and `ms` is the time of the program. All other fields are about the
-    requests that drafted.
+    In a split round, one part has the requests that draft. If both parts of a split round ran in
+    one program, `others` and `others_context` are about the requests that did not draft, and `ms`
+    is the time of the program. All other fields are about the requests that drafted.
 
     Attributes:
         batch: batch size of the round's shape, including padding.

@@ -1,9 +1,10 @@
 """Simulates a policy without a device, from a grid of step times and from acceptance rates.
 
 Requests decode together in rounds, which are padded to the batch sizes that an engine compiles.
-Each request has its own log-odds of acceptance, and rounds' times have noise. A policy that knows
-requests may split rounds (see `split`). The policy is compared to an oracle, which knows the
-times and rates. The oracle takes the best K in every round, and never splits rounds.
+Each request has its own log-odds of acceptance, and rounds' times have noise. If a policy sees each
+request, it may split rounds, so that only some requests draft. The policy is compared to an oracle,
+which knows the times and rates. The oracle takes the best K in every round, and never splits
+rounds.
 """
 
 import math
@@ -166,12 +167,12 @@ class Outcome:
 
     @property
     def regret(self) -> float:
-        """The regret over all rounds."""
+        """The lost fraction of the oracle's goodput, averaged over all rounds."""
         return sum(self.lost_by_batch.values()) / sum(self.ms_by_batch.values())
 
     @property
     def regret_by_batch(self) -> dict[int, float]:
-        """The regret by padded batch size."""
+        """The lost fraction of the oracle's goodput, by padded batch size."""
         return {b: self.lost_by_batch[b] / ms for b, ms in sorted(self.ms_by_batch.items())}
 
 
@@ -200,7 +201,10 @@ class _Running:
         return self._ends[request] - self.remaining[request]
 
     def load(self, max_k: int, splits: Collection[SplitShape]) -> DecodeLoad:
-        """Return the load of a round of the active requests. `splits` are its possible splits."""
+        """Return the load of a round of the active requests.
+
+        `splits` are the shapes that the round may have if only some of the requests draft.
+        """
         lengths = [self.length(request) for request in self.active]
         limits = [min(max_k, self.remaining[request] - 1) for request in self.active]
         groups = [None] * len(lengths)

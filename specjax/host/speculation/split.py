@@ -73,12 +73,12 @@ class Splitter:
             load: the load of the round, with `requests` and `splits`.
             gains: the expected number of accepted drafts, f64[n, K+1], for 0..K drafts of each
                 request.
-            unsplit: goodput of the best round that is not split.
+            unsplit: tokens per millisecond of the best round that is not split.
             cost: the times of rounds that are not split.
             chunk_ms: milliseconds that a step takes in addition to its round.
             rates: the acceptance rates of requests. With each choice, requests that do not draft
                 forget a part of their counts, so that they are tried again.
-            fairness: which rounds are fair; None if all are.
+            fairness: tells which rounds are allowed; None if all are.
         """
         requests, chosen = load.requests, self._chosen
         assert requests is not None
@@ -129,7 +129,7 @@ class Splitter:
         chunk_ms: float,
         fairness: Fairness | None,
     ) -> None:
-        """Set `wish`, and choose the shape of the next rounds; see `choose`."""
+        """Choose the shape of split rounds, and set `wish`. For the arguments, see `choose`."""
         requests, splits = load.requests, load.splits
         assert requests is not None and splits is not None
         had, self._chosen = self._chosen, None

@@ -1,7 +1,7 @@
 """Estimates the milliseconds of a round, by batch size, K and context.
 
 A round of B requests and K drafts runs B (K + 1) tokens through the target. The time of a round is
-known at points (batch size, K), either from a profile or from replays of the compiled steps.
+known at points (batch size, K), either from a profile or from measurements of the compiled steps.
 Between points, the time is interpolated linearly. The estimated time never falls as requests or
 drafts are added.
 
@@ -273,7 +273,7 @@ class _Row:
         return result
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Return the estimated time of each K. `prior` has the estimates without this row's rounds.
+        """Estimate the time of each K. `prior` has the estimates without this batch size's rounds.
 
         All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
         without served times changes, too.
