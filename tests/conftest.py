@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -51,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     itself takes a seventh of the tests' time.
     """
     gc.set_threshold(200_000, 10, 10)
+    # A shell ignores SIGINT for what it starts in the background, and so would tests' processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # So that no code takes the one device for granted, or a dtype or rank that JAX would guess.
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -76,7 +76,7 @@ def multiply_packed(
         return parts[0] - first, parts[1] - (others[0] if others else first)
 
     def products_of(run, scales):
-        """Return the products of x with a run, as a list with one product for each scale."""
+        """Return the products of x and a run of consecutive weights, one product for each scale."""
         products, parts = [], numbers_of(run)
         for i, (start, part) in enumerate(zip((0, half), parts, strict=True)):
             k = (first_run + run) * 2 * half + start + jnp.arange(half)[None]

@@ -89,9 +89,9 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure plain decoding and some configurations in turn.
+        """Measure plain decoding and the configurations `shown` in turn.
 
-        `shown` are the configurations whose figures are kept, even after an interrupt.
+        After an interrupt, the figures of the rounds before it are kept.
         """
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))

@@ -106,9 +106,10 @@ def read_drafters(
     *,
     takes_all: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return the speculative config of each drafter, without K, by the drafter's name in results.
+    """Map the name of each drafter in results to its speculative config without K.
 
-    If no drafter is given, return drafters of the demo model `model`; none for another model.
+    If no drafter is given, return the drafters that belong to `model` if it is a demo model, and an
+    empty dict otherwise.
 
     Args:
         given: the values of --drafter; None if there are none.

@@ -53,10 +53,10 @@ def defer(
 def observe_deferred(
     params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
 ) -> EngineState:
-    """Return the engine's state after the drafter has observed the rows that `defer` kept.
+    """Return the engine's state after the drafter has observed the deferred rounds.
 
-    All rounds whose rows were kept must have had the same requests in the same rows. `inputs` are
-    the inputs of the last of these rounds.
+    `defer` kept the hidden states of these rounds. A request must have had the same index in the
+    batches of all of them. `inputs` are the inputs of the last round.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))

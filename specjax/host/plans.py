@@ -113,7 +113,7 @@ class OpenStep:
 
 @dataclass
 class OpenRound:
-    """A round, or the part of a round that drafts or does not draft, while it is planned."""
+    """A round that is being planned, or one of the two parts of a split round."""
 
     k: int
     num_drafts: int  # how many of the k drafts may be accepted
@@ -121,7 +121,7 @@ class OpenRound:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Record the end of a round or of chunks with up to `max_tokens` tokens per sequence."""
+    """Record the end of a round, or of chunks, that gave a sequence at most `max_tokens` tokens."""
     for sequence in sequences:  # a method's calls would take longer
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

@@ -146,7 +146,7 @@ class ChatFormat:
         return self._constrained(response)
 
     def _constrained(self, response: Response) -> Response:
-        """Return a response whose sampling parameters have a grammar of the function calls."""
+        """Return `response` with parameters that constrain its output to function calls."""
         assert self._form is not None
         choice, begun = response.choice, response.parser()
         can_begin = response.template.has_part("reasoning") and not begun.has_prefix

@@ -85,10 +85,10 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
 
 
 def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that all processes have equal versions and options; return this process's options.
+    """Check that all processes have equal versions and options, and return this process's options.
 
-    The result has the options of process 0. But an option that was set in this process, such as a
-    path, keeps the value that it has here.
+    Options that this process does not set, it takes from process 0. Options such as paths may have
+    other values than in process 0.
     """
     agree(
         hosts,

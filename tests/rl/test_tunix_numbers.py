@@ -33,9 +33,12 @@ def test_outputs_are_tunixs_and_equal_prompts_are_samples_of_one_request(
     rollout, target, monkeypatch
 ):
     calls, generate = [], rollout.engine.generate
-    monkeypatch.setattr(
-        rollout.engine, "generate", lambda *given: calls.append(given) or generate(*given)
-    )
+
+    def record(*given, **options):
+        calls.append(given)
+        return generate(*given, **options)
+
+    monkeypatch.setattr(rollout.engine, "generate", record)
     prompts = ["one", "a longer", "one", "one", "a longer", "x"]
     output = rollout.generate(prompts, replace(CONFIG, seed=3))
     ((asked, params),) = calls

@@ -59,9 +59,9 @@ class ScaledExperts(ExpertWeights):
 
 
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
-    """Return the `ScaledExperts` that are stored as `tensors`, or None if this is not possible.
+    """Return `ScaledExperts` with the `TensorSpec`s of stored `tensors` instead of arrays, or None.
 
-    `TensorSpec`s take the places of arrays. `spec` is the `TensorSpec` of the same experts without
+    `spec` is the `TensorSpec` of the same experts without
     quantisation. The result is None if experts have different blocks, if the tensors have different
     dtypes or widths of blocks, or if a tensor is [E, in, out] rather than [E, out, in].
     """

@@ -63,7 +63,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A faster round in which only some requests draft, if its program is missing; or None."""
+        """The split round that would be faster than this one if it were compiled, or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
