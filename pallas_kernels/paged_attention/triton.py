@@ -6,8 +6,9 @@ kernel combines their results.
 With T tokens per request and G query heads per key head, each request and key head have T G rows.
 A program of the first kernel computes up to `block_rows` of them. It reads every `num_splits`-th
 block of `block_tokens` tokens in the request's context. So a block's number alone determines which
-program processes the block, and in which order results are added. Blocks that a row does not attend to add exactly 0. A row's bits thus depend neither on other
-requests nor on other rows of its request.
+program processes the block, and in which order results are added. Blocks that a row does not attend
+to add exactly 0. A row's bits thus depend neither on other requests nor on other rows of its
+request.
 """
 
 import functools
